@@ -1,0 +1,138 @@
+"""The typed configuration: one frozen dataclass a group. The reference in docs/configuration.md is made from these.
+
+A field's comment becomes its description; `metadata["min"]`/`["max"]` bound a number. Hydra composes plain values,
+`rlcore.config.build` turns them into these objects and checks them, and below the CLI only these objects travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def option(default: Any = ..., doc: str = "", *, min: float | None = None, max: float | None = None) -> Any:
+    """Declare a config field: its default (`...` for required), its one-line description, and the bounds of a number."""
+    metadata = {"doc": doc, "min": min, "max": max}
+    if default is ...:
+        return field(metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = option("tiny", "folder of a Hugging Face causal language model, or `tiny` for the shipped one")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "precision of forward and backward; master weights are fp32")
+    attention: str = option("auto", "attention implementation of transformers; `auto` takes flash_attention_2 on a GPU that has it, else sdpa")
+    trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
+    chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = option("arithmetic", "data set: one of the installed ones (`rlcore plugins`)")
+    path: str | None = option(None, "file or folder that the data set is read from, where it needs one")
+    prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
+    answer_key: str = option("answer", "column that holds the reference answer")
+    system_prompt: str | None = option(None, "system message put before every string prompt")
+    batch_size: int = option(16, "prompts per step", min=1)
+    prompt_len: int = option(512, "longest prompt, in tokens", min=1)
+    overlong: Literal["filter", "cut", "error"] = option("filter", "what happens to a longer prompt; `cut` keeps its end")
+    shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
+    drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
+    eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: dict[str, float] = option({}, "weights by reward: installed names, or FILE.py:FUNCTION; empty: the data set's own")
+    path: str | None = option(None, "FILE.py:FUNCTION, used alone and in place of `functions`")
+    timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
+    memory_mb: int = option(2048, "address space of a process that runs reward code, in MiB; 0 for no limit", min=0)
+    error_value: float = option(0.0, "reward of a sample whose reward function raised, hung, or gave no finite number")
+    pass_score: float = option(1.0, "a sample counts as correct from this score on")
+    workers: int = option(1, "processes that run reward functions", min=1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = option("hf", "rollout engine: one of the installed ones")
+    response_len: int = option(256, "most new tokens of a response", min=1)
+    min_tokens: int = option(0, "fewest new tokens before a response may end", min=0)
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy", min=0.0)
+    top_p: float = option(1.0, "nucleus: sample from the smallest set with this probability", min=0.0, max=1.0)
+    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", min=0)
+    stop: list[str] = option([], "strings that end a response (kept in it)")
+    batch_size: int = option(256, "sequences that a worker decodes at once", min=1)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    name: str = option("fsdp", "train engine: one of the installed ones")
+    lr: float = option(1e-6, "peak learning rate", min=0.0)
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", min=0)
+    min_lr_ratio: float = option(0.0, "the schedule ends at this share of `lr`", min=0.0, max=1.0)
+    weight_decay: float = option(0.0, "AdamW weight decay", min=0.0)
+    betas: list[float] = option([0.9, 0.999], "AdamW betas")
+    eps: float = option(1e-8, "AdamW epsilon", min=0.0)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 for no clipping", min=0.0)
+    micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0)
+    micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
+    logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1)
+    padding_free: bool = option(True, "pack sequences without padding where the model's attention allows it")
+    activation_checkpointing: bool = option(False, "recompute each layer in backward instead of keeping its activations")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_steps: int = option(100, "steps of the run", min=1)
+    seed: int = option(0, "seeds data order, sampling and initialisation")
+    eval_every: int = option(20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0)
+    eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
+    eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: only at the end and when interrupted", min=0)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep; 0 for all", min=0)
+    samples_per_step: int = option(8, "samples that each step writes to samples/", min=0)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
+    address: str | None = option(None, "address of a running Ray cluster; none starts one on this machine")
+    workers: int = option(2, "data-parallel processes of the actor (and of what shares its pool)", min=1)
+    cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
+    gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
+    start_timeout: float = option(120.0, "seconds to wait for Ray and for the workers to start", min=1.0)
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    use: list[str] = option(["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one")
+    project: str = option("rlcore", "wandb project")
+    entity: str | None = option(None, "wandb entity")
+    mode: Literal["online", "offline"] = option("online", "wandb mode")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str | None = option(None, "folder of the run; an unfinished one with an equal config is resumed (default: runs/ALGO-TIME)")
+    name: str | None = option(None, "name shown by trackers (default: the folder's)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name."""
+
+    algorithm: str
+    algo: Any
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,39 @@
+"""The errors that rlcore raises on purpose, and the wording that they share.
+
+Every message says what was wrong, with which value, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RLCoreError(Exception):
+    """Base of all errors that a user can cause and mend; the CLI prints them without a traceback."""
+
+
+class ConfigError(RLCoreError):
+    """A key, a value or a combination of values is not allowed. Raised before any expensive work starts."""
+
+
+class PluginError(RLCoreError):
+    """A plugin cannot be loaded or breaks its contract; the message says how to block it."""
+
+
+class DataError(RLCoreError):
+    """A data set, a batch or a column is not what it has to be."""
+
+
+class WorkerError(RLCoreError):
+    """A worker failed or died; the message names role, rank, host and method."""
+
+
+class CheckpointError(RLCoreError):
+    """A checkpoint cannot be written, read or resumed from."""
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the option nearest to `name`, or an empty string when none is near."""
+    near = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

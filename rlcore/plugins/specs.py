@@ -1,0 +1,123 @@
+"""What plugins hand over: one frozen dataclass for each kind of thing that can be added, and the Algorithm base class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rlcore.config import Config, DataConfig
+    from rlcore.protocol import DataProto
+
+API_VERSION = 1
+"""The plugin contract's version; a plugin module states the one it was written for as `RLCORE_API = 1`."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model that an algorithm needs, by what is done with it.
+
+    `trains`: it has an optimizer and `update`. `generates`: it has a rollout engine and `generate`. Neither: a frozen
+    copy, for `log_probs` alone.
+    """
+
+    trains: bool = False
+    generates: bool = False
+
+
+class Algorithm:
+    """Base class of algorithms: a config, the roles it needs, and the loop of one step.
+
+    It holds no Ray, ranks, devices, padding, weight sync, logging or checkpointing. `config` is the algorithm's own
+    frozen dataclass.
+    """
+
+    Config: ClassVar[type]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def roles(self) -> Mapping[str, Role]:
+        """Return the roles by name; `run.NAME` is the handle of each. Called once, before anything starts."""
+        return {"actor": Role(trains=True, generates=True)}
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError when the whole config cannot work with this algorithm. Called once, before anything starts."""
+
+    def step(self, run: Any, prompts: DataProto) -> Mapping[str, Any]:
+        """Run one step on a batch of prompts and return its metrics (numbers, or the Metrics of `update`)."""
+        raise NotImplementedError(f"{type(self).__name__} defines no step(self, run, prompts)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beyond the models, as values that JSON can hold."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """An algorithm. `name` must equal the entry point's name (a local file's: its stem)."""
+
+    name: str
+    algorithm: type[Algorithm]
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward function.
+
+    `score(prompt: str, response: str, answer: Any, **columns) -> float`, or with `batched=True` the same names as lists
+    of equal length and a list of floats back. It runs in a reward worker's own subprocess.
+    """
+
+    name: str
+    score: Callable[..., Any]
+    batched: bool = False
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set. `load(config, split)` with split "train" or "eval" returns a sequence of dict rows.
+
+    Rows hold at least the prompt column (`config.prompt_key`); `reward` names the reward function that fits the answers.
+    """
+
+    name: str
+    load: Callable[[DataConfig, str], Any]
+    reward: str
+
+
+@dataclass(frozen=True)
+class RolloutEngineSpec:
+    """A rollout engine: `create(**kwargs)` returns an `rlcore.engine.rollout.RolloutEngine`."""
+
+    name: str
+    create: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrainEngineSpec:
+    """A train engine: `create(**kwargs)` returns an `rlcore.engine.train.TrainEngine`."""
+
+    name: str
+    create: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrackerSpec:
+    """A tracker: `create(config: Config, run_dir: Path)` returns an `rlcore.trackers.Tracker`."""
+
+    name: str
+    create: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A command `rlcore NAME ...`: `main(argv) -> int` gets the arguments behind the name and returns the exit status."""
+
+    name: str
+    summary: str
+    main: Callable[[list[str]], int]
