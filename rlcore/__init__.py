@@ -1,0 +1,82 @@
+"""rlcore: post-training of language models with reinforcement learning.
+
+The names below are all that a plugin may import (with `rlcore.ops`). Each is imported when it is first used, so
+`import rlcore` itself loads neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlcore.config import Config, option
+    from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
+    from rlcore.plugins import (
+        Algorithm,
+        AlgorithmSpec,
+        CommandSpec,
+        DatasetSpec,
+        RewardSpec,
+        Role,
+        RolloutEngineSpec,
+        TrackerSpec,
+        TrainEngineSpec,
+        hookimpl,
+    )
+    from rlcore.protocol import DataProto, Ragged
+    from rlcore.run import Run
+
+_HOMES = {
+    "rlcore.config": ["Config", "option"],
+    "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
+    "rlcore.plugins": [
+        "Algorithm",
+        "AlgorithmSpec",
+        "CommandSpec",
+        "DatasetSpec",
+        "RewardSpec",
+        "Role",
+        "RolloutEngineSpec",
+        "TrackerSpec",
+        "TrainEngineSpec",
+        "hookimpl",
+    ],
+    "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.run": ["Run"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: F822  (resolved by __getattr__)
+    "Algorithm",
+    "AlgorithmSpec",
+    "CheckpointError",
+    "CommandSpec",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DataProto",
+    "DatasetSpec",
+    "PluginError",
+    "RLCoreError",
+    "Ragged",
+    "RewardSpec",
+    "Role",
+    "RolloutEngineSpec",
+    "Run",
+    "TrackerSpec",
+    "TrainEngineSpec",
+    "WorkerError",
+    "hookimpl",
+    "option",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rlcore' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
