@@ -1,0 +1,30 @@
+"""Pure torch: log-probs and entropy, KL estimators, advantages, masked sums, noise by name, the terms of a loss."""
+
+from rlcore.ops.advantages import group_advantages, group_index
+from rlcore.ops.kl import KLEstimator, kl_estimate
+from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
+from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, metric, needs, needs_of, objective
+from rlcore.ops.masked import masked_mean, masked_sum
+from rlcore.ops.noise import noise_key, uniform_noise
+
+__all__ = [
+    "NEEDS",
+    "KLEstimator",
+    "Loss",
+    "Need",
+    "Outputs",
+    "Term",
+    "chunked_log_probs",
+    "group_advantages",
+    "group_index",
+    "kl_estimate",
+    "masked_mean",
+    "masked_sum",
+    "metric",
+    "needs",
+    "needs_of",
+    "noise_key",
+    "objective",
+    "token_log_probs",
+    "uniform_noise",
+]

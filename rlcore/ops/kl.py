@@ -1,0 +1,30 @@
+"""Estimators of KL(policy || reference) from the log-probs of tokens sampled by the policy.
+
+Source: J. Schulman, "Approximating KL Divergence", 2020 (http://joschu.net/blog/kl-approx.html); k3 is the one used by
+GRPO (arXiv 2402.03300, eq. 4).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator = "k3") -> Tensor:
+    """Return the per-token KL estimate [...], in nats, of log-probs [...] against reference log-probs [...].
+
+    With r = log_probs - ref_log_probs: k1 = r (unbiased, may be negative), k2 = r^2 / 2 (biased, non-negative),
+    k3 = exp(-r) - 1 + r (unbiased, non-negative). Raises ValueError for another kind.
+    """
+    difference = log_probs - ref_log_probs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind == "k3":
+        return torch.expm1(-difference) + difference
+    raise ValueError(f"unknown KL estimator {kind!r}; allowed: k1, k2, k3")

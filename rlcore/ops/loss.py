@@ -1,0 +1,102 @@
+"""The loss contract: what a loss function returns, and how it says what it needs.
+
+A loss is a plain module-level function `loss(out, batch, config) -> dict[str, Term]`. `out` holds the model's outputs
+for the rows of `batch` (an `Outputs`); `batch` maps column names to tensors, ragged columns padded on the right with
+zeros to [rows, tokens]; `config` is the algorithm's own dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+Need = Literal["log_probs", "entropy", "logits"]
+NEEDS: tuple[Need, ...] = ("log_probs", "entropy", "logits")
+
+Loss = Callable[["Outputs", Mapping[str, Any], Any], Mapping[str, "Term"]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named term of a loss: a sum and what it is divided by, never a mean.
+
+    `total` is a scalar tensor, `count` a number or scalar tensor that depends on batch columns alone: the engine sums
+    the counts over the mini-batch and all ranks before the first backward and divides by that, so a gradient cannot
+    depend on how the batch was cut. `weight` None makes the term a metric only; otherwise weight * total / count is
+    added to what is minimised.
+    """
+
+    total: Tensor
+    count: Tensor | float
+    weight: float | None = None
+
+
+def objective(total: Tensor, count: Tensor | float, weight: float = 1.0) -> Term:
+    """Return a term that is minimised, `weight` times its global mean."""
+    return Term(total, count, weight)
+
+
+def metric(total: Tensor, count: Tensor | float) -> Term:
+    """Return a term that is only reported, as its global mean."""
+    return Term(total.detach(), count, None)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model gives for the response tokens of a micro-batch, [rows, tokens], 0 where a row has no token.
+
+    `log_probs`: of the batch's `responses`, at the rollout temperature, fp32, in nats. `entropy`: of the distribution at
+    each position, fp32, in nats. `logits`: [rows, tokens, vocab]. Each is there only if the loss declares the need.
+    """
+
+    values: Mapping[str, Tensor]
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self.values:
+            raise AttributeError(f"the loss uses out.{name} but does not declare it; put @needs({name!r}) above the loss")
+        return self.values[name]
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probs of the response tokens, [rows, tokens]."""
+        return self._get("log_probs")
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy at each response token, [rows, tokens]."""
+        return self._get("entropy")
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits at each response token, [rows, tokens, vocab], divided by the temperature."""
+        return self._get("logits")
+
+    @staticmethod
+    def blank(needs: Iterable[Need], rows: int, tokens: int, vocab: int) -> Outputs:
+        """Return outputs of zeros, to run a loss for its counts alone."""
+        zero = torch.zeros(())
+        shapes = {"logits": (rows, tokens, vocab)}
+        return Outputs({name: zero.expand(shapes.get(name, (rows, tokens))) for name in needs})
+
+
+def needs(*names: Need) -> Callable[[F], F]:
+    """Declare which outputs a loss uses; without it a loss gets `log_probs` alone. Raises ValueError for other names."""
+    for name in names:
+        if name not in NEEDS:
+            raise ValueError(f"a loss cannot need {name!r}; allowed: {', '.join(NEEDS)}")
+
+    def mark(function: F) -> F:
+        function.__rlcore_needs__ = names  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs_of(loss: Callable[..., Any]) -> tuple[Need, ...]:
+    """Return what a loss declared with `needs`, or ("log_probs",)."""
+    return getattr(loss, "__rlcore_needs__", ("log_probs",))
