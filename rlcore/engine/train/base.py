@@ -1,0 +1,72 @@
+"""What a train engine offers to the worker that holds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlcore.ops import Loss
+from rlcore.protocol import DataProto, Ragged
+
+
+@dataclass(frozen=True)
+class UpdateItem:
+    """One batch with its loss; several may share an optimizer step, each weighted.
+
+    `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each. `config` is what
+    the loss gets; `keep_together` names a column whose equal values no micro-batch may part.
+    """
+
+    batch: DataProto
+    sizes: Sequence[int]
+    loss: Loss
+    config: Any
+    weight: float = 1.0
+    keep_together: str | None = None
+
+
+class TrainEngine(ABC):
+    """A model that computes log-probs and, if it `trains`, takes optimizer steps. All methods are collective.
+
+    `version` counts optimizer steps; a rollout engine with an older version must be synced before it generates.
+    """
+
+    version: int = 0
+
+    @abstractmethod
+    def log_probs(self, batch: DataProto, *, entropy: bool = False) -> dict[str, Ragged]:
+        """Return `log_probs` (and `entropy`) of the responses: ragged fp32, as long as `responses`, in nats."""
+
+    @abstractmethod
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """Take one optimizer step for each mini-batch of each epoch and return the metrics.
+
+        `step` is the run's step, by which the learning rate is scheduled. Raises DataError, before the optimizer step
+        and on every rank, when a loss or gradient is not finite, naming the rows.
+        """
+
+    @property
+    @abstractmethod
+    def shared_module(self) -> nn.Module | None:
+        """The Hugging Face module if a rollout engine in this process may use it as it stands, else None."""
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter whole, by its Hugging Face name, tied ones once."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face folder (rank 0 writes): config, safetensors in fp32, tokenizer."""
+
+    @abstractmethod
+    def save_state(self, folder: Path) -> None:
+        """Write into `folder` all that `load_state` needs to go on bit for bit: weights, optimizer, version, RNG."""
+
+    @abstractmethod
+    def load_state(self, folder: Path) -> None:
+        """Take back what `save_state` wrote, under any number of ranks. Raises CheckpointError if it does not fit."""

@@ -1,0 +1,82 @@
+"""Cutting rows into mini-batches, ranks and micro-batches; rows that belong together are never parted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlcore.errors import ConfigError
+
+
+def units_of(rows: int, together: Sequence[object] | np.ndarray | None) -> list[list[int]]:
+    """Return the row indices of each unit that must not be cut: rows with equal values of `together`, or single rows.
+
+    Units come in order of their first row.
+    """
+    if together is None:
+        return [[row] for row in range(rows)]
+    units: dict[object, list[int]] = {}
+    for row, value in enumerate(together):
+        units.setdefault(value, []).append(row)
+    return list(units.values())
+
+
+def split_evenly(units: list[list[int]], parts: int) -> list[list[list[int]]]:
+    """Cut `units` into `parts` consecutive runs whose numbers of rows are as equal as whole units allow.
+
+    A run may be empty when there are fewer units than parts.
+    """
+    ends = np.cumsum([len(unit) for unit in units])
+    total = int(ends[-1]) if len(ends) else 0
+    # A unit goes to the run in which its middle lies.
+    middles = [end - len(unit) / 2 for end, unit in zip(ends, units, strict=True)]
+    runs: list[list[list[int]]] = [[] for _ in range(parts)]
+    for unit, middle in zip(units, middles, strict=True):
+        runs[min(int(middle * parts / total), parts - 1)].append(unit)
+    return runs
+
+
+def update_plan(
+    rows: int, together: Sequence[object] | np.ndarray | None, mini_batches: int, ranks: int
+) -> list[list[list[int]]]:
+    """Return the row indices for each rank and mini-batch, `plan[rank][mini_batch]`.
+
+    Mini-batches are consecutive runs of rows and the same whatever the number of ranks. Raises ConfigError when there
+    are fewer units than mini-batches.
+    """
+    units = units_of(rows, together)
+    if rows and len(units) < mini_batches:
+        raise ConfigError(
+            f"an update of {rows} rows in {len(units)} groups that must stay together cannot be cut into "
+            f"{mini_batches} mini-batches; use at most {len(units)}"
+        )
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for mini_batch in split_evenly(units, mini_batches):
+        for rank, run in enumerate(split_evenly(mini_batch, ranks)):
+            plan[rank].append([row for unit in run for row in unit])
+    return plan
+
+
+def micro_batches(
+    lengths: Sequence[int], together: Sequence[object] | np.ndarray | None, max_rows: int, max_tokens: int
+) -> list[list[int]]:
+    """Cut rows of the given token `lengths` into micro-batches of at most `max_rows` and `max_tokens` (0: no limit).
+
+    Units are taken longest first, so that rows of like length meet. A unit larger than a limit is a micro-batch alone.
+    """
+    units = units_of(len(lengths), together)
+    units.sort(key=lambda unit: -max(lengths[row] for row in unit))
+    batches: list[list[int]] = []
+    tokens = 0
+    for unit in units:
+        size = sum(lengths[row] for row in unit)
+        full = batches and (
+            (max_rows and len(batches[-1]) + len(unit) > max_rows) or (max_tokens and tokens + size > max_tokens)
+        )
+        if full or not batches:
+            batches.append([])
+            tokens = 0
+        batches[-1].extend(unit)
+        tokens += size
+    return batches
