@@ -1,0 +1,25 @@
+"""Tensors as numpy arrays and back: the form in which they are pickled, so that their bytes travel out of band."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def to_array(tensor: Tensor) -> tuple[str, np.ndarray]:
+    """Return a tensor's dtype name and its values as a contiguous CPU array (bfloat16 as int16, float8 as uint8)."""
+    flat = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype == torch.bfloat16 or name.startswith("float8"):
+        flat = flat.view(_SAME_SIZE[tensor.element_size()])
+    return name, flat.numpy()
+
+
+def from_array(name: str, array: np.ndarray) -> Tensor:
+    """Return the tensor of `to_array`: on the CPU, writable; read-only memory (an object store's) is copied."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    dtype = getattr(torch, name)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,0 +1,356 @@
+"""DataProto: named columns of equal row count and meta_info, with the surface that users of verl know.
+
+No method changes its batch or its arguments, save those whose names say so: `batch[k] = v`, `pop`, and writes through
+`batch.batch`, `batch.non_tensor_batch` and `batch.meta_info`. Contents are immutable and shared: a batch derived from
+another copies no tensor that it can share, a bound value is copied once, and a read gives a private copy. `view` reads
+without a copy, for whoever will not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.errors import DataError
+from rlcore.protocol.columns import Kind, ObjectColumn, Value, column_of, same_contents
+from rlcore.protocol.rows import Index, select_row, select_rows
+from rlcore.protocol.table import Deferred, Table, concat_tables, union_tables
+from rlcore.protocol.views import DataProtoItem, ObjectColumns, TensorColumns
+
+TENSOR: tuple[Kind, ...] = ("dense", "ragged")
+OBJECT: tuple[Kind, ...] = ("object",)
+Slice: TypeAlias = slice
+
+
+class DataProto:
+    """A batch: dense tensors [rows, ...], ragged tensors and object columns [rows], and a dict `meta_info`."""
+
+    __slots__ = ("_source",)
+
+    def __init__(
+        self,
+        batch: Mapping[str, Any] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy in tensor columns (a dict or TensorDict), object columns (lists or arrays) and meta_info."""
+        table = Table(meta_info=dict(meta_info or {}))
+        for kinds, columns in ((TENSOR, batch), (OBJECT, non_tensor_batch)):
+            for name, value in (columns or {}).items():
+                if name in table.columns:
+                    raise DataError(f"column {name!r} is given twice, as a tensor and as an object column")
+                table.bind(name, checked_column(name, value, kinds))
+        self._source: Table | Deferred = table
+
+    # -- making one
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Any] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the batch of these tensors (Tensor [rows, ...] or Ragged) and objects (one list entry a row)."""
+        return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Return the batch of these columns; a list or array becomes an object column."""
+        batch = cls(meta_info=meta_info)
+        for name, value in data.items():
+            batch[name] = value
+        return batch
+
+    @classmethod
+    def deferred(cls, fetch: Callable[[], DataProto]) -> Self:
+        """Return a batch that calls `fetch` when anything of it is first needed, and then holds what that returned.
+
+        `fetch` runs once. An exception that it raises is raised at each need. Any operation needs the batch.
+        """
+
+        def table() -> Table:
+            batch = fetch()
+            if not isinstance(batch, DataProto):
+                raise DataError(f"a deferred batch was fetched as {type(batch).__name__}; it must be a DataProto")
+            return batch.table.copy()
+
+        return cls._of(Deferred(table))
+
+    @classmethod
+    def _of(cls, source: Table | Deferred) -> Self:
+        batch = cls.__new__(cls)
+        batch._source = source
+        return batch
+
+    # -- what it holds
+
+    @property
+    def table(self) -> Table:
+        """The columns themselves, for the rooms of the core; fetched first if the batch is deferred."""
+        return self._source.get() if isinstance(self._source, Deferred) else self._source
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the batch is here: False for a deferred one until its fetch has succeeded. Never waits."""
+        return self._source.ready if isinstance(self._source, Deferred) else True
+
+    def materialize(self) -> Self:
+        """Fetch the batch if it is deferred, and return it; raises what the fetch raised."""
+        self._source = self.table
+        return self
+
+    @property
+    def batch(self) -> TensorColumns:
+        """The tensor columns as a live mapping with TensorDict's surface."""
+        return TensorColumns(self)
+
+    @property
+    def non_tensor_batch(self) -> ObjectColumns:
+        """The object columns as a live mapping."""
+        return ObjectColumns(self)
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """What holds for the whole batch; this batch's own dict."""
+        return self.table.meta_info
+
+    @meta_info.setter
+    def meta_info(self, value: Mapping[str, Any]) -> None:
+        self.table.meta_info = dict(value)
+
+    def __len__(self) -> int:
+        return self.table.rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table.columns
+
+    def keys(self) -> list[str]:
+        """Return the names of all columns, in order of binding."""
+        return list(self.table.columns)
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self._item(row) for row in range(len(self)))
+
+    def __getitem__(self, index: str | int | Index) -> Any:
+        """Return a column by name (a private copy), one row by number, or a DataProto of the selected rows.
+
+        A column is a tensor [rows, ...], a Ragged or an object array [rows]. A row number gives a DataProtoItem;
+        a slice, a list of row numbers, a mask or an integer array gives a batch. Raises DataError for an unknown name or row.
+        """
+        if isinstance(index, str):
+            return self.table.column(index).read()
+        if isinstance(index, (int, np.integer)):
+            return self._item(select_row(int(index), len(self)))
+        return self._of(self.table.take(select_rows(index, len(self))))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Bind a copy of a tensor [rows, ...], Ragged, list or array to a name, in this batch alone."""
+        self.table.bind(name, column_of(name, value))
+
+    def view(self, name: str) -> Value:
+        """Return a column without copying it. It is shared with other batches: never write to it."""
+        return self.table.column(name).view()
+
+    def _item(self, row: int) -> DataProtoItem:
+        columns = self.table.columns.items()
+        return DataProtoItem(
+            batch={name: column.row(row) for name, column in columns if column.kind != "object"},
+            non_tensor_batch={name: column.row(row) for name, column in columns if column.kind == "object"},
+            meta_info=dict(self.meta_info),
+        )
+
+    def equal(self, other: DataProto) -> bool:
+        """Return whether both hold equal columns (NaN equals NaN) and equal meta_info, in whatever order."""
+        return same_contents(self.table.columns, other.table.columns) and same_contents(self.meta_info, other.meta_info)
+
+    def __repr__(self) -> str:
+        if not self.is_ready:
+            return "DataProto(deferred)"
+        columns = ", ".join(f"{name}: {column.type_name()}" for name, column in self.table.columns.items())
+        return f"DataProto(rows={len(self)}, {{{columns}}}, meta_info={list(self.meta_info)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), self.table.columns, self.table.meta_info)
+
+    # -- columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Return a batch of the named columns and meta_info; of a kind that is not given, all.
+
+        With `deepcopy` the objects of object columns are copied too. Raises DataError for a name that is missing.
+        """
+        table = self.table
+        wanted: dict[str, None] = {}
+        for kinds, names in ((TENSOR, batch_keys), (OBJECT, non_tensor_batch_keys)):
+            of_kind = [name for name, column in table.columns.items() if column.kind in kinds]
+            for name in of_kind if names is None else names:
+                table.column(name, kinds)
+                wanted[name] = None
+        columns = {name: column for name, column in table.columns.items() if name in wanted}
+        if deepcopy:
+            for name, column in columns.items():
+                columns[name] = column.deepcopy() if isinstance(column, ObjectColumn) else column
+        keys = table.meta_info if meta_info_keys is None else meta_info_keys
+        return self._of(Table(columns, {key: table.meta(key) for key in keys}))
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] = (),
+        non_tensor_batch_keys: Iterable[str] = (),
+        meta_info_keys: Iterable[str] = (),
+    ) -> Self:
+        """Take the named columns and meta_info out of this batch and return them as another.
+
+        Raises DataError for a name that is missing, and then takes nothing.
+        """
+        tensors, objects, keys = list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
+        popped = self.select(tensors, objects, keys)
+        for name in popped.table.columns:
+            del self.table.columns[name]
+        for key in popped.table.meta_info:
+            del self.table.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Return a batch whose columns `old_keys` (of any kind) are called `new_keys`, in their places.
+
+        Raises DataError when a column is missing, the lists differ in length, or two columns would share a name.
+        """
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new) or len(set(old)) != len(old):
+            raise DataError(f"rename takes one new name for each column, got {old} and {new}")
+        for name in old:
+            self.table.column(name)
+        names = dict(zip(old, new, strict=True))
+        renamed: dict[str, Any] = {}
+        for name, column in self.table.columns.items():
+            target = names.get(name, name)
+            if target in renamed:
+                raise DataError(f"rename {old} to {new} gives two columns the name {target!r}; pop one of them first")
+            renamed[target] = column
+        return self._of(Table(renamed, dict(self.meta_info)))
+
+    def union(self, other: DataProto) -> Self:
+        """Return the columns and meta_info of both batches, whose rows are the same rows.
+
+        Raises DataError naming what both hold with different contents. A side without columns fits any number of rows.
+        """
+        return self._of(union_tables(self.table, other.table))
+
+    def to(self, device: str | torch.device) -> Self:
+        """Return the batch with its tensors on `device`."""
+        columns = {name: column.to(device) for name, column in self.table.columns.items()}
+        return self._of(Table(columns, dict(self.meta_info)))
+
+    # -- rows
+
+    @classmethod
+    def concat(cls, data: Sequence[DataProto]) -> Self:
+        """Return the rows of all batches in order, with the meta_info of all.
+
+        Raises DataError for an empty list, columns that differ in name, kind, dtype or row shape, and conflicting
+        meta_info. A batch without any column has no rows and adds its meta_info.
+        """
+        return cls._of(concat_tables([batch.table for batch in data]))
+
+    def chunk(self, chunks: int, uneven: bool = False) -> list[Self]:
+        """Return `chunks` consecutive parts of equal size.
+
+        Sizes that differ by one (larger first, and of zero rows when rows are fewer) come only with `uneven=True`;
+        otherwise a row count that `chunks` does not divide is a DataError.
+        """
+        check_count("chunks", chunks, 1)
+        size, rest = divmod(len(self), chunks)
+        if rest and not uneven:
+            raise DataError(
+                f"{len(self)} rows cannot be cut into {chunks} equal chunks; pass uneven=True for unequal ones"
+            )
+        return self.split([size + (part < rest) for part in range(chunks)])
+
+    def split(self, split_size: int | Sequence[int], uneven: bool = False) -> list[Self]:
+        """Return consecutive parts of `split_size` rows, or of the sizes listed, which add up to the rows.
+
+        A smaller last part comes only with `uneven=True`; otherwise rows that do not divide are a DataError.
+        """
+        rows = len(self)
+        if isinstance(split_size, int):
+            check_count("split_size", split_size, 1)
+            if rows % split_size and not uneven:
+                raise DataError(
+                    f"{rows} rows cannot be cut into parts of {split_size}; pass uneven=True for a smaller last"
+                )
+            sizes = [min(split_size, rows - start) for start in range(0, rows, split_size)]
+        else:
+            sizes = list(split_size)
+        if sum(sizes) != rows or any(size < 0 for size in sizes):
+            raise DataError(f"the sizes of the parts are {sizes}; they must be >= 0 and add up to the {rows} rows")
+        starts = np.cumsum([0, *sizes]).tolist()
+        return [
+            self._of(self.table.take(slice(start, start + size))) for start, size in zip(starts, sizes, strict=False)
+        ]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Return every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        check_count("repeat_times", repeat_times, 0)
+        rows = torch.arange(len(self))
+        return self._of(
+            self.table.take(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        )
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
+        """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 for each row."""
+        times = (
+            torch.as_tensor(np.asarray(repeat_times), dtype=torch.int64) if len(repeat_times) else torch.zeros(0).long()
+        )
+        if times.shape != (len(self),) or bool((times < 0).any()):
+            raise DataError(f"repeat_times has one count >= 0 for each of the {len(self)} rows, got {times.tolist()}")
+        return self._of(self.table.take(torch.arange(len(self)).repeat_interleave(times)))
+
+    def reorder(self, indices: Index) -> Self:
+        """Return the batch with row `indices[i]` as its row i; DataError unless `indices` names every row once."""
+        rows = select_rows(indices, len(self))
+        order = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        if not torch.equal(order.sort().values, torch.arange(len(self))):
+            raise DataError(
+                f"reorder takes each of the {len(self)} rows once, got {order.tolist()}; index to leave rows out"
+            )
+        return self._of(self.table.take(order))
+
+    def select_idxs(self, idxs: Index) -> Self:
+        """Return the selected rows, like `batch[idxs]`."""
+        return self._of(self.table.take(select_rows(idxs, len(self))))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Return the rows `start:end:step`."""
+        return self._of(self.table.take(select_rows(Slice(start, end, step), len(self))))
+
+
+def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
+    """Return the column of a value that must be of one of these kinds; DataError naming the column otherwise."""
+    column = column_of(name, value)
+    if column.kind not in kinds:
+        wanted = "a tensor [rows, ...] or a Ragged" if kinds == TENSOR else "a list or an array, not a tensor"
+        raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
+    return column
+
+
+def check_count(what: str, value: int, least: int) -> None:
+    """Raise DataError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DataError(f"{what} must be an integer >= {least}, got {value!r}")
+
+
+def _unpickle(cls: type[DataProto], columns: dict[str, Any], meta_info: dict[str, Any]) -> DataProto:
+    return cls._of(Table(columns, meta_info))

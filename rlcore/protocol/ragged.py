@@ -1,0 +1,178 @@
+"""Rows of different length, stored back to back without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.errors import DataError
+from rlcore.protocol.buffers import from_array, to_array
+from rlcore.protocol.rows import Index, Rows, select_row, select_rows
+
+Side = Literal["left", "right"]
+
+
+class Ragged:
+    """Rows of different length: `values` [total, ...] back to back, `offsets` int64 [rows + 1] from 0 to total.
+
+    Row i is `values[offsets[i]:offsets[i + 1]]`. Raises DataError when the offsets do not fit the values.
+    """
+
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        if values.dim() == 0:
+            raise DataError("the values of a ragged column have at least one dimension, got a scalar")
+        if offsets.dim() != 1 or offsets.dtype != torch.int64 or len(offsets) == 0:
+            raise DataError(f"offsets are int64 [rows + 1], got {offsets.dtype} {list(offsets.shape)}")
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
+            raise DataError(f"offsets rise from 0 to the {len(values)} values, got {offsets.tolist()[:8]} ...")
+        self.values = values
+        self.offsets = offsets
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
+        """Return the rows that `lengths` int64 [rows] cut `values` [total, ...] into."""
+        return cls(values, _offsets(lengths))
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
+        """Return the rows of a list of tensors [length, ...] (or lists of numbers); an empty list needs `dtype`."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        if not tensors:
+            if dtype is None:
+                raise DataError("no rows to take the dtype from; pass dtype=")
+            return cls(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
+        kinds = {(row.dtype, row.shape[1:]) for row in tensors}
+        if len(kinds) > 1 or tensors[0].dim() == 0:
+            found = ", ".join(sorted(f"{row.dtype} {list(row.shape)}" for row in tensors)[:4])
+            raise DataError(f"rows are tensors [length, ...] of one dtype and one trailing shape, got {found}")
+        return cls.from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
+
+    @classmethod
+    def from_padded(cls, padded: Tensor, lengths: Tensor, side: Side = "right") -> Ragged:
+        """Return the rows of `padded` [rows, width, ...] without their padding, which is at `side`."""
+        lengths = lengths.to(torch.int64)
+        if padded.dim() < 2 or lengths.shape != padded.shape[:1]:
+            raise DataError(f"{list(lengths.shape)} lengths do not fit a padded tensor {list(padded.shape)}")
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= padded.shape[1]:
+            raise DataError(f"lengths are 0 to the width {padded.shape[1]}, got {lengths.tolist()[:8]}")
+        return cls.from_lengths(padded[_inside(lengths.to(padded.device), padded.shape[1], side)], lengths)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Return the rows of all parts, in order; DataError for no parts, or parts of unlike dtype or shape."""
+        if not parts:
+            raise DataError("nothing to concatenate: the list of ragged tensors is empty")
+        kinds = {(str(part.dtype), tuple(part.values.shape[1:])) for part in parts}
+        if len(kinds) > 1:
+            raise DataError(f"ragged tensors to concatenate differ in dtype or shape: {sorted(kinds)}")
+        return cls.from_lengths(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+
+    @property
+    def lengths(self) -> Tensor:
+        """The length of each row, int64 [rows]."""
+        return self.offsets.diff()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self.values.device
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: Index) -> Ragged: ...
+    def __getitem__(self, index: int | Index) -> Tensor | Ragged:
+        """Return one row as a tensor (a view), or several as a Ragged; a slice shares storage."""
+        if isinstance(index, (int, np.integer)):
+            row = select_row(int(index), len(self))
+            return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+        return self.take(select_rows(index, len(self)))
+
+    def take(self, rows: Rows) -> Ragged:
+        """Return the rows of a checked selection; a slice shares storage, row numbers copy."""
+        if isinstance(rows, slice):
+            offsets = self.offsets[rows.start : rows.stop + 1]
+            return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+        rows = rows.to(self.offsets.device)
+        lengths = self.lengths[rows]
+        offsets = _offsets(lengths)
+        shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], lengths)
+        positions = torch.arange(len(shift), device=shift.device) + shift
+        return Ragged(self.values[positions.to(self.device)], offsets)
+
+    def to_list(self) -> list[Tensor]:
+        """Return the rows as tensors [length, ...], which share storage with the values."""
+        return list(self.values.split(self.lengths.tolist())) if len(self) else []
+
+    def to_padded(self, pad_value: float = 0, length: int | None = None, side: Side = "right") -> Tensor:
+        """Return [rows, width, ...] with `pad_value` at `side`; width is `length`, or else the longest row's."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        width = longest if length is None else length
+        if width < longest:
+            raise DataError(f"a row has {longest} values, more than the {width} to pad to")
+        padded = self.values.new_full((len(self), width, *self.values.shape[1:]), pad_value)
+        padded[_inside(self.lengths.to(self.device), width, side)] = self.values
+        return padded
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """Return the same rows over other values, [total, ...] of any dtype."""
+        return Ragged(values, self.offsets)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
+        """Return the same rows over `fn(values)`, a function of each value alone."""
+        return self.with_values(fn(self.values))
+
+    def to(self, device: str | torch.device) -> Ragged:
+        """Return the rows with their values on `device`; the offsets stay where they are."""
+        return Ragged(self.values.to(device), self.offsets)
+
+    def clone(self) -> Ragged:
+        """Return a copy that shares no storage."""
+        return Ragged(self.values.clone(), self.offsets.clone())
+
+    def equal(self, other: Ragged) -> bool:
+        """Return whether dtype, lengths and all values are equal."""
+        return (
+            self.dtype == other.dtype
+            and torch.equal(self.offsets, other.offsets)
+            and torch.equal(self.values, other.values)
+        )
+
+    def __repr__(self) -> str:
+        shape = ", ".join(["*", *map(str, self.values.shape[1:])])
+        return f"Ragged([{len(self)}, {shape}], {self.dtype}, {len(self.values)} values)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*to_array(self.values), self.offsets.cpu().numpy())
+
+
+def _unpickle(name: str, values: np.ndarray, offsets: np.ndarray) -> Ragged:
+    return Ragged(from_array(name, values), from_array("int64", offsets))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def _inside(lengths: Tensor, width: int, side: Side) -> Tensor:
+    """Return bool [rows, width], True on the values of a padded row and False on its padding."""
+    if side not in ("left", "right"):
+        raise DataError(f"padding is at the side 'left' or 'right', got {side!r}")
+    position = torch.arange(width, device=lengths.device)
+    if side == "left":
+        return position >= width - lengths[:, None]
+    return position < lengths[:, None]

@@ -1,0 +1,150 @@
+"""The inside of a DataProto: named columns of equal row count and meta_info, at hand or still to come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rlcore.errors import DataError, did_you_mean
+from rlcore.protocol.columns import Column, Kind, same_contents
+from rlcore.protocol.rows import Rows
+
+_IN_WORDS: dict[Kind, str] = {"dense": "a tensor", "ragged": "a tensor", "object": "an object"}
+
+
+@dataclass
+class Table:
+    """Columns by name, in order of binding, and meta_info. A table belongs to one DataProto; columns are shared."""
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows; 0 without columns."""
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def bind(self, name: str, column: Column) -> None:
+        """Bind a column to a name, replacing what it held; DataError when its length is not the others'."""
+        for other, present in self.columns.items():
+            if other != name and len(present) != len(column):
+                raise DataError(
+                    f"column {name!r} has {len(column)} rows, but the batch has {len(present)} "
+                    f"(as in column {other!r}); a column has one entry a row"
+                )
+        self.columns[name] = column
+
+    def column(self, name: str, kinds: Sequence[Kind] = ("dense", "ragged", "object")) -> Column:
+        """Return the column of this name; DataError with the nearest name when none of these kinds has it."""
+        found = self.columns.get(name)
+        if found is None:
+            raise DataError(
+                f"the batch has no column {name!r}; it has {list(self.columns)}.{did_you_mean(str(name), self.columns)}"
+            )
+        if found.kind not in kinds:
+            raise DataError(
+                f"column {name!r} is {_IN_WORDS[found.kind]} column, asked for {_IN_WORDS[kinds[0]]} column"
+            )
+        return found
+
+    def meta(self, key: str) -> Any:
+        """Return one value of meta_info; DataError with the nearest key when there is none."""
+        if key not in self.meta_info:
+            near = did_you_mean(str(key), self.meta_info)
+            raise DataError(f"meta_info has no key {key!r}; it has {list(self.meta_info)}.{near}")
+        return self.meta_info[key]
+
+    def copy(self) -> Table:
+        """Return a table of its own with the same columns."""
+        return Table(dict(self.columns), dict(self.meta_info))
+
+    def take(self, rows: Rows) -> Table:
+        """Return the selected rows of every column."""
+        return Table({name: column.take(rows) for name, column in self.columns.items()}, dict(self.meta_info))
+
+
+class Deferred:
+    """A table that one call of `fetch` gives, made at the first need; an error of that call is raised at every need."""
+
+    def __init__(self, fetch: Callable[[], Table]) -> None:
+        self._fetch: Callable[[], Table] | None = fetch
+        self._table: Table | None = None
+        self._error: Exception | None = None
+        self._traceback: TracebackType | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the table is here."""
+        return self._table is not None
+
+    def get(self) -> Table:
+        """Return the table, fetching it if that was not done yet."""
+        with self._lock:
+            if self._fetch is not None:
+                try:
+                    self._table = self._fetch()
+                except Exception as error:
+                    self._error, self._traceback = error, error.__traceback__
+                self._fetch = None
+            if self._error is not None:
+                raise self._error.with_traceback(self._traceback)
+            assert self._table is not None
+            return self._table
+
+
+def concat_tables(tables: Sequence[Table]) -> Table:
+    """Return the rows of all tables in order; DataError for no tables, unlike columns, or conflicting meta_info.
+
+    A table without columns has no rows and adds only its meta_info.
+    """
+    if not tables:
+        raise DataError("nothing to concatenate: the list of batches is empty")
+    filled = [table for table in tables if table.columns]
+    joined = Table()
+    for table in tables:
+        _join_meta(joined.meta_info, table.meta_info)
+    if not filled:
+        return joined
+    for table in filled[1:]:
+        unshared = sorted(filled[0].columns.keys() ^ table.columns.keys())
+        if unshared:
+            raise DataError(f"batches to concatenate have the same columns; {unshared} are in some of them alone")
+    for name, column in filled[0].columns.items():
+        parts = [table.columns[name] for table in filled[1:]]
+        for part in parts:
+            if part.type_name() != column.type_name():
+                raise DataError(
+                    f"column {name!r} cannot be concatenated: {column.type_name()} with {part.type_name()}; "
+                    "kind, dtype and shape of a row must be equal (rows of different length are a Ragged)"
+                )
+        joined.columns[name] = column.cat(parts) if parts else column
+    return joined
+
+
+def union_tables(left: Table, right: Table) -> Table:
+    """Return the columns and meta_info of both; DataError naming a column or key that they hold unequally."""
+    if left.columns and right.columns and left.rows != right.rows:
+        raise DataError(f"union of batches with {left.rows} and {right.rows} rows; both sides have the same rows")
+    joined = left.copy()
+    for name, column in right.columns.items():
+        mine = joined.columns.setdefault(name, column)
+        if not same_contents(mine, column):
+            raise DataError(
+                f"union of batches that both have a column {name!r}, with different contents "
+                f"({mine.type_name()} and {column.type_name()}); rename or pop one of them"
+            )
+    _join_meta(joined.meta_info, right.meta_info)
+    return joined
+
+
+def _join_meta(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if not same_contents(into.setdefault(key, value), value):
+            raise DataError(
+                f"meta_info {key!r} differs between the batches: {into[key]!r:.80} and {value!r:.80}; "
+                "make them equal or drop the key with select(meta_info_keys=...)"
+            )
