@@ -1,0 +1,264 @@
+"""The train engine on torch's FSDP2 (`fully_shard`); with one rank nothing is sharded and nothing is sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.ranks import Ranks
+from rlcore.engine.train import state
+from rlcore.engine.train.accounting import Account, Totals, call_loss, count_terms, merge_totals, row_names
+from rlcore.engine.train.base import TrainEngine, UpdateItem
+from rlcore.engine.train.microbatch import micro_batches
+from rlcore.engine.train.model import CausalLM, load_causal_lm
+from rlcore.engine.train.packing import Packing
+from rlcore.engine.train.schedule import learning_rate
+from rlcore.errors import DataError
+from rlcore.ops import Outputs, needs_of
+from rlcore.protocol import DataProto, Ragged
+
+log = logging.getLogger(__name__)
+
+
+class FSDPEngine(TrainEngine):
+    """A causal LM sharded over the ranks, with AdamW if it `trains`.
+
+    `temperature` divides the logits, as it did when the responses were sampled; `total_steps` is the run's, for the
+    learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        *,
+        ranks: Ranks,
+        trains: bool,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+    ) -> None:
+        self.config, self.model_config, self.ranks = engine, model, ranks
+        self.temperature = temperature if temperature > 0 else 1.0
+        self.total_steps = total_steps
+        self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+        self.model = load_causal_lm(
+            model, padding_free=engine.padding_free, chunk=engine.logits_chunk, device=ranks.device
+        )
+        self.model.requires_grad_(trains)
+        if trains and engine.activation_checkpointing:
+            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.hf.train()
+        if ranks.world_size > 1:
+            self._shard()
+        self.optimizer: torch.optim.AdamW | None = None
+        if trains:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=engine.lr,
+                betas=(engine.betas[0], engine.betas[1]),
+                eps=engine.eps,
+                weight_decay=engine.weight_decay,
+                fused=True,
+            )
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
+        for module in self.model.modules():
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    # Forward
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # Sharded, FSDP's mixed precision casts the parameters; alone, autocast does.
+        if self.ranks.world_size > 1 or self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, dtype=self.dtype)
+
+    def _forward(self, batch: DataProto | None, needs: Collection[str]) -> dict[str, Tensor]:
+        """Return what `needs` names for the response tokens of all rows, laid end to end, [tokens, ...].
+
+        None stands for a rank without rows, which still has to take part in the collectives: one token, one output.
+        """
+        device = self.ranks.device
+        if batch is None:
+            packing = Packing.of([torch.zeros(1, dtype=torch.int64)]).to(device)
+            select = labels = torch.zeros(1, dtype=torch.int64, device=device)
+        else:
+            prompts, responses = batch.view("prompts").to_list(), batch.view("responses").to_list()
+            # The last response token predicts nothing, so it is left out; an empty response leaves a prompt of which
+            # nothing is selected.
+            rows = [torch.cat([p, r])[: max(1, len(p) + len(r) - 1)] for p, r in zip(prompts, responses, strict=True)]
+            packing = Packing.of(rows).to(device)
+            starts = packing.lengths.cpu().cumsum(0) - packing.lengths.cpu()
+            spans = [
+                torch.arange(len(p) - 1, len(p) - 1 + len(r)) + start
+                for p, r, start in zip(prompts, responses, starts.tolist(), strict=True)
+            ]
+            select, labels = torch.cat(spans).to(device), batch.view("responses").values.to(device)
+        with self._autocast():
+            return self.model(packing, select, labels, needs, self.temperature)
+
+    def _cut(self, batch: DataProto, together: str | None) -> list[DataProto | None]:
+        """Cut rows into micro-batches, padded with None to the largest number on any rank."""
+        lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
+        column = batch.view(together) if together is not None else None
+        if isinstance(column, Tensor):
+            column = column.tolist()
+        cuts = micro_batches(lengths, column, self.config.micro_batch_rows, self.config.micro_batch_tokens)
+        most = max(self.ranks.gather(len(cuts)))
+        return [batch[rows] for rows in cuts] + [None] * (most - len(cuts))
+
+    @torch.no_grad()
+    def log_probs(self, batch: DataProto, *, entropy: bool = False) -> dict[str, Ragged]:
+        """See TrainEngine."""
+        needs = ("log_probs", "entropy") if entropy else ("log_probs",)
+        order: list[Tensor] = []
+        pieces: dict[str, list[Tensor]] = {name: [] for name in needs}
+        numbered = batch.select(["prompts", "responses"], [])
+        numbered["row"] = torch.arange(len(batch))
+        for part in self._cut(numbered, None):
+            out = self._forward(part, needs)
+            if part is None:
+                continue
+            order.append(part.view("row"))
+            for name in needs:
+                values = part.view("responses").with_values(out[name].cpu())
+                pieces[name].extend(values.to_list())
+        if not order:
+            empty = batch.view("responses")
+            return {name: empty.with_values(torch.zeros(0)) for name in needs}
+        back = torch.cat(order).argsort().tolist()
+        return {name: Ragged.from_list([rows[i] for i in back]) for name, rows in pieces.items()}
+
+    # Update
+
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """See TrainEngine."""
+        if self.optimizer is None:
+            raise DataError("this role is frozen; declare it with Role(trains=True) to update it")
+        lr = learning_rate(self.config, step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        totals: list[Totals] = []
+        norms: list[float] = []
+        skipped = 0
+        for _ in range(epochs):
+            for index in range(max(len(item.sizes) for item in items)):
+                done = self._optimizer_step([(item, _mini_batch(item, index)) for item in items])
+                if done is None:
+                    skipped += 1
+                    continue
+                totals.append(done[0])
+                norms.append(done[1])
+        metrics = {key: total / count for key, (total, count) in merge_totals(totals).items() if count > 0}
+        return {
+            **{f"loss/{key}": value for key, value in metrics.items()},
+            "train/grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "train/lr": lr,
+            "train/optimizer_steps": float(len(norms)),
+            "train/skipped_updates": float(skipped),
+        }
+
+    def _optimizer_step(self, work: Sequence[tuple[UpdateItem, DataProto]]) -> tuple[Totals, float] | None:
+        """Accumulate the gradient of one mini-batch and step; None if no rank has anything to optimise."""
+        assert self.optimizer is not None
+        counts = [count_terms(item, batch, self.model.vocab_size, self.ranks.device) for item, batch in work]
+        everyone = self.ranks.gather(counts)
+        global_counts: list[dict[str, float]] = []
+        for index in range(len(work)):
+            merged = merge_totals([{k: (0.0, c) for k, c in mine[index].items()} for mine in everyone])
+            global_counts.append({key: count for key, (_, count) in merged.items()})
+        if not any(count > 0 for counted in global_counts for count in counted.values()):
+            return None
+        self.optimizer.zero_grad(set_to_none=True)
+        accounts = [self._accumulate(*piece, counted) for piece, counted in zip(work, global_counts, strict=True)]
+        for account, counted in zip(accounts, counts, strict=True):
+            account.check_counts(counted)
+        reports = self.ranks.gather([(account.totals, account.bad) for account in accounts])
+        bad = [text for report in reports for _, texts in report for text in texts]
+        if bad:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise DataError(f"the loss is not finite: {' | '.join(bad)}; the weights were left as they were")
+        norm = self._clip([batch for _, batch in work])
+        self.optimizer.step()
+        self.version += 1
+        return merge_totals([totals for report in reports for totals, _ in report]), norm
+
+    def _accumulate(self, item: UpdateItem, batch: DataProto, global_counts: dict[str, float]) -> Account:
+        # FSDP divides gradients by the number of ranks; the counts are global already.
+        account = Account(item, global_counts, scale=float(self.ranks.world_size))
+        needs = needs_of(item.loss)
+        for part in self._cut(batch, item.keep_together):
+            flat = self._forward(part, needs)
+            if part is None:
+                loss = sum(value.sum() for value in flat.values()) * 0.0
+            else:
+                responses = part.view("responses")
+                out = Outputs({name: _pad_rows(value, responses.lengths) for name, value in flat.items()})
+                loss = account.add(call_loss(item, out, part, self.ranks.device), part)
+            loss.backward()  # type: ignore[union-attr]
+        return account
+
+    def _clip(self, batches: Sequence[DataProto]) -> float:
+        limit = self.config.clip_grad if self.config.clip_grad > 0 else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not torch.isfinite(torch.tensor(value)):
+            assert self.optimizer is not None
+            self.optimizer.zero_grad(set_to_none=True)
+            rows = " | ".join(self.ranks.gather("; ".join(row_names(b) for b in batches if len(b))))
+            raise DataError(f"the gradient's norm is {value} over rows {rows}; the weights were left as they were")
+        return value
+
+    # Weights
+
+    @property
+    def shared_module(self) -> nn.Module | None:
+        """See TrainEngine."""
+        return self.model.hf if self.ranks.world_size == 1 else None
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        for name, parameter in self.model.hf.named_parameters():
+            yield name, state.whole(parameter.detach())
+
+    def save_pretrained(self, folder: Path) -> None:
+        """See TrainEngine."""
+        state.save_pretrained(self.model.hf, dict(self.full_parameters()), self.model_config, folder, self.ranks)
+
+    def save_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        self.save_pretrained(folder / "model")
+        state.save_engine_state(self.model.hf, self.optimizer, self.version, folder, self.ranks)
+
+    def load_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        state.load_weights(self.model.hf, folder / "model")
+        self.version = state.load_engine_state(self.model.hf, self.optimizer, folder, self.ranks)
+
+
+def _mini_batch(item: UpdateItem, index: int) -> DataProto:
+    """Return this rank's rows of one mini-batch; an item with fewer mini-batches than others goes around again."""
+    index %= len(item.sizes)
+    start = sum(item.sizes[:index])
+    return item.batch[start : start + item.sizes[index]]
+
+
+def _pad_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """Lay out [tokens, ...] as [rows, longest, ...], differentiably, zeros on the right."""
+    rows = torch.nn.utils.rnn.pad_sequence(list(values.split(lengths.tolist())), batch_first=True)
+    return rows

@@ -1,0 +1,150 @@
+"""Weights, optimizer and random state to and from disk: safetensors and JSON, whole tensors, any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlcore.assets import model_path
+from rlcore.config import ModelConfig
+from rlcore.engine.ranks import Ranks
+from rlcore.errors import CheckpointError
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor gathered from all ranks (collective), or a plain one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _like(full: Tensor, parameter: Tensor) -> Tensor:
+    """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
+    if not hasattr(parameter, "device_mesh"):
+        return full.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def save_pretrained(hf: Any, full: dict[str, Tensor], model: ModelConfig, folder: Path, ranks: Ranks) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` opens; rank 0 writes, `full` is needed there."""
+    if ranks.rank == 0:
+        from transformers import AutoTokenizer
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        hf.config.save_pretrained(folder)
+        if hf.generation_config is not None:
+            hf.generation_config.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+        if model.chat_template is not None:
+            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+    ranks.gather(None)
+
+
+def load_weights(hf: nn.Module, folder: Path) -> None:
+    """Copy the weights of a folder that `save_pretrained` wrote into the (sharded or plain) module.
+
+    Raises CheckpointError when names or shapes differ.
+    """
+    saved = _read(folder / "model.safetensors")
+    parameters = dict(hf.named_parameters())
+    if set(saved) != set(parameters):
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'} does not fit the model: missing {sorted(set(parameters) - set(saved))[:5]}, "
+            f"unknown {sorted(set(saved) - set(parameters))[:5]}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if saved[name].shape != parameter.shape:
+                raise CheckpointError(
+                    f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {tuple(parameter.shape)}"
+                )
+            parameter.copy_(_like(saved[name], parameter))
+
+
+def save_engine_state(
+    hf: nn.Module, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
+) -> None:
+    """Write optimizer moments (whole), the version, and every rank's random state."""
+    moments: dict[str, Tensor] = {}
+    if optimizer is not None:
+        for name, parameter in hf.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                full = whole(value)
+                if ranks.rank == 0:
+                    moments[f"{key}.{name}"] = full.detach().cpu().clone().contiguous()
+    random_states = ranks.gather(_random_state())
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if moments:
+            save_file(moments, folder / "optimizer.safetensors")
+        (folder / "engine.json").write_text(json.dumps({"version": version, "random": random_states}))
+    ranks.gather(None)
+
+
+def load_engine_state(
+    hf: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
+) -> int:
+    """Take back what `save_engine_state` wrote and return the version.
+
+    A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that
+    are missing or do not fit.
+    """
+    try:
+        state = json.loads((folder / "engine.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'engine.json'} cannot be read: {error}") from error
+    if optimizer is not None and (folder / "optimizer.safetensors").exists():
+        moments = _read(folder / "optimizer.safetensors")
+        for name, parameter in hf.named_parameters():
+            mine = {key.split(".", 1)[0]: value for key, value in moments.items() if key.split(".", 1)[1] == name}
+            optimizer.state[parameter] = {
+                key: value if key == "step" else _like(value, parameter) for key, value in mine.items()
+            }
+    if ranks.rank < len(state["random"]):
+        _set_random_state(state["random"][ranks.rank])
+    return int(state["version"])
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
