@@ -70,12 +70,14 @@ class RewardSpec:
     """A reward function.
 
     `score(prompt: str, response: str, answer: Any, **columns) -> float`, or with `batched=True` the same names as lists
-    of equal length and a list of floats back. It runs in a reward worker's own subprocess.
+    of equal length and a list of floats back. It runs in a reward worker's own subprocess, which loads the modules named
+    by `imports` before the first call: what `score` imports when called belongs there, or its time counts as a sample's.
     """
 
     name: str
     score: Callable[..., Any]
     batched: bool = False
+    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

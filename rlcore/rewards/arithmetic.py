@@ -1,0 +1,10 @@
+"""The reward of the arithmetic data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def arithmetic(prompt: str, response: str, answer: Any) -> float:
+    """Return 1.0 when the response, without surrounding white space, is exactly the answer, else 0.0."""
+    return float(response.strip() == str(answer).strip())

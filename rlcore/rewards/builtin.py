@@ -1,0 +1,21 @@
+"""The built-in rewards, as a plugin."""
+
+from __future__ import annotations
+
+from rlcore import RewardSpec, hookimpl
+from rlcore.rewards.arithmetic import arithmetic
+from rlcore.rewards.gsm8k import gsm8k, gsm8k_flexible
+from rlcore.rewards.math import math
+
+RLCORE_API = 1
+
+
+@hookimpl
+def rlcore_rewards() -> list[RewardSpec]:
+    """Give the rewards for arithmetic, GSM8K (strict and flexible) and mathematics."""
+    return [
+        RewardSpec("arithmetic", arithmetic),
+        RewardSpec("gsm8k", gsm8k),
+        RewardSpec("gsm8k_flexible", gsm8k_flexible),
+        RewardSpec("math", math, imports=("math_verify",)),
+    ]

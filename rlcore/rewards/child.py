@@ -1,0 +1,162 @@
+"""The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by sandbox.py.
+
+It reads frames from standard input (8 bytes of length, then a pickle that the parent made) and writes one frame for each
+to what was standard output (length, then JSON):
+
+    ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
+    ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
+
+A reply may instead be {"error": ..., "traceback": ...}, with {"spent": true} where the process should not be used again.
+JSON, since the parent must not unpickle what a process that ran model output wrote. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple
+
+LENGTH = struct.Struct("!Q")
+_LONGEST = 2000  # characters of a message or of a traceback's tail
+_PR_SET_PDEATHSIG = 1
+
+
+class _WrongAnswer(Exception):
+    """What a function returned is not what it has to return."""
+
+
+class _Function(NamedTuple):
+    call: Callable[..., Any]
+    batched: bool
+    columns: frozenset[str] | None  # the columns that it can take; None for any
+    taken: frozenset[str]  # names of its first three parameters, which no column may fill again
+
+
+def main() -> None:
+    """Serve calls until standard input ends."""
+    requests, replies = _take_pipes()
+    _die_with(parent=int(sys.argv[1]))
+    _limit_memory(int(sys.argv[2]))
+    functions: list[_Function] = []
+    while (request := _read(requests)) is not None:
+        try:
+            kind, *arguments = pickle.loads(request)
+            reply: dict[str, Any] = {}
+            if kind == "load":
+                functions.append(_load(*arguments))
+            else:
+                reply["values"] = _values(functions[arguments[0]], *arguments[1:])
+        except BaseException as error:  # the boundary: whatever user code raises (SystemExit too) is the answer
+            reply = _failure(error)
+        body = json.dumps(reply).encode()
+        replies.write(LENGTH.pack(len(body)) + body)
+        replies.flush()
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the two pipes away from descriptors 0 and 1, so that what reward code prints cannot reach the parent."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, so that a hanging function cannot outlive a killed run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+
+def _limit_memory(megabytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if megabytes and sys.platform == "linux":  # macOS does not enforce RLIMIT_AS and may refuse to set it
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        wanted = megabytes * 2**20
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    return stream.read(LENGTH.unpack(header)[0])
+
+
+def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
+    for module in modules:
+        importlib.import_module(module)
+    call = pickle.loads(data)
+    parameters = list(inspect.signature(call).parameters.values())
+    any_column = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return _Function(
+        call,
+        batched,
+        None if any_column else frozenset(parameter.name for parameter in parameters[3:]),
+        frozenset(parameter.name for parameter in parameters[:3]),
+    )
+
+
+def _values(
+    function: _Function, prompts: list[str], responses: list[str], answers: list[Any], columns: dict[str, list[Any]]
+) -> list[float]:
+    """Call the function (once with lists when it is batched, else with the one row) and return its numbers as floats."""
+    wanted = {
+        name: values
+        for name, values in columns.items()
+        if name not in function.taken and (function.columns is None or name in function.columns)
+    }
+    if not function.batched:
+        row = {name: values[0] for name, values in wanted.items()}
+        return [_number(function.call(prompts[0], responses[0], answers[0], **row))]
+    values = function.call(prompts, responses, answers, **wanted)
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise _WrongAnswer(f"returned {_shown(values)}, not a list of {len(prompts)} numbers")
+    if len(values) != len(prompts):
+        raise _WrongAnswer(f"returned {len(values)} values for {len(prompts)} samples")
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):  # float("1") works, yet a function that returns text is a mistake
+        raise _WrongAnswer(f"returned {_shown(value)}, not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _WrongAnswer(f"returned {_shown(value)}, not a number") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{repr(value)[:80]} ({type(value).__name__})"
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Describe an exception; its traceback begins with the first frame outside this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    if isinstance(error, _WrongAnswer):
+        return {"error": str(error), "traceback": ""}
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return {
+        "error": f"raised {type(error).__name__}: {error}"[:_LONGEST],
+        "traceback": text[-_LONGEST:],
+        "spent": isinstance(error, MemoryError),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""From the reward configuration to the functions that a run scores with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from rlcore.config.schema import RewardConfig
+from rlcore.errors import ConfigError, did_you_mean
+from rlcore.plugins.specs import RewardSpec
+
+_HOW = "Write `def NAME(prompt, response, answer, **columns)` that returns a number."
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """A reward function ready to travel to reward processes.
+
+    `data` is the function in cloudpickle form: by value when it came from a file, else by its module's name. `imports`
+    are modules that the process loads before the first call. A sample's total is the sum of weight times score.
+    """
+
+    name: str
+    weight: float
+    data: bytes
+    batched: bool = False
+    imports: tuple[str, ...] = ()
+
+
+def resolve(
+    config: RewardConfig,
+    default: str,
+    installed: Mapping[str, RewardSpec],
+    by_value: Sequence[ModuleType] = (),
+) -> list[WeightedReward]:
+    """Return the reward functions that the configuration asks for, at least one.
+
+    `config.path` comes first, then `config.functions`, then `default`, the data set's own reward. A name that reads
+    FILE.py:FUNCTION is loaded from that file and called STEM.FUNCTION from then on; FUNCTION may also be a RewardSpec,
+    which is how a file states `batched=True`. `by_value` are loaded modules that workers cannot import by name.
+
+    ConfigError for a name that is not installed, a file or function that is missing, a signature that cannot take
+    (prompt, response, answer), a weight that is not finite, and two rewards of one name.
+    """
+    chosen = {config.path: 1.0} if config.path is not None else (config.functions or {default: 1.0})
+    rewards: list[WeightedReward] = []
+    for reference, weight in chosen.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.functions: the weight of {reference!r} is {weight}; a finite number is needed")
+        reward = _resolve(reference, float(weight), installed, by_value)
+        if any(reward.name == other.name for other in rewards):
+            raise ConfigError(f"reward.functions: two rewards are called {reward.name!r}; rename a file or a function")
+        rewards.append(reward)
+    return rewards
+
+
+def _resolve(
+    reference: str, weight: float, installed: Mapping[str, RewardSpec], by_value: Sequence[ModuleType]
+) -> WeightedReward:
+    path, _, function = reference.rpartition(":")
+    if path or reference.endswith(".py"):
+        spec, module = _from_file(Path(path or reference).expanduser(), function if path else "", reference)
+        by_value = [*by_value, module]
+    elif reference in installed:
+        spec = installed[reference]
+    else:
+        raise ConfigError(
+            f"reward {reference!r} is not installed; installed are {', '.join(sorted(installed)) or 'none'}."
+            f"{did_you_mean(reference, installed)} A function of your own is named FILE.py:FUNCTION."
+        )
+    _check_signature(spec.score, reference)
+    with _pickled_by_value(by_value):
+        data = cloudpickle.dumps(spec.score)
+    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports)
+
+
+def _from_file(path: Path, name: str, reference: str) -> tuple[RewardSpec, ModuleType]:
+    """Load the file as a module and return its function (or RewardSpec) `name` as a spec."""
+    if not path.is_file():
+        raise ConfigError(f"reward {reference!r}: there is no file {path.resolve()}")
+    module = _load(path, reference)
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, RewardSpec) or (callable(value) and getattr(value, "__module__", None) == module.__name__)
+    }
+    if name not in own:
+        found = getattr(module, name, None) if name else None
+        if found is not None and not callable(found):
+            raise ConfigError(f"reward {reference!r}: {name} is a {type(found).__name__}, not a function. {_HOW}")
+        if found is None:
+            raise ConfigError(
+                f"reward {reference!r}: {path} has no function {name!r}; it has {', '.join(sorted(own)) or 'none'}."
+                f"{did_you_mean(name, own)} The form is FILE.py:FUNCTION."
+            )
+        own[name] = found  # imported into the file from elsewhere
+    found = own[name]
+    label = f"{path.stem}.{name}"
+    if isinstance(found, RewardSpec):
+        return RewardSpec(label, found.score, found.batched, found.imports), module
+    return RewardSpec(label, found), module
+
+
+def _load(path: Path, reference: str) -> ModuleType:
+    # A name of its own, so that a file called math.py shadows nothing.
+    loader = importlib.util.spec_from_file_location(f"rlcore_reward_file_{path.stem}", path)
+    assert loader is not None
+    assert loader.loader is not None
+    module = importlib.util.module_from_spec(loader)
+    with _known(module):
+        try:
+            loader.loader.exec_module(module)
+        except Exception as error:
+            raise ConfigError(
+                f"reward {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. The file travels to"
+                " the reward processes alone: what it imports must be installed there."
+            ) from error
+    return module
+
+
+def _check_signature(score: Callable[..., Any], reference: str) -> None:
+    if inspect.iscoroutinefunction(score):
+        raise ConfigError(f"reward {reference!r} is an async function; a plain one is needed. {_HOW}")
+    signature = inspect.signature(score)
+    try:
+        signature.bind_partial("prompt", "response", "answer")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {reference!r} cannot be called with (prompt, response, answer): its signature is"
+            f" {signature} ({error}). {_HOW}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _known(module: ModuleType) -> Iterator[None]:
+    """Keep the module in sys.modules for a while; dataclasses and cloudpickle look it up there."""
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = before
+
+
+@contextlib.contextmanager
+def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Have cloudpickle take functions of these modules by value, and leave its registry as it was."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_known(module))
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield

@@ -1,0 +1,55 @@
+"""Rewards of GSM8K (arXiv 2110.14168): is the final number of a response the reference's?
+
+Two forms. `gsm8k` is strict: the response must state its result as the data set does, `#### 42`; it teaches the format
+along with the sum. `gsm8k_flexible` takes the last number that the response holds, whatever stands around it.
+
+Numbers are compared by value: `1,234` is 1234 and `5.00` is 5. A currency sign before and a percent sign behind a number
+are units, not part of it: `$18` is 18 and `20%` is 20.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+# A hyphen is a minus sign unless a word, a number or a bracket ends right before it (3-5, top-10).
+_SIGN = r"(?P<sign>(?<![\w)])[-−])?"
+_CURRENCY = r"(?:\\?[$€£¥₹])?"
+# Commas count as thousands separators only where they stand in threes: "1,200" is one number, "1,2" are two.
+_DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = rf"{_SIGN}{_CURRENCY}(?P<inner_sign>(?<=[$€£¥₹])[-−])?{_DIGITS}"
+_ANY_NUMBER = re.compile(_NUMBER)
+_MARKED_NUMBER = re.compile(rf"####\s*{_NUMBER}(?![0-9]|[.,][0-9])")
+
+
+def gsm8k(prompt: str, response: str, answer: Any) -> float:
+    """Return 1.0 when the number behind the response's last `####` equals the answer, else 0.0.
+
+    `answer` is a number or its text, or the data set's whole reference solution, which ends in `#### NUMBER`; ValueError
+    when it holds no number.
+    """
+    return float(_last(_MARKED_NUMBER, response) == _reference(answer))
+
+
+def gsm8k_flexible(prompt: str, response: str, answer: Any) -> float:
+    """Return 1.0 when the last number in the response equals the answer, else 0.0; `answer` is as for `gsm8k`."""
+    return float(_last(_ANY_NUMBER, response) == _reference(answer))
+
+
+def _reference(answer: Any) -> Decimal:
+    number = _last(_ANY_NUMBER, str(answer).rpartition("####")[2])
+    if number is None:
+        raise ValueError(f"the reference answer {str(answer)[-80:]!r} holds no number; expected '42' or '... #### 42'")
+    return number
+
+
+def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
+    """Return the value of the last match of `pattern` in `text`, or None without one."""
+    last = None
+    for last in pattern.finditer(text):
+        pass
+    if last is None:
+        return None
+    value = Decimal(last["digits"].replace(",", ""))
+    return -value if last["sign"] or last["inner_sign"] else value

@@ -1,0 +1,32 @@
+"""The reward for mathematics whose answer is an expression, by the math-verify library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def math(prompt: str, response: str, answer: Any) -> float:
+    r"""Return 1.0 when the response's final expression is mathematically equal to the answer, else 0.0.
+
+    Taken are a `\boxed{}` expression first, then LaTeX in its delimiters, then a plain number or expression. `answer` is
+    the bare LaTeX or text of the reference (`\frac{1}{2}`), or a text that holds it boxed or between dollar signs.
+    ValueError when no expression can be read from it.
+
+    math-verify bounds each of its steps to 5 s by SIGALRM, so this runs in a main thread only, as reward processes do; a
+    response that takes longer to parse or to compare counts as wrong.
+    """
+    import math_verify
+
+    expected = _reference(str(answer))
+    found = math_verify.parse(response)
+    return float(bool(found) and math_verify.verify(expected, found))
+
+
+def _reference(answer: str) -> list[Any]:
+    import math_verify
+
+    delimited = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
+    parsed = math_verify.parse(answer if delimited else f"${answer}$")
+    if not parsed:
+        raise ValueError(f"no expression can be read from the reference answer {answer[-80:]!r}")
+    return parsed

@@ -1,0 +1,213 @@
+"""A process that runs reward code and can be killed: time limits, memory limits and crashes end it, never the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.rewards.compose import WeightedReward
+
+FLOAT32_MAX = 3.4028234663852886e38
+_START_TIMEOUT = 120.0  # seconds to start Python and import what one function's file imports
+_POLL = 0.2  # seconds between looks at whether the process lives: a grandchild may hold its end of the pipe open
+_MOST_REPLY = 2**28  # bytes; more than this is not an answer
+_LENGTH = struct.Struct("!Q")
+
+
+class RewardFailure(Exception):
+    """A reward function gave no usable answer. `cause` says why in one line, `traceback` is the tail of its own."""
+
+    def __init__(self, cause: str, traceback: str = "") -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.traceback = traceback
+
+
+class RewardProcess:
+    """One child process that has the functions loaded; it starts when needed and again after it had to be killed.
+
+    The child has its own session (Ctrl-C does not reach it, and it is killed with all that it started) and dies with its
+    parent. What reward code prints goes to this process's standard error. Not for use by two threads at a time.
+    """
+
+    def __init__(self, functions: Sequence[WeightedReward], memory_mb: int) -> None:
+        """`functions` are called by their position; `memory_mb` limits the address space in MiB, 0 for no limit."""
+        self._functions = list(functions)
+        self._memory_mb = memory_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end = weakref.finalize(self, lambda: None)
+
+    def start(self) -> None:
+        """Start the process and load the functions, unless they are; RewardFailure when one cannot be loaded."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-Pu", "-m", "rlcore.rewards.child", str(os.getpid()), str(self._memory_mb)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=_environment(),
+        )
+        self._end = weakref.finalize(self, _kill, self._process)
+        for function in self._functions:
+            try:
+                self._exchange(("load", function.data, function.batched, function.imports), _START_TIMEOUT)
+            except RewardFailure as failure:
+                self.close()
+                raise RewardFailure(
+                    f"reward {function.name!r} cannot be loaded in its own process: it {failure.cause}",
+                    failure.traceback,
+                ) from None
+
+    def call(
+        self,
+        function: int,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        timeout: float,
+    ) -> list[float]:
+        """Return the function's scores of these rows, one finite float each, within `timeout` seconds.
+
+        RewardFailure when it raises, hangs, dies or returns anything else; the process is then replaced if need be.
+        """
+        self.start()
+        rows = len(prompts)
+        request = (
+            "call",
+            function,
+            list(prompts),
+            list(responses),
+            list(answers),
+            {k: list(v) for k, v in columns.items()},
+        )
+        values = self._exchange(request, timeout).get("values")
+        if not isinstance(values, list) or len(values) != rows or not all(isinstance(v, float) for v in values):
+            self.close()
+            raise RewardFailure("sent no proper reply")
+        for value in values:
+            if not abs(value) <= FLOAT32_MAX:  # also false for NaN
+                raise RewardFailure(f"returned {value}, not a finite 32-bit number")
+        return values
+
+    def close(self) -> None:
+        """Kill the process, if there is one, with everything it started."""
+        self._end()
+        self._process = None
+
+    def _exchange(self, request: tuple[Any, ...], timeout: float) -> dict[str, Any]:
+        """Send one request and return the reply to it; RewardFailure when it is an error or does not come."""
+        assert self._process is not None
+        body = pickle.dumps(request, protocol=5)
+        pipe = _Pipe(self._process, time.monotonic() + timeout)
+        try:
+            pipe.send(_LENGTH.pack(len(body)) + body)
+            (length,) = _LENGTH.unpack(pipe.receive(_LENGTH.size))
+            reply = json.loads(pipe.receive(length)) if length <= _MOST_REPLY else None
+        except TimeoutError:
+            self.close()
+            raise RewardFailure(f"gave no answer within {timeout:g} s") from None
+        except (EOFError, BrokenPipeError):
+            raise RewardFailure(self._how_it_ended()) from None
+        except ValueError:  # not JSON
+            reply = None
+        if not isinstance(reply, dict):
+            self.close()
+            raise RewardFailure("sent no proper reply")
+        if reply.get("spent"):
+            self.close()
+        if "error" in reply:
+            raise RewardFailure(str(reply["error"]), str(reply.get("traceback", "")))
+        return reply
+
+    def _how_it_ended(self) -> str:
+        """Reap the process whose pipe broke and say how it ended."""
+        assert self._process is not None
+        process = self._process
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its pipe and live on
+            process.wait(timeout=1.0)
+        status = process.returncode
+        self.close()
+        if status is None:
+            return "closed its connection"
+        if status >= 0:
+            return f"ended its process with status {status}"
+        hint = " (it may have used more memory than the machine has)" if status == -signal.SIGKILL else ""
+        return f"ended its process by {signal.Signals(-status).name}{hint}"
+
+
+class _Pipe:
+    """Reads and writes of a process's pipes that end at a deadline (TimeoutError) or with the process (EOFError)."""
+
+    def __init__(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._deadline = deadline
+        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+
+    def send(self, data: bytes) -> None:
+        """Write all of `data`; BrokenPipeError when the other side is closed."""
+        rest = memoryview(data)
+        while rest:
+            self._wait(self._to, select.POLLOUT)
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(self._to, rest) :]
+
+    def receive(self, size: int) -> bytes:
+        """Read exactly `size` bytes."""
+        data = bytearray()
+        while len(data) < size:
+            self._wait(self._from, select.POLLIN)
+            part = os.read(self._from, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def _wait(self, descriptor: int, event: int) -> None:
+        """Return when the descriptor is ready (or broken)."""
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while not poll.poll(1000 * max(0.0, min(_POLL, self._deadline - time.monotonic()))):
+            if self._process.poll() is not None:
+                raise EOFError
+            if time.monotonic() >= self._deadline:
+                raise TimeoutError
+
+
+def _environment() -> dict[str, str]:
+    """Return the child's environment: this process's import path, and one thread for numeric libraries.
+
+    The threads of those libraries reserve address space, which the memory limit counts, and would compete with the
+    engines for cores.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**os.environ, **threads, "PYTHONPATH": path}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its whole session's process group, and reap it."""
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

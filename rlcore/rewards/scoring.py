@@ -1,0 +1,120 @@
+"""Scoring of rows with one or several weighted reward functions, and the account of those that failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.config.schema import RewardConfig
+from rlcore.errors import ConfigError
+from rlcore.rewards.compose import WeightedReward
+from rlcore.rewards.sandbox import FLOAT32_MAX, RewardFailure, RewardProcess
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of some rows: lists of one length, in the rows' order.
+
+    `totals` are the weighted sums, or the configured error value where a function failed. `by_function` has each
+    function's own scores, before weighting. `failures` holds None, or for the first function that failed on that row
+    {"function", "cause", "traceback"}, all strings.
+    """
+
+    totals: list[float]
+    by_function: dict[str, list[float]]
+    failures: list[dict[str, str] | None]
+
+
+class Rewards:
+    """The reward functions of a run, each call of which runs in a process of its own under the configured limits."""
+
+    def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
+        self.functions = list(functions)
+        self._config = config
+        self._process = RewardProcess(self.functions, config.memory_mb)
+
+    def start(self) -> None:
+        """Start the process and load the functions; ConfigError when one cannot be loaded there."""
+        try:
+            self._process.start()
+        except RewardFailure as failure:
+            limit = f" (reward.memory_mb is {self._config.memory_mb})" if "Memory" in failure.cause else ""
+            raise ConfigError(f"{failure.cause}{limit}\n{failure.traceback}".rstrip()) from None
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scored:
+        """Return the rewards of these rows; `columns` are further data columns, for functions that take them.
+
+        A function has `timeout` seconds for each row, a batched one that times the rows for its one call. A failure
+        never raises: it is in the result, and a warning is logged.
+        """
+        rows = len(prompts)
+        totals = [0.0] * rows
+        failures: list[dict[str, str] | None] = [None] * rows
+        by_function: dict[str, list[float]] = {}
+        for number, function in enumerate(self.functions):
+            scores = by_function[function.name] = [self._config.error_value] * rows
+            size = max(rows, 1) if function.batched else 1
+            for start in range(0, rows, size):
+                part = slice(start, start + size)
+                try:
+                    scores[part] = self._process.call(
+                        number,
+                        prompts[part],
+                        responses[part],
+                        answers[part],
+                        {name: values[part] for name, values in columns.items()},
+                        self._config.timeout * size,
+                    )
+                except RewardFailure as failure:
+                    for row in range(start, start + size):
+                        failures[row] = failures[row] or _account(function.name, failure)
+            for row, score in enumerate(scores):
+                totals[row] += function.weight * score
+        for row, total in enumerate(totals):
+            if failures[row] is None and not abs(total) <= FLOAT32_MAX:
+                failures[row] = _account("total", RewardFailure(f"is {total}, not a finite 32-bit number"))
+            if failures[row] is not None:
+                totals[row] = self._config.error_value
+        _warn(failures)
+        return Scored(totals, by_function, failures)
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._process.close()
+
+
+def check(functions: Sequence[WeightedReward], config: RewardConfig) -> None:
+    """Load the functions in a reward process once, before a run starts; ConfigError when that fails."""
+    rewards = Rewards(functions, config)
+    try:
+        rewards.start()
+    finally:
+        rewards.close()
+
+
+def _account(function: str, failure: RewardFailure) -> dict[str, str]:
+    return {"function": function, "cause": failure.cause, "traceback": failure.traceback}
+
+
+def _warn(failures: Sequence[dict[str, str] | None]) -> None:
+    failed = [failure for failure in failures if failure is not None]
+    if failed:
+        first = failed[0]
+        _log.warning(
+            "%d of %d samples have no reward; the first: %s %s\n%s",
+            len(failed),
+            len(failures),
+            first["function"],
+            first["cause"],
+            first["traceback"],
+        )
