@@ -1,0 +1,73 @@
+"""The worker that scores responses; a run has `reward.workers` of them, in a group of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlcore.config.schema import RewardConfig
+from rlcore.errors import DataError
+from rlcore.protocol import DataProto
+from rlcore.rewards.compose import WeightedReward
+from rlcore.rewards.scoring import Rewards
+from rlcore.workers import Dispatch, Worker, register
+
+_NEEDED = ("prompt_text", "response_text", "answer")
+
+
+class RewardWorker(Worker):
+    """Scores rows of a batch with the run's reward functions, in a killable process beside this one."""
+
+    def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
+        """`functions` come from `rlcore.rewards.compose.resolve`."""
+        self._rewards = Rewards(functions, config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self) -> None:
+        """Start the process; ConfigError when a function cannot be loaded on this host."""
+        self._rewards.start()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def score(self, batch: DataProto) -> DataProto:
+        """Return each row's reward.
+
+        Reads the object columns prompt_text, response_text and answer (DataError without one); functions that take them
+        also get the other object columns. Gives scores fp32 [rows]; reward_error bool [rows], where a function failed
+        and the score is `reward.error_value`; reward_detail, object: None, or a dict with uid and sample_index (where
+        the batch has them), function, cause and traceback; and with several functions score/NAME fp32 [rows] of each.
+        A batched function is called once with all rows that this worker got.
+        """
+        missing = [name for name in _NEEDED if name not in batch]
+        if missing and len(batch):
+            raise DataError(f"reward: the batch has no column {', '.join(missing)}; it has {', '.join(batch.keys())}")
+        columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
+        prompts, responses, answers = (columns.pop(name, []) for name in _NEEDED)
+        scored = self._rewards.score(prompts, responses, answers, columns)
+        result = DataProto(
+            {
+                "scores": torch.tensor(scored.totals, dtype=torch.float32),
+                "reward_error": torch.tensor([failure is not None for failure in scored.failures], dtype=torch.bool),
+            },
+            {"reward_detail": _details(scored.failures, batch)},
+        )
+        if len(scored.by_function) > 1:
+            for name, scores in scored.by_function.items():
+                result[f"score/{name}"] = torch.tensor(scores, dtype=torch.float32)
+        return result
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Kill the process; it starts again when needed."""
+        self._rewards.close()
+
+
+def _details(failures: Sequence[dict[str, str] | None], batch: DataProto) -> list[dict[str, Any] | None]:
+    """Add to each failure which sample it is."""
+    names = {name: batch[name] for name in ("uid", "sample_index") if name in batch}
+    details: list[dict[str, Any] | None] = []
+    for row, failure in enumerate(failures):
+        sample = {name: int(values[row]) if name == "sample_index" else values[row] for name, values in names.items()}
+        details.append(None if failure is None else {**sample, **failure})
+    return details
