@@ -24,13 +24,12 @@ from rlcore.protocol import DataProto, Ragged
 class HFRollout(RolloutEngine):
     """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy."""
 
-    exact = True
-
     def __init__(self, model: ModelConfig, *, batch_size: int, device: torch.device, shared: nn.Module | None) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.batch_size, self.device = batch_size, device
         self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+        self.exact = self.dtype is torch.float32
         self.attention = "sdpa" if model.attention == "auto" else model.attention
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
@@ -98,7 +97,7 @@ class HFRollout(RolloutEngine):
         self.hf.config._attn_implementation = self.attention
         self.hf.eval()
         try:
-            with torch.inference_mode(), self._autocast():
+            with torch.no_grad(), self._autocast():
                 yield
         finally:
             self.hf.config._attn_implementation = implementation

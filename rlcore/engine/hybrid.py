@@ -1,0 +1,137 @@
+"""The worker behind a model role: a train engine and a rollout engine that share weights in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.ranks import Ranks
+from rlcore.engine.rollout.base import RolloutEngine, Sampling
+from rlcore.engine.train.base import TrainEngine, UpdateItem
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto
+from rlcore.workers import Dispatch, Worker, register
+
+
+@dataclass(frozen=True)
+class RoleSetup:
+    """All that a model worker needs to start: the role, its configs, and who makes its engines."""
+
+    role: Role
+    model: ModelConfig
+    engine: EngineConfig
+    rollout: RolloutConfig
+    create_train: Callable[..., TrainEngine]
+    create_rollout: Callable[..., RolloutEngine]
+    seed: int
+    total_steps: int
+
+
+class ModelWorker(Worker):
+    """One rank of a model role. Before it generates it brings the rollout engine to the train engine's version."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        self.setup = setup
+        self._seconds: dict[str, float] = {}
+        self.train: TrainEngine
+        self.rollout: RolloutEngine | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start(self) -> None:
+        """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
+        if self.world_size > 1:
+            self.init_process_group()
+        torch.manual_seed(self.setup.seed + self.rank)
+        ranks = Ranks(self.rank, self.world_size, self.device)
+        setup = self.setup
+        self.train = setup.create_train(
+            model=setup.model,
+            engine=setup.engine,
+            ranks=ranks,
+            trains=setup.role.trains,
+            temperature=setup.rollout.temperature,
+            total_steps=setup.total_steps,
+        )
+        if setup.role.generates:
+            self.rollout = setup.create_rollout(
+                model=setup.model,
+                batch_size=setup.rollout.batch_size,
+                device=self.device,
+                shared=self.train.shared_module,
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def seconds(self) -> dict[str, float]:
+        """Return how long each kind of work took since the last call, and start anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Return the response columns of RolloutEngine.generate for this rank's rows."""
+        if self.rollout is None:
+            raise ValueError("this role does not generate; declare it with Role(generates=True)")
+        if self.rollout.version != self.train.version:
+            with self._timed("sync"):
+                self.rollout.sync(self.train.full_parameters(), self.train.version)
+        with self._timed("generate"):
+            return self.rollout.generate(batch, sampling)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def log_probs(self, batch: DataProto, name: str, entropy: bool, sampling: Sampling | None) -> DataProto:
+        """Return the log-probs of the responses as column `name`, and `entropy` if asked.
+
+        They are rollout_log_probs where those were made by these weights, in exact arithmetic, from the plain
+        distribution; `sampling` is how (None: not known).
+        """
+        with self._timed("log_probs"):
+            if not entropy and sampling is not None and self._rollout_was_exact(batch, sampling):
+                return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
+            columns = self.train.log_probs(batch, entropy=entropy)
+            columns[name] = columns.pop("log_probs")
+            return DataProto.from_single_dict(columns)
+
+    def _rollout_was_exact(self, batch: DataProto, sampling: Sampling) -> bool:
+        """Whether every rank may answer from the rollout; all ranks see the same config and version, so all agree."""
+        if self.rollout is None or not self.rollout.exact or not sampling.is_plain:
+            return False
+        return self.rollout.version == self.train.version
+
+    @register(Dispatch.ALL_TO_ALL)
+    def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
+        """Take the optimizer steps of TrainEngine.update on this rank's rows."""
+        with self._timed("update"):
+            return self.train.update(items, epochs=epochs, step=step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def version(self) -> int:
+        """Return the version of the weights."""
+        return self.train.version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_pretrained(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self.train.save_pretrained(Path(folder))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Write all that resuming needs."""
+        self.train.save_state(Path(folder))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Take back what `save_state` wrote."""
+        self.train.load_state(Path(folder))
+

@@ -1,0 +1,143 @@
+"""The handle of a model role: what an algorithm's loop calls on `run.actor`, `run.ref`, ..."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rlcore.config import Config
+from rlcore.engine.rollout.base import Sampling
+from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train.microbatch import update_plan
+from rlcore.errors import DataError
+from rlcore.ops import Loss
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto
+from rlcore.workers import WorkerGroup
+
+
+@dataclass
+class StepClock:
+    """The run's step, from 1 (0 before the first), and how many generate calls it has seen."""
+
+    step: int = 0
+    calls: int = 0
+
+    def start(self, step: int) -> None:
+        """Begin a step."""
+        self.step, self.calls = step, 0
+
+
+class RoleHandle:
+    """A model role. Each method states which columns it reads and gives; the batch may have any others."""
+
+    def __init__(self, name: str, role: Role, group: WorkerGroup, config: Config, clock: StepClock) -> None:
+        self.name, self.role, self.group = name, role, group
+        self._config, self._clock = config, clock
+        self._sampled: Sampling | None = None
+
+    def generate(self, prompts: DataProto, **options: Any) -> DataProto:
+        """Return `prompts` with one sampled response a row.
+
+        Reads `prompts` and `uid`; rows with the same uid are samples of one prompt and are numbered in `sample_index`
+        unless that column is there. Gives the columns of RolloutEngine.generate. `options` replace fields of Sampling
+        (`temperature=0.0` is greedy). Raises DataError for a role that does not generate or an unknown option.
+        """
+        if not self.role.generates:
+            raise DataError(f"role {self.name!r} does not generate; declare it with Role(generates=True)")
+        sampling = self._sampling(options)
+        self._clock.calls += 1
+        batch = prompts[:]
+        if "sample_index" not in batch:
+            batch["sample_index"] = _sample_index(batch.view("uid"))
+        asked = batch.select(["prompts", "sample_index"], ["uid"], [])
+        self._sampled = sampling if sampling.purpose == "train" else self._sampled
+        return batch.union(self.group.generate(asked, sampling))
+
+    def _sampling(self, options: dict[str, Any]) -> Sampling:
+        rollout = self._config.rollout
+        plain = Sampling(
+            max_tokens=rollout.response_len,
+            min_tokens=rollout.min_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
+            seed=self._config.trainer.seed,
+            step=self._clock.step,
+            call=self._clock.calls,
+        )
+        try:
+            return replace(plain, **options)
+        except TypeError as error:
+            raise DataError(f"generate: {error}; allowed are the fields of Sampling") from error
+
+    def log_probs(self, batch: DataProto, *, name: str = "log_probs", entropy: bool = False) -> DataProto:
+        """Return the log-probs of `responses` after `prompts` as ragged fp32 column `name`, in nats.
+
+        `entropy=True` adds the column `entropy`. For old_log_probs the rollout's own may be given where they are the
+        same numbers. Both are at the rollout temperature.
+        """
+        columns = ["prompts", "responses"]
+        sampling = None
+        if name == "old_log_probs" and "rollout_log_probs" in batch:
+            columns.append("rollout_log_probs")
+            sampling = self._sampled
+        return self.group.log_probs(batch.select(columns, [], []), name, entropy, sampling)
+
+    def update(
+        self,
+        batch: DataProto | Sequence[tuple[DataProto, Loss, float]],
+        loss: Loss | None = None,
+        *,
+        epochs: int = 1,
+        mini_batches: int = 1,
+        keep_together: str | None = None,
+    ) -> dict[str, float]:
+        """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
+
+        `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. Reads
+        `prompts`, `responses`, and the columns that the losses touch. Rows with equal values in column `keep_together`
+        are in one mini-batch, on one rank and in one micro-batch. Mini-batches are consecutive runs of rows. Raises
+        DataError for a frozen role, ConfigError for more mini-batches than groups.
+        """
+        if not self.role.trains:
+            raise DataError(f"role {self.name!r} is frozen; declare it with Role(trains=True) to update it")
+        if isinstance(batch, DataProto):
+            if loss is None:
+                raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")
+            batch = [(batch, loss, 1.0)]
+        ranks = self.group.world_size
+        shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
+        for rows, function, weight in batch:
+            kept = [name for name in ("uid", keep_together) if name in rows.non_tensor_batch]
+            sent = rows.select(list(rows.batch.keys()), list(dict.fromkeys(kept)), [])
+            together = rows.view(keep_together) if keep_together is not None else None
+            if isinstance(together, torch.Tensor):
+                together = together.tolist()
+            for share, cuts in zip(shares, update_plan(len(rows), together, mini_batches, ranks), strict=True):
+                indices = [row for cut in cuts for row in cut]
+                sizes = [len(cut) for cut in cuts]
+                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together)
+                share.append(item)
+        return self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)[0]
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each kind of work since the last call, of the slowest rank."""
+        by_rank = self.group.seconds()
+        kinds = {kind for seconds in by_rank for kind in seconds}
+        return {kind: max(seconds.get(kind, 0.0) for seconds in by_rank) for kind in sorted(kinds)}
+
+
+def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
+    """Return int64 [rows]: how many rows with the same uid came before."""
+    seen: Counter[str] = Counter()
+    index = []
+    for value in uid:
+        index.append(seen[value])
+        seen[value] += 1
+    return torch.tensor(index, dtype=torch.int64)
