@@ -1,7 +1,16 @@
-"""Batches as they travel: DataProto and its columns, padding to a divisor, and the glossary of fields."""
+"""Batches as they travel: DataProto and its columns, padding to a divisor; `glossary` declares the standard fields."""
 
 from rlcore.protocol.dataproto import DataProto
+from rlcore.protocol.moments import Moments
+from rlcore.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 from rlcore.protocol.ragged import Ragged
 from rlcore.protocol.views import DataProtoItem
 
-__all__ = ["DataProto", "DataProtoItem", "Ragged"]
+__all__ = [
+    "DataProto",
+    "DataProtoItem",
+    "Moments",
+    "Ragged",
+    "pad_dataproto_to_divisor",
+    "unpad_dataproto",
+]

@@ -9,24 +9,27 @@ without a copy, for whoever will not write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlcore.errors import DataError
 from rlcore.protocol.columns import Kind, ObjectColumn, Value, column_of, same_contents
+from rlcore.protocol.disk import load_table, save_table
+from rlcore.protocol.moments import Moments, masked_moments
+from rlcore.protocol.row_operations import RowOperations
 from rlcore.protocol.rows import Index, select_row, select_rows
 from rlcore.protocol.table import Deferred, Table, concat_tables, union_tables
+from rlcore.protocol.tensordicts import table_from_tensordict, table_to_tensordict
 from rlcore.protocol.views import DataProtoItem, ObjectColumns, TensorColumns
 
 TENSOR: tuple[Kind, ...] = ("dense", "ragged")
 OBJECT: tuple[Kind, ...] = ("object",)
-Slice: TypeAlias = slice
 
 
-class DataProto:
+class DataProto(RowOperations):
     """A batch: dense tensors [rows, ...], ragged tensors and object columns [rows], and a dict `meta_info`."""
 
     __slots__ = ("_source",)
@@ -140,7 +143,8 @@ class DataProto:
         """Return a column by name (a private copy), one row by number, or a DataProto of the selected rows.
 
         A column is a tensor [rows, ...], a Ragged or an object array [rows]. A row number gives a DataProtoItem;
-        a slice, a list of row numbers, a mask or an integer array gives a batch. Raises DataError for an unknown name or row.
+        a slice, a list of row numbers, a mask or an integer array gives a batch. Raises DataError
+        for an unknown name or row.
         """
         if isinstance(index, str):
             return self.table.column(index).read()
@@ -254,8 +258,6 @@ class DataProto:
         columns = {name: column.to(device) for name, column in self.table.columns.items()}
         return self._of(Table(columns, dict(self.meta_info)))
 
-    # -- rows
-
     @classmethod
     def concat(cls, data: Sequence[DataProto]) -> Self:
         """Return the rows of all batches in order, with the meta_info of all.
@@ -265,76 +267,61 @@ class DataProto:
         """
         return cls._of(concat_tables([batch.table for batch in data]))
 
-    def chunk(self, chunks: int, uneven: bool = False) -> list[Self]:
-        """Return `chunks` consecutive parts of equal size.
+    # -- arithmetic beside the data
 
-        Sizes that differ by one (larger first, and of zero rows when rows are fewer) come only with `uneven=True`;
-        otherwise a row count that `chunks` does not divide is a DataError.
+    def map(
+        self,
+        fn: Callable[[DataProto], Mapping[str, Any] | DataProto],
+        reads: Sequence[str],
+        keep_together: str | None = None,
+    ) -> Self:
+        """Return the columns that `fn` makes, row for row, from a batch of the columns `reads`.
+
+        `fn` is a pure module-level function; it may be called on parts of the batch, but sees all rows of equal
+        `keep_together` at once. It returns a dict of columns or a DataProto. Raises DataError for a missing column, or
+        when `fn` returns another number of rows.
         """
-        check_count("chunks", chunks, 1)
-        size, rest = divmod(len(self), chunks)
-        if rest and not uneven:
-            raise DataError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks; pass uneven=True for unequal ones"
-            )
-        return self.split([size + (part < rest) for part in range(chunks)])
+        columns = {name: self.table.column(name) for name in [*reads, *([keep_together] if keep_together else [])]}
+        made = fn(self._of(Table(columns, dict(self.meta_info))))
+        made = made if isinstance(made, DataProto) else DataProto.from_single_dict(made)
+        if made.table.columns and len(made) != len(self):
+            raise DataError(f"map: {getattr(fn, '__name__', fn)} returned {len(made)} rows for {len(self)}")
+        return self._of(made.table.copy())
 
-    def split(self, split_size: int | Sequence[int], uneven: bool = False) -> list[Self]:
-        """Return consecutive parts of `split_size` rows, or of the sizes listed, which add up to the rows.
+    def masked_moments(self, column: str, mask: str) -> Moments:
+        """Return count, mean and variance of a tensor column's entries where the column `mask` is not zero.
 
-        A smaller last part comes only with `uneven=True`; otherwise rows that do not divide are a DataError.
+        Raises DataError unless both are tensor columns of one shape (ragged ones: of equal lengths).
         """
-        rows = len(self)
-        if isinstance(split_size, int):
-            check_count("split_size", split_size, 1)
-            if rows % split_size and not uneven:
-                raise DataError(
-                    f"{rows} rows cannot be cut into parts of {split_size}; pass uneven=True for a smaller last"
-                )
-            sizes = [min(split_size, rows - start) for start in range(0, rows, split_size)]
-        else:
-            sizes = list(split_size)
-        if sum(sizes) != rows or any(size < 0 for size in sizes):
-            raise DataError(f"the sizes of the parts are {sizes}; they must be >= 0 and add up to the {rows} rows")
-        starts = np.cumsum([0, *sizes]).tolist()
-        return [
-            self._of(self.table.take(slice(start, start + size))) for start, size in zip(starts, sizes, strict=False)
-        ]
+        return masked_moments(self.table, column, mask)
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Return every row `repeat_times` times: a a b b when interleaved, else a b a b."""
-        check_count("repeat_times", repeat_times, 0)
-        rows = torch.arange(len(self))
-        return self._of(
-            self.table.take(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
-        )
+    # -- other forms
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
-        """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 for each row."""
-        times = (
-            torch.as_tensor(np.asarray(repeat_times), dtype=torch.int64) if len(repeat_times) else torch.zeros(0).long()
-        )
-        if times.shape != (len(self),) or bool((times < 0).any()):
-            raise DataError(f"repeat_times has one count >= 0 for each of the {len(self)} rows, got {times.tolist()}")
-        return self._of(self.table.take(torch.arange(len(self)).repeat_interleave(times)))
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch into the new folder `filepath`: tensors as safetensors, all else as JSON.
 
-    def reorder(self, indices: Index) -> Self:
-        """Return the batch with row `indices[i]` as its row i; DataError unless `indices` names every row once."""
-        rows = select_rows(indices, len(self))
-        order = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        if not torch.equal(order.sort().values, torch.arange(len(self))):
-            raise DataError(
-                f"reorder takes each of the {len(self)} rows once, got {order.tolist()}; index to leave rows out"
-            )
-        return self._of(self.table.take(order))
+        Raises DataError when the folder exists, or naming the column and row (or the key of meta_info) that JSON
+        cannot hold.
+        """
+        save_table(self.table, Path(filepath))
 
-    def select_idxs(self, idxs: Index) -> Self:
-        """Return the selected rows, like `batch[idxs]`."""
-        return self._of(self.table.take(select_rows(idxs, len(self))))
+    @classmethod
+    def load_from_disk(cls, filepath: str | Path) -> Self:
+        """Return the batch that `save_to_disk` wrote; DataError when the folder holds none."""
+        return cls._of(load_table(Path(filepath)))
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return the rows `start:end:step`."""
-        return self._of(self.table.take(select_rows(Slice(start, end, step), len(self))))
+    def to_tensordict(self) -> Any:
+        """Return a `tensordict.TensorDict` of batch size [rows].
+
+        A ragged column becomes a jagged nested tensor, an object column a NonTensorStack, an entry of meta_info a
+        NonTensorData. Raises DataError when meta_info has the name of a column.
+        """
+        return table_to_tensordict(self.table)
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: Any, meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Return the batch of a TensorDict: the inverse of `to_tensordict`, with `meta_info` added."""
+        return cls._of(table_from_tensordict(tensor_dict, meta_info or {}))
 
 
 def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
@@ -344,12 +331,6 @@ def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
         wanted = "a tensor [rows, ...] or a Ragged" if kinds == TENSOR else "a list or an array, not a tensor"
         raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
     return column
-
-
-def check_count(what: str, value: int, least: int) -> None:
-    """Raise DataError unless `value` is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise DataError(f"{what} must be an integer >= {least}, got {value!r}")
 
 
 def _unpickle(cls: type[DataProto], columns: dict[str, Any], meta_info: dict[str, Any]) -> DataProto:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataProtoItem:
-    """One row: `batch` has its tensors without the row dimension, `non_tensor_batch` its objects; `item[k]` reads either."""
+    """One row: `batch` has its tensors, without the row dimension, `non_tensor_batch` its objects; `item[k]` either."""
 
     batch: dict[str, torch.Tensor] = field(default_factory=dict)
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
