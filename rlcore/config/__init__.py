@@ -1,0 +1,39 @@
+"""The typed configuration of a run: its schema, and how overrides and files become it. Imports no torch."""
+
+from rlcore.config.build import build
+from rlcore.config.check import check
+from rlcore.config.compose import compose
+from rlcore.config.files import from_yaml, same_run, to_yaml
+from rlcore.config.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrackerConfig,
+    TrainerConfig,
+    option,
+)
+
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrackerConfig",
+    "TrainerConfig",
+    "build",
+    "check",
+    "compose",
+    "from_yaml",
+    "option",
+    "same_run",
+    "to_yaml",
+]

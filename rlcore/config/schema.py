@@ -4,6 +4,8 @@ A field's comment becomes its description; `metadata["min"]`/`["max"]` bound a n
 `rlcore.config.build` turns them into these objects and checks them, and below the CLI only these objects travel.
 """
 
+# ruff: noqa: RUF009  (`option` copies a mutable default for each object)
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any, Literal
 
 
 def option(default: Any = ..., doc: str = "", *, min: float | None = None, max: float | None = None) -> Any:
-    """Declare a config field: its default (`...` for required), its one-line description, and the bounds of a number."""
+    """Declare a config field: its default (`...`: required), its one-line description, a number's bounds."""
     metadata = {"doc": doc, "min": min, "max": max}
     if default is ...:
         return field(metadata=metadata)
@@ -22,15 +24,22 @@ def option(default: Any = ..., doc: str = "", *, min: float | None = None, max: 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The language model that is trained."""
+
     path: str = option("tiny", "folder of a Hugging Face causal language model, or `tiny` for the shipped one")
     dtype: Literal["fp32", "bf16"] = option("fp32", "precision of forward and backward; master weights are fp32")
-    attention: str = option("auto", "attention implementation of transformers; `auto` takes flash_attention_2 on a GPU that has it, else sdpa")
+    attention: str = option(
+        "auto",
+        "attention implementation of transformers; `auto` takes flash_attention_2 on a GPU that has it, else sdpa",
+    )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
 
 
 @dataclass(frozen=True)
 class DataConfig:
+    """The prompts: where they come from and how they become batches."""
+
     name: str = option("arithmetic", "data set: one of the installed ones (`rlcore plugins`)")
     path: str | None = option(None, "file or folder that the data set is read from, where it needs one")
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
@@ -38,7 +47,9 @@ class DataConfig:
     system_prompt: str | None = option(None, "system message put before every string prompt")
     batch_size: int = option(16, "prompts per step", min=1)
     prompt_len: int = option(512, "longest prompt, in tokens", min=1)
-    overlong: Literal["filter", "cut", "error"] = option("filter", "what happens to a longer prompt; `cut` keeps its end")
+    overlong: Literal["filter", "cut", "error"] = option(
+        "filter", "what happens to a longer prompt; `cut` keeps its end"
+    )
     shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
     drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
     eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
@@ -46,7 +57,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    functions: dict[str, float] = option({}, "weights by reward: installed names, or FILE.py:FUNCTION; empty: the data set's own")
+    """How responses are scored, and what bounds the code that does it."""
+
+    functions: dict[str, float] = option(
+        {}, "weights by reward: installed names, or FILE.py:FUNCTION; empty: the data set's own"
+    )
     path: str | None = option(None, "FILE.py:FUNCTION, used alone and in place of `functions`")
     timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
     memory_mb: int = option(2048, "address space of a process that runs reward code, in MiB; 0 for no limit", min=0)
@@ -57,6 +72,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """How responses are sampled."""
+
     name: str = option("hf", "rollout engine: one of the installed ones")
     response_len: int = option(256, "most new tokens of a response", min=1)
     min_tokens: int = option(0, "fewest new tokens before a response may end", min=0)
@@ -69,6 +86,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
+    """How models are trained: optimizer, and how a batch is cut to fit into memory."""
+
     name: str = option("fsdp", "train engine: one of the installed ones")
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
@@ -82,14 +101,20 @@ class EngineConfig:
     micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
     logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1)
     padding_free: bool = option(True, "pack sequences without padding where the model's attention allows it")
-    activation_checkpointing: bool = option(False, "recompute each layer in backward instead of keeping its activations")
+    activation_checkpointing: bool = option(
+        False, "recompute each layer in backward instead of keeping its activations"
+    )
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    """The clock of the run: steps, evaluations, checkpoints."""
+
     total_steps: int = option(100, "steps of the run", min=1)
     seed: int = option(0, "seeds data order, sampling and initialisation")
-    eval_every: int = option(20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0)
+    eval_every: int = option(
+        20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0
+    )
     eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
     eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
     checkpoint_every: int = option(0, "steps between checkpoints; 0: only at the end and when interrupted", min=0)
@@ -99,6 +124,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
+    """Which processes the run uses."""
+
     executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
     address: str | None = option(None, "address of a running Ray cluster; none starts one on this machine")
     workers: int = option(2, "data-parallel processes of the actor (and of what shares its pool)", min=1)
@@ -109,7 +136,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    use: list[str] = option(["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one")
+    """Who is told about metrics and samples."""
+
+    use: list[str] = option(
+        ["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one"
+    )
     project: str = option("rlcore", "wandb project")
     entity: str | None = option(None, "wandb entity")
     mode: Literal["online", "offline"] = option("online", "wandb mode")
@@ -117,13 +148,20 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str | None = option(None, "folder of the run; an unfinished one with an equal config is resumed (default: runs/ALGO-TIME)")
+    """The folder of the run."""
+
+    dir: str | None = option(
+        None, "folder of the run; an unfinished one with an equal config is resumed (default: runs/ALGO-TIME)"
+    )
     name: str | None = option(None, "name shown by trackers (default: the folder's)")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name."""
+    """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name.
+
+    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None.
+    """
 
     algorithm: str
     algo: Any

@@ -1,4 +1,4 @@
-"""What plugins hand over: one frozen dataclass for each kind of thing that can be added, and the Algorithm base class."""
+"""What plugins hand over: a frozen dataclass for each kind of thing that can be added, and the class Algorithm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from rlcore.config import Config, DataConfig
+    from rlcore.config import schema
     from rlcore.protocol import DataProto
 
 API_VERSION = 1
@@ -42,8 +42,8 @@ class Algorithm:
         """Return the roles by name; `run.NAME` is the handle of each. Called once, before anything starts."""
         return {"actor": Role(trains=True, generates=True)}
 
-    def check(self, config: Config) -> None:
-        """Raise ConfigError when the whole config cannot work with this algorithm. Called once, before anything starts."""
+    def check(self, config: schema.Config) -> None:
+        """Raise ConfigError when the config cannot work with this algorithm. Called once, before anything starts."""
 
     def step(self, run: Any, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step on a batch of prompts and return its metrics (numbers, or the Metrics of `update`)."""
@@ -70,8 +70,9 @@ class RewardSpec:
     """A reward function.
 
     `score(prompt: str, response: str, answer: Any, **columns) -> float`, or with `batched=True` the same names as lists
-    of equal length and a list of floats back. It runs in a reward worker's own subprocess, which loads the modules named
-    by `imports` before the first call: what `score` imports when called belongs there, or its time counts as a sample's.
+    of equal length and a list of floats back. It runs in a reward worker's own subprocess, which loads the
+    modules named by `imports` before the first call: what `score` imports when called belongs there, or its time counts
+    as a sample's.
     """
 
     name: str
@@ -84,11 +85,11 @@ class RewardSpec:
 class DatasetSpec:
     """A data set. `load(config, split)` with split "train" or "eval" returns a sequence of dict rows.
 
-    Rows hold at least the prompt column (`config.prompt_key`); `reward` names the reward function that fits the answers.
+    Rows hold at least the prompt column (`config.prompt_key`); `reward` names the reward function that fits.
     """
 
     name: str
-    load: Callable[[DataConfig, str], Any]
+    load: Callable[[schema.DataConfig, str], Any]
     reward: str
 
 
@@ -118,7 +119,7 @@ class TrackerSpec:
 
 @dataclass(frozen=True)
 class CommandSpec:
-    """A command `rlcore NAME ...`: `main(argv) -> int` gets the arguments behind the name and returns the exit status."""
+    """A command `rlcore NAME ...`: `main(argv) -> int` gets the arguments behind the name, returns the exit status."""
 
     name: str
     summary: str

@@ -1,0 +1,211 @@
+"""From plain nested values to the frozen dataclasses, with every key, type and range checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+REQUIRED = "???"
+"""Stands for a value that must be given, as in hydra."""
+
+_SCALARS = (bool, int, float, str, types.NoneType)
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build the frozen dataclass `cls` from plain values; what is not given takes the field's default.
+
+    `path` is the dotted key of the whole, for messages. Raises ConfigError, with the key, the value, what is allowed
+    and the nearest name, for an unknown or missing key, a wrong type, or a number out of bounds.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'the config'} = {values!r} must be a mapping of keys to values")
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(_unknown(str(key), list(fields), path))
+    built = {}
+    for name, field in fields.items():
+        key = _join(path, name)
+        if name in values and values[name] != REQUIRED:
+            value = _convert(values[name], hints[name], key)
+            _check_bounds(value, field.metadata, key)
+            built[name] = value
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            doc = field.metadata.get("doc", "")
+            raise ConfigError(f"{key} must be given ({type_name(hints[name])}{': ' + doc if doc else ''}): {key}=VALUE")
+    return cls(**built)
+
+
+def build_config(values: Mapping[str, Any], algorithm_config: type | None) -> Config:
+    """Build a whole Config; `algorithm_config` is the class of `algo`, None for a config without an algorithm."""
+    plain = dict(values)
+    algo = plain.pop("algo", None) or {}
+    if algorithm_config is None:
+        if algo:
+            raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
+        return build(Config, {**plain, "algo": None})
+    return build(Config, {**plain, "algo": build(algorithm_config, algo, "algo")})
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the defaults of a config dataclass as plain nested values, `???` where a value is required."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            plain[field.name] = to_plain(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            plain[field.name] = to_plain(field.default_factory())
+        else:
+            plain[field.name] = REQUIRED
+    return plain
+
+
+def to_plain(value: Any) -> Any:
+    """Return a config object as plain nested dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def check_schema(cls: type) -> None:
+    """Raise ConfigError unless `cls` is a frozen dataclass whose fields all have types that `build` understands."""
+    if not (dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ConfigError(f"{cls.__qualname__} must be a frozen dataclass: put @dataclass(frozen=True) above it")
+    try:
+        hints = get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(
+            f"{cls.__qualname__}: a field's type cannot be resolved ({error}); import it in the module and define the "
+            "class at module level"
+        ) from error
+    for field in dataclasses.fields(cls):
+        if not _supported(hints[field.name]):
+            raise ConfigError(
+                f"{cls.__qualname__}.{field.name} has the type {type_name(hints[field.name])}; allowed are bool, int, "
+                "float, str, None, Any, Literal, unions, list[T], dict[str, T] and frozen dataclasses"
+            )
+
+
+def type_name(hint: Any) -> str:
+    """Return a type in words as short as they are written in the dataclass."""
+    if hint is Any:
+        return "any"
+    if hint is types.NoneType:
+        return "null"
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return " | ".join(type_name(arg) for arg in args)
+    if origin in (list, dict):
+        return f"{origin.__name__}[{', '.join(type_name(arg) for arg in args)}]"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _supported(hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or hint in _SCALARS or origin is Literal:
+        return True
+    if origin in (Union, types.UnionType) or (origin is list and args):
+        return all(_supported(arg) for arg in args)
+    if origin is dict:
+        return args[0] is str and _supported(args[1])
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        check_schema(hint)
+        return True
+    return False
+
+
+def _convert(value: Any, hint: Any, key: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Literal:
+        return _literal(value, args, key)
+    if origin in (Union, types.UnionType):
+        return _union(value, args, hint, key)
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(_wrong(value, hint, key, f"; write {key}=[...]"))
+        return [_convert(item, args[0], f"{key}[{position}]") for position, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(_wrong(value, hint, key, f"; write {key}={{name: value}}"))
+        return {_convert(name, str, key): _convert(item, args[1], _join(key, name)) for name, item in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return value if isinstance(value, hint) else build(hint, value, key)
+    return _scalar(value, hint, key)
+
+
+def _scalar(value: Any, hint: Any, key: str) -> Any:
+    number = type(value) in (int, float)
+    if hint is float and number and not math.isnan(value):
+        return float(value)
+    if hint is not float and type(value) is hint:
+        return value
+    remedy = f"; quote it to have it as text: {key}='\"{value}\"'" if hint is str and number else ""
+    raise ConfigError(_wrong(value, hint, key, remedy))
+
+
+def _literal(value: Any, allowed: tuple[Any, ...], key: str) -> Any:
+    for option in allowed:
+        if value == option and type(value) is type(option):
+            return value
+    names = [str(option) for option in allowed]
+    raise ConfigError(f"{key} = {value!r} is not one of {', '.join(names)}.{did_you_mean(str(value), names)}")
+
+
+def _union(value: Any, members: tuple[Any, ...], hint: Any, key: str) -> Any:
+    if len(members) == 2 and types.NoneType in members:
+        if value is None:
+            return None
+        return _convert(value, next(member for member in members if member is not types.NoneType), key)
+    for member in members:
+        try:
+            return _convert(value, member, key)
+        except ConfigError:
+            continue
+    raise ConfigError(_wrong(value, hint, key, ""))
+
+
+def _check_bounds(value: Any, metadata: Mapping[str, Any], key: str) -> None:
+    low, high = metadata.get("min"), metadata.get("max")
+    if value is None or (low is None and high is None):
+        return
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
+        raise ConfigError(f"{key} = {value!r} is out of bounds: it must be {' and '.join(b for b in bounds if b)}")
+
+
+def _unknown(key: str, allowed: list[str], path: str) -> str:
+    full, where = _join(path, key), f"under {path!r}" if path else "at the top"
+    near = did_you_mean(key, allowed)
+    if near and path:
+        near = near.replace("'", f"'{path}.", 1)
+    return f"unknown key {full!r}.{near} Allowed {where}: {', '.join(allowed) or 'none'}"
+
+
+def _wrong(value: Any, hint: Any, key: str, remedy: str) -> str:
+    return f"{key} = {value!r} has the wrong type: it is {_kind(value)} and must be {type_name(hint)}{remedy}"
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {str: "text", type(None): "null", list: "a list", dict: "a mapping"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)

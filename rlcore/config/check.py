@@ -1,0 +1,103 @@
+"""Combinations of values that cannot work together, found before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rlcore.config.installed import Installed
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError, did_you_mean
+
+
+def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
+    """Raise ConfigError where the config cannot work with itself or with what is installed.
+
+    Asks, in this order, rlcore's own rules, the algorithm's `check`, and the plugins' rlcore_check_config.
+    training: False for an evaluation, which needs no algorithm.
+    """
+    _check_names(config, plugins)
+    _check_reward(config, plugins)
+    _check_rollout(config)
+    _check_engine(config)
+    _check_cluster(config)
+    if training and not config.algorithm:
+        raise ConfigError(
+            f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms()) or '(none)'}"
+        )
+    if config.algorithm:
+        plugins.algorithms()[config.algorithm].algorithm(config.algo).check(config)
+    plugins.check_config(config)
+
+
+def _check_names(config: Config, plugins: Installed) -> None:
+    _known("data.name", config.data.name, plugins.datasets())
+    _known("rollout.name", config.rollout.name, plugins.rollout_engines())
+    _known("engine.name", config.engine.name, plugins.train_engines())
+    for name in config.tracker.use:
+        _known("tracker.use", name, plugins.trackers())
+
+
+def _check_reward(config: Config, plugins: Installed) -> None:
+    reward = config.reward
+    if reward.path is not None and reward.functions:
+        raise ConfigError(
+            f"reward.path = {reward.path!r} is used alone; leave out reward.functions, or name the file there: "
+            f"reward.functions={{{reward.path}: 1.0}}"
+        )
+    if reward.path is not None:
+        _check_function(f"reward.path = {reward.path!r}", reward.path)
+    for name, weight in reward.functions.items():
+        if ":" in name:
+            _check_function(f"reward.functions: {name!r}", name)
+        else:
+            _known("reward.functions", name, plugins.rewards())
+        if weight == 0:
+            raise ConfigError(f"reward.functions.{name} = 0 gives no reward; remove it or give it another weight")
+    if reward.path is None and not reward.functions:
+        _known(f"the reward of data={config.data.name}", plugins.datasets()[config.data.name].reward, plugins.rewards())
+
+
+def _check_function(what: str, reference: str) -> None:
+    file, _, function = reference.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ConfigError(f"{what} must be FILE.py:FUNCTION, as in my.py:score")
+
+
+def _check_rollout(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.min_tokens > rollout.response_len:
+        raise ConfigError(
+            f"rollout.min_tokens = {rollout.min_tokens} is more than rollout.response_len = {rollout.response_len}"
+        )
+    if rollout.top_p == 0:
+        raise ConfigError("rollout.top_p = 0 leaves no token; 1 samples from all, rollout.temperature=0 is greedy")
+    if "" in rollout.stop:
+        raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
+
+
+def _check_engine(config: Config) -> None:
+    betas = config.engine.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
+
+
+def _check_cluster(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.executor == "in_process":
+        if cluster.workers != 1:
+            raise ConfigError(
+                f"cluster.executor = in_process runs engines in this process, so cluster.workers must be 1, not "
+                f"{cluster.workers}: choose cluster=in_process, which sets both, or cluster=local for Ray"
+            )
+        if cluster.address is not None:
+            raise ConfigError("cluster.address needs cluster.executor=ray")
+    gpus = cluster.gpus_per_worker
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(f"cluster.gpus_per_worker = {gpus} must be a whole number or a share below 1")
+
+
+def _known(key: str, name: str, options: Collection[str]) -> None:
+    if name not in options:
+        raise ConfigError(
+            f"{key} = {name!r} is not installed.{did_you_mean(name, options)} Installed: {', '.join(options) or 'none'}"
+        )

@@ -1,0 +1,194 @@
+"""Overrides and YAML groups to a Config, through hydra.
+
+hydra composes plain nodes: `schema` holds every default of the dataclasses, a group's option holds what it changes.
+Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. Keys and types are
+checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlcore.config.build import build_config, defaults
+from rlcore.config.installed import Installed
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+SECTIONS: dict[str, type] = {
+    field.name: field.default_factory  # type: ignore[misc]
+    for field in dataclasses.fields(Config)
+    if field.default_factory is not dataclasses.MISSING
+}
+"""The dataclass of each part of the config with fixed keys, by name."""
+
+GROUPS = ("algo", *SECTIONS, "experiment")
+"""The config groups: `GROUP=NAME` chooses one of a group's options."""
+
+
+def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, Any] | None = None) -> Config:
+    """Compose and build the config of a run from hydra overrides (`data=gsm8k`, `trainer.total_steps=10`).
+
+    base: the plain values of a saved config to start from in place of the defaults; its algorithm stays.
+    Without an algorithm, `algorithm` is "" and `algo` None (an evaluation needs none; `check` refuses it for training).
+    Raises ConfigError for an override that cannot be read, an unknown key or group option, and as `build` does.
+    """
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    if base is not None and any(override.startswith("algo=") for override in overrides):
+        raise ConfigError("the algorithm of a saved config cannot be changed; leave out algo=NAME or --config")
+    with hydra_nodes(_nodes(plugins, base)) as hydra:
+        prepared = [_prepare(override, hydra) for override in overrides]
+        try:
+            composed = hydra.compose_config(
+                config_name="config" if base is None else "saved",
+                overrides=prepared,
+                run_mode=RunMode.RUN,
+                with_log_configuration=False,
+            )
+            with open_dict(composed):
+                del composed["hydra"]
+            values: Any = OmegaConf.to_container(composed, resolve=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(f"the config cannot be composed: {error}") from error
+    return _build(values, plugins)
+
+
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, as hydra's basic sweeper makes them (`a=1,2 b=range(0,3)`).
+
+    Raises ConfigError for an override that cannot be read, and for another sweeper or launcher.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    parsed = [parse(override) for override in overrides]
+    for override in parsed:
+        if override.key_or_group in ("hydra/sweeper", "hydra/launcher"):
+            raise ConfigError(f"{override.input_line!r}: sweeps run with hydra's basic sweeper and launcher only")
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(f"the sweep cannot be read: {error}") from error
+    return jobs
+
+
+def parse(override: str) -> Any:
+    """Parse one override into hydra's Override; raises ConfigError with how to write it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([override])
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"cannot read {override!r}: {str(error).splitlines()[0]}. Write KEY=VALUE or GROUP=NAME; quote a value "
+            "with special characters twice, as in 'data.system_prompt=\"Hello, you\"'"
+        ) from error
+    return parsed
+
+
+@contextmanager
+def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any]) -> Iterator[Hydra]:
+    """Give a hydra that sees configs/ and `nodes` ((group, name) -> plain values); remove the nodes afterwards."""
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_module("rlcore.configs", version_base="1.3", job_name="rlcore"):
+        # hydra's own nodes are in the store by now, so what is added below is all that has to go again.
+        store = ConfigStore.instance()
+        before = store.repo
+        store.repo = {key: dict(value) if isinstance(value, dict) else value for key, value in before.items()}
+        try:
+            for (group, name), node in nodes.items():
+                package = "_global_" if group == "algo" else None
+                store.store(name=name, node=node, group=group, package=package, provider="rlcore")
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            yield hydra
+        finally:
+            store.repo = before
+
+
+def schema_nodes() -> dict[tuple[str | None, str], Any]:
+    """Return the nodes made from the dataclasses: all defaults, and each group's `default`, which changes nothing."""
+    schema = {"algorithm": "", "algo": {}, **{name: defaults(cls) for name, cls in SECTIONS.items()}}
+    return {(None, "schema"): schema, **{(name, "default"): {} for name in SECTIONS}}
+
+
+def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str | None, str], Any]:
+    nodes = schema_nodes()
+    for name, spec in plugins.algorithms().items():
+        nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.Config)}
+    nodes |= {("data", name): {"name": name} for name in plugins.datasets()}
+    nodes |= {("reward", name): {"functions": {name: 1.0}} for name in plugins.rewards()}
+    nodes |= {("rollout", name): {"name": name} for name in plugins.rollout_engines()}
+    nodes |= {("engine", name): {"name": name} for name in plugins.train_engines()}
+    nodes |= {("tracker", name): {"use": [name]} for name in plugins.trackers()}
+    if base is not None:
+        choices = [{group: None} for group in SECTIONS]
+        nodes[None, "saved"] = {"defaults": ["schema", "_self_", *choices, {"experiment": None}], **_escape(base)}
+    return nodes
+
+
+def _prepare(override: str, hydra: Hydra) -> str:
+    """Check an override's form and group option, and let a value override pass whatever its key."""
+    from hydra.core.object_type import ObjectType
+
+    parsed = parse(override)
+    key = parsed.key_or_group
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return override
+    if key == "algorithm":
+        raise ConfigError(f"{override!r}: choose the algorithm with algo=NAME")
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"{override!r} gives several values: add --multirun to sweep over them, write {key}=[a,b] for a list, or "
+            f"quote text that holds a comma: '{key}=\"a,b\"'"
+        )
+    options = hydra.config_loader.get_group_options(key, ObjectType.CONFIG)
+    if key in GROUPS or options:
+        choice = parsed.value()
+        if isinstance(choice, dict) or parsed.is_delete() or choice is None:
+            return override
+        if str(choice) not in options:
+            raise ConfigError(_unknown_option(key, str(choice), options))
+        return override
+    return override if parsed.is_add() or parsed.is_delete() or parsed.is_force_add() else f"++{override}"
+
+
+def _build(values: dict[str, Any], plugins: Installed) -> Config:
+    name = values.get("algorithm") or ""
+    if not name:
+        return build_config({**values, "algorithm": ""}, None)
+    spec = plugins.algorithms().get(name)
+    if spec is None:
+        raise ConfigError(_unknown_option("algo", name, list(plugins.algorithms())))
+    return build_config(values, spec.algorithm.Config)
+
+
+def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:
+    remedies = {
+        "algo": ". Install its plugin, or give its file with -p FILE.py",
+        "data": ". Your own file: data=NAME data.path=FILE, see docs/configuration.md",
+    }
+    listed = ", ".join(options) or "none"
+    return f"{group}={choice} is unknown.{did_you_mean(choice, options)} Available: {listed}{remedies.get(group, '')}"
+
+
+def _escape(value: Any) -> Any:
+    """Keep omegaconf from reading `${` in values that were resolved when they were saved."""
+    if isinstance(value, Mapping):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,0 +1,92 @@
+"""A config as YAML: written to the run folder, read back by `--config FILE`, compared on resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlcore.config.build import build_config, to_plain
+from rlcore.config.installed import Installed
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError, did_you_mean
+
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-6` as text; people and Python mean a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that _Loader would read as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def to_yaml(config: Config) -> str:
+    """Return the whole config as YAML; `from_yaml` gives back an equal one."""
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str, plugins: Installed) -> Config:
+    """Build the config that `to_yaml` wrote; raises ConfigError, also where its algorithm is not installed."""
+    values = _mapping(text, "the config")
+    name = values.get("algorithm") or ""
+    spec = plugins.algorithms().get(name)
+    if name and spec is None:
+        raise ConfigError(
+            f"the config's algorithm {name!r} is not installed.{did_you_mean(name, plugins.algorithms())} Install its "
+            "plugin, or give its file with -p FILE.py"
+        )
+    return build_config({"algorithm": "", **values}, spec.algorithm.Config if spec else None)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Read a saved config as plain values, without `run.dir` and `run.name`: a repeated run has its own folder."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
+    values = _mapping(text, str(path))
+    values.pop("run", None)
+    return values
+
+
+def same_run(a: Config, b: Config) -> list[str]:
+    """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
+
+    Left out are keys that change nothing of what is computed: all of `run` and `tracker`, `cluster.address` and
+    `cluster.start_timeout`, and of `trainer` the number of kept checkpoints and of written samples.
+    """
+    left, right = dict(_flat(to_plain(a))), dict(_flat(to_plain(b)))
+    differing = [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
+    return [key for key in differing if not _INCIDENTAL.fullmatch(key)]
+
+
+_INCIDENTAL = re.compile(
+    r"(run|tracker)\..*|cluster\.(address|start_timeout)|trainer\.(keep_checkpoints|samples_per_step)"
+)
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _mapping(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold a mapping of keys to values, not {type(values).__name__}")
+    return values

@@ -1,0 +1,33 @@
+"""What configuration needs to know of the installed plugins. `rlcore.plugins.PluginManager` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rlcore.config.schema import Config
+
+
+class Installed(Protocol):
+    """The names that config values may have, each with its spec, and the plugins' own check."""
+
+    def algorithms(self) -> Mapping[str, Any]:
+        """Return the algorithms by name; `.algorithm.Config` is the class of `algo`."""
+
+    def rewards(self) -> Mapping[str, Any]:
+        """Return the reward functions by name."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        """Return the data sets by name; `.reward` names the reward function that fits."""
+
+    def rollout_engines(self) -> Mapping[str, Any]:
+        """Return the rollout engines by name."""
+
+    def train_engines(self) -> Mapping[str, Any]:
+        """Return the train engines by name."""
+
+    def trackers(self) -> Mapping[str, Any]:
+        """Return the trackers by name."""
+
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError where a plugin refuses the config."""

@@ -1,0 +1,95 @@
+"""What must hold of a plugin module and of what it hands over. Each function returns the fault in words, or None."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from rlcore.config.build import check_schema
+from rlcore.errors import ConfigError, did_you_mean
+from rlcore.plugins import hookspecs
+from rlcore.plugins.specs import API_VERSION, Algorithm, AlgorithmSpec
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    name: function for name, function in vars(hookspecs).items() if hasattr(function, "rlcore_spec")
+}
+"""All hooks by name, in the order of the reference."""
+
+KINDS = ("reward", "data", "engine", "tracker", "command", "hooks")
+"""What may stand before the dot of an entry point's name; a name without a dot is an algorithm's."""
+
+
+def api_fault(module: ModuleType) -> str | None:
+    """Check the stated version of the plugin contract."""
+    if not hasattr(module, "RLCORE_API"):
+        return f"it does not state the plugin contract that it was written for; add `RLCORE_API = {API_VERSION}`"
+    version = module.RLCORE_API
+    if type(version) is not int or version != API_VERSION:
+        return (
+            f"RLCORE_API = {version!r} is not known to this rlcore, which has {API_VERSION}; install a fitting version"
+        )
+    return None
+
+
+def hooks_of(module: ModuleType) -> dict[str, Any]:
+    """Return the functions of a module that are marked as hooks or named like one, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isroutine(value) and (name.startswith("rlcore_") or hasattr(value, "rlcore_impl"))
+    }
+
+
+def hook_fault(name: str, function: Any) -> str | None:
+    """Check one function that is marked or named as a hook: name, mark, options and arguments."""
+    if name not in HOOKS:
+        return f"{name}() is no hook.{did_you_mean(name, HOOKS)} Hooks: {', '.join(HOOKS)}"
+    options = getattr(function, "rlcore_impl", None)
+    if options is None:
+        return f"{name}() has the name of a hook but is not marked; put @hookimpl (from rlcore) above it"
+    if given := [key for key, value in options.items() if value]:
+        return f"{name}() has the hook option {', '.join(given)}; rlcore's order of calls is fixed, use plain @hookimpl"
+    allowed = inspect.signature(HOOKS[name]).parameters
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            return f"{name}() takes {parameter}; a hook names its arguments one by one ({_arguments(allowed)})"
+        if argument not in allowed:
+            return f"{name}() takes {argument!r}.{did_you_mean(argument, allowed)} Allowed: {_arguments(allowed)}"
+        if parameter.default is not inspect.Parameter.empty:
+            return f"{name}() gives the argument {argument!r} a default, which would never be replaced; remove it"
+    return None
+
+
+def spec_fault(hook: str, value: Any, expected: type) -> str | None:
+    """Check one thing that a registration hook returned: its class, its name, and an algorithm's config class."""
+    if not isinstance(value, expected):
+        what = "nothing" if value is None else f"{type(value).__name__} {value!r}"
+        return f"{hook}() returned {what}; it must return {expected.__name__}, or a list of them"
+    name = value.name  # type: ignore[attr-defined]
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        return f"{hook}() gave the name {name!r}; a name is made of letters, digits, '_', '-' and '.'"
+    return _algorithm_fault(value) if isinstance(value, AlgorithmSpec) else None
+
+
+def _algorithm_fault(spec: AlgorithmSpec) -> str | None:
+    algorithm = spec.algorithm
+    if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
+        return f"the algorithm {spec.name!r} is {algorithm!r}; it must be a subclass of rlcore.Algorithm"
+    config = getattr(algorithm, "Config", None)
+    if config is None:
+        return f"{algorithm.__name__} has no `Config`; give it a frozen dataclass of its settings"
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        return f"{algorithm.__name__}.Config is {config!r}; it must be a frozen dataclass"
+    try:
+        check_schema(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _arguments(parameters: Iterable[str]) -> str:
+    return ", ".join(parameters) or "no arguments"

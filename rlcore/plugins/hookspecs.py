@@ -1,0 +1,179 @@
+"""The hooks. A plugin module implements any of them as functions marked with `@rlcore.hookimpl`.
+
+What holds for all hooks:
+
+- Process: hooks run in the driver, the process of the `rlcore` command; never in a worker.
+- Order: plugins of the distribution `rlcore` first, then the other installed ones, each by entry-point name; then local
+  files in the order of their `-p` options. No option of a hook changes this order.
+- Arguments: an implementation takes the arguments that it uses, by name, none with a default; it may leave out
+  the others.
+- Errors: rlcore's own errors (ConfigError, DataError, ...) pass through unchanged; any other becomes a PluginError that
+  names the plugin, its distribution and file, and how to block it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pluggy
+
+from rlcore.plugins.specs import (
+    AlgorithmSpec,
+    CommandSpec,
+    DatasetSpec,
+    RewardSpec,
+    RolloutEngineSpec,
+    TrackerSpec,
+    TrainEngineSpec,
+)
+
+if TYPE_CHECKING:
+    from rlcore.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_spec = pluggy.HookspecMarker("rlcore")
+_impl = pluggy.HookimplMarker("rlcore")
+
+
+def hookimpl(function: F) -> F:
+    """Mark a module-level function as the implementation of the hook that it is named after. It takes no options."""
+    return _impl(function)
+
+
+@_spec
+def rlcore_algorithm() -> AlgorithmSpec:
+    """Give an algorithm, `rlcore train algo=NAME`.
+
+    When: once, when plugins are loaded, before the config is composed.
+    Returns: one AlgorithmSpec. The name is the entry point's; a local file may choose it. Its algorithm class has a
+    frozen dataclass as `Config`. The keys under `algo` are made from that.
+    Errors: another name, a second algorithm in one entry point, or a taken name stop the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_rewards() -> RewardSpec | Sequence[RewardSpec]:
+    """Give reward functions, for `reward.functions` and as the default of data sets.
+
+    When: once, when plugins are loaded.
+    Returns: one RewardSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_datasets() -> DatasetSpec | Sequence[DatasetSpec]:
+    """Give data sets, `data=NAME`.
+
+    When: once, when plugins are loaded. Nothing is read until a run loads the data set.
+    Returns: one DatasetSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_rollout_engines() -> RolloutEngineSpec | Sequence[RolloutEngineSpec]:
+    """Give rollout engines, `rollout=NAME`.
+
+    When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
+    Returns: one RolloutEngineSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
+    """Give train engines, `engine=NAME`.
+
+    When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
+    Returns: one TrainEngineSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
+    """Give trackers, for `tracker.use`.
+
+    When: once, when plugins are loaded. `create` is called when a run that uses the tracker starts.
+    Returns: one TrackerSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
+    """Give commands, `rlcore NAME ...`.
+
+    When: once, when plugins are loaded.
+    Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
+    `command.NAME`, from which `rlcore --help` lists it without importing it.
+    Errors: a name that is taken or not declared stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_check_config(config: Config) -> None:
+    """Look at the whole config and raise ConfigError where it cannot work.
+
+    When: once a run, after rlcore's own checks and the algorithm's `check`, before Ray starts and any folder is made.
+    Returns: nothing; the config cannot be changed.
+    Errors: the first error stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_run_start(run: Any) -> None:
+    """Prepare for a run.
+
+    When: once a run, also a resumed one, after all workers have started and before the first evaluation and step.
+    Returns: nothing.
+    Errors: the first error ends the run as failed.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """See a finished step.
+
+    When: once a step, after its metrics are complete and logged, before its checkpoint. `step` counts from 1.
+    Returns: nothing; the metrics cannot be changed.
+    Errors: the first error ends the run as failed.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_checkpoint(run: Any, path: Path) -> None:
+    """Add files to a checkpoint, or note that it exists.
+
+    When: once a checkpoint, after rlcore has written its part into `path` and before the folder gets its final name.
+    What is written under `path` is part of the checkpoint.
+    Returns: nothing.
+    Errors: the first error ends the run as failed; the unfinished checkpoint is never picked up.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_run_end(run: Any, status: str) -> None:
+    """Close what `rlcore_run_start` opened.
+
+    When: once a run that started, also after a failure or an interruption, before the workers stop. `status` is the one
+    in summary.json.
+    Returns: nothing.
+    Errors: the others are still called; then the first error is raised.
+    """
+    raise NotImplementedError
