@@ -39,6 +39,7 @@ class ModelWorker(Worker):
     def __init__(self, setup: RoleSetup) -> None:
         self.setup = setup
         self._seconds: dict[str, float] = {}
+        self.ranks: Ranks
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
 
@@ -48,12 +49,12 @@ class ModelWorker(Worker):
         if self.world_size > 1:
             self.init_process_group()
         torch.manual_seed(self.setup.seed + self.rank)
-        ranks = Ranks(self.rank, self.world_size, self.device)
+        self.ranks = Ranks(self.rank, self.world_size, self.device)
         setup = self.setup
         self.train = setup.create_train(
             model=setup.model,
             engine=setup.engine,
-            ranks=ranks,
+            ranks=self.ranks,
             trains=setup.role.trains,
             temperature=setup.rollout.temperature,
             total_steps=setup.total_steps,
@@ -87,27 +88,30 @@ class ModelWorker(Worker):
             with self._timed("sync"):
                 self.rollout.sync(self.train.full_parameters(), self.train.version)
         with self._timed("generate"):
-            return self.rollout.generate(batch, sampling)
+            out = self.rollout.generate(batch, sampling)
+        same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
+        out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
+        return out
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def log_probs(self, batch: DataProto, name: str, entropy: bool, sampling: Sampling | None) -> DataProto:
+    def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
         """Return the log-probs of the responses as column `name`, and `entropy` if asked.
 
-        They are rollout_log_probs where those were made by these weights, in exact arithmetic, from the plain
-        distribution; `sampling` is how (None: not known).
+        A batch that brings `rollout_log_probs` gets those back where every row's were made by these very weights, from
+        the same distribution and in the same arithmetic.
         """
         with self._timed("log_probs"):
-            if not entropy and sampling is not None and self._rollout_was_exact(batch, sampling):
+            if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
                 return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
             columns = self.train.log_probs(batch, entropy=entropy)
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
 
-    def _rollout_was_exact(self, batch: DataProto, sampling: Sampling) -> bool:
-        """Whether every rank may answer from the rollout; all ranks see the same config and version, so all agree."""
-        if self.rollout is None or not self.rollout.exact or not sampling.is_plain:
+    def _rollout_serves(self, batch: DataProto) -> bool:
+        if "rollout_log_probs" not in batch:
             return False
-        return self.rollout.version == self.train.version
+        made_now = batch.view("weights_version") == self.train.version
+        return bool((batch.view("exact_log_probs") & made_now).all())
 
     @register(Dispatch.ALL_TO_ALL)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlcore.config import Config
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.train.base import UpdateItem
 from rlcore.engine.train.microbatch import update_plan
@@ -17,7 +18,10 @@ from rlcore.errors import DataError
 from rlcore.ops import Loss
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.workers import WorkerGroup
+from rlcore.workers import ClassWithInitArgs, Executor, WorkerGroup
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
 
 
 @dataclass
@@ -38,7 +42,6 @@ class RoleHandle:
     def __init__(self, name: str, role: Role, group: WorkerGroup, config: Config, clock: StepClock) -> None:
         self.name, self.role, self.group = name, role, group
         self._config, self._clock = config, clock
-        self._sampled: Sampling | None = None
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """Return `prompts` with one sampled response a row.
@@ -55,7 +58,6 @@ class RoleHandle:
         if "sample_index" not in batch:
             batch["sample_index"] = _sample_index(batch.view("uid"))
         asked = batch.select(["prompts", "sample_index"], ["uid"], [])
-        self._sampled = sampling if sampling.purpose == "train" else self._sampled
         return batch.union(self.group.generate(asked, sampling))
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
@@ -83,11 +85,9 @@ class RoleHandle:
         same numbers. Both are at the rollout temperature.
         """
         columns = ["prompts", "responses"]
-        sampling = None
-        if name == "old_log_probs" and "rollout_log_probs" in batch:
-            columns.append("rollout_log_probs")
-            sampling = self._sampled
-        return self.group.log_probs(batch.select(columns, [], []), name, entropy, sampling)
+        if name == "old_log_probs" and "exact_log_probs" in batch:
+            columns += ["rollout_log_probs", "exact_log_probs", "weights_version"]
+        return self.group.log_probs(batch.select(columns, [], []), name, entropy)
 
     def update(
         self,
@@ -141,3 +141,27 @@ def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
         index.append(seen[value])
         seen[value] += 1
     return torch.tensor(index, dtype=torch.int64)
+
+
+def start_roles(
+    config: Config, executor: Executor, plugins: PluginManager, roles: Mapping[str, Role], clock: StepClock
+) -> dict[str, RoleHandle]:
+    """Start the workers of all roles, one process a rank for all of them, load their models, and return the handles."""
+    setups = {
+        name: RoleSetup(
+            role=role,
+            model=config.model,
+            engine=config.engine,
+            rollout=config.rollout,
+            create_train=plugins.train_engines()[config.engine.name].create,
+            create_rollout=plugins.rollout_engines()[config.rollout.name].create,
+            seed=config.trainer.seed,
+            total_steps=config.trainer.total_steps,
+        )
+        for name, role in roles.items()
+    }
+    classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
+    groups = executor.worker_group(executor.resource_pool(), classes, name="-".join(roles))
+    for group in groups.values():
+        group.start()
+    return {name: RoleHandle(name, roles[name], groups[name], config, clock) for name in roles}

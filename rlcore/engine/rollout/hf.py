@@ -84,6 +84,7 @@ class HFRollout(RolloutEngine):
                 "response_mask": ragged.with_values(torch.ones_like(ragged.values)),
                 "rollout_log_probs": ragged.with_values(log_probs),
                 "response_text": texts,
+                "response_length": ragged.lengths,
                 "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
                 "weights_version": torch.full((len(rows),), self.version, dtype=torch.int64),
             }

@@ -1,0 +1,87 @@
+"""Checkpoints: written aside, synced to disk, then renamed, so that a half-written one is never picked up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import CheckpointError
+
+_NAME = re.compile(r"step_(\d+)")
+_ASIDE = ".writing-"
+STATE = "trainer.json"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / STATE).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its folder's name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path} is not a checkpoint; those are called step_NUMBER")
+    return int(match.group(1))
+
+
+def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep: int) -> Path:
+    """Write checkpoint `step` into `folder` and return its path; keep the newest `keep` (0: all).
+
+    `write` puts its files into the folder that it gets and returns the trainer's state. Raises CheckpointError when the
+    disk refuses; the earlier checkpoints are then still there.
+    """
+    final = folder / f"step_{step:08d}"
+    aside = folder / (_ASIDE + final.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(_ASIDE + "*"):
+            shutil.rmtree(stale)
+        aside.mkdir()
+        state = write(aside)
+        (aside / STATE).write_text(json.dumps(state, indent=1))
+        _sync_tree(aside)
+        if final.exists():  # the same step written again, after an interruption
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        _sync(folder)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
+    if keep:
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    return final
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the trainer's state of a checkpoint. Raises CheckpointError when it cannot be read."""
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path / STATE} holds a {type(state).__name__}, not the state of a trainer")
+    return state
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
