@@ -49,8 +49,6 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         state = write(aside)
         (aside / STATE).write_text(json.dumps(state, indent=1))
         _sync_tree(aside)
-        if final.exists():  # the same step written again, after an interruption
-            shutil.rmtree(final)
         os.rename(aside, final)
         _sync(folder)
     except OSError as error:

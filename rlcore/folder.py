@@ -1,0 +1,115 @@
+"""The run folder: made new, resumed when unfinished and equal, refused otherwise; what is written into it and when."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rlcore.checkpoint import checkpoints
+from rlcore.config import Config, from_yaml, same_run, to_yaml
+from rlcore.config.installed import Installed
+from rlcore.errors import CheckpointError, ConfigError
+
+CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
+
+
+class RunFolder:
+    """An open run folder; `resume_from` is the checkpoint to go on from, or None for a run from its start."""
+
+    def __init__(self, path: Path, resume_from: Path | None, lock: IO[str]) -> None:
+        self.path, self.resume_from = path, resume_from
+        self._lock = lock
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json in one piece."""
+        aside = self.path / (SUMMARY + ".writing")
+        aside.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(aside, self.path / SUMMARY)
+
+    def close(self) -> None:
+        """Let go of the folder's lock."""
+        self._lock.close()
+
+
+def default_path(config: Config) -> Path:
+    """Return runs/ALGO-TIME, or the config's own `run.dir`."""
+    if config.run.dir is not None:
+        return Path(config.run.dir).expanduser()
+    return Path("runs") / f"{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
+    """Make the folder and write config.yaml and versions.json, or get ready to resume what is there.
+
+    Raises ConfigError for a folder that cannot be made or written, that another process is using, that holds a finished
+    run or something else than a run, or whose config differs (naming the keys).
+    """
+    existing = path / CONFIG
+    try:
+        if path.is_dir() and any(path.iterdir()) and not existing.exists():
+            raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        if existing.exists():
+            _check_resumable(path, config, plugins)
+        else:
+            (path / VERSIONS).write_text(json.dumps(versions(), indent=2) + "\n")
+            existing.write_text(to_yaml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {path} cannot be written: {error.strerror or error}; free space or rights, or set run.dir"
+        ) from error
+    found = checkpoints(path / "checkpoints")
+    return RunFolder(path, found[-1] if found else None, lock)
+
+
+def _lock(path: Path) -> IO[str]:
+    lock = open(path / ".lock", "w")  # noqa: SIM115 (held as long as the run lasts)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"run.dir={path} is in use by another rlcore process; wait for it or take another folder") from None
+    return lock
+
+
+def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
+    summary = path / SUMMARY
+    if summary.exists():
+        try:
+            status = json.loads(summary.read_text()).get("status")
+        except ValueError as error:
+            raise CheckpointError(f"{summary} is not valid JSON: {error}") from error
+        if status == "finished":
+            raise ConfigError(f"run.dir={path} holds a finished run; give another folder, or remove that one")
+    saved = from_yaml((path / CONFIG).read_text(encoding="utf-8"), plugins)
+    if differing := same_run(saved, config):
+        raise ConfigError(
+            f"run.dir={path} holds an unfinished run with another config; differing: {', '.join(differing[:10])}. "
+            f"Resume it with its own values (rlcore train --config {path / CONFIG} run.dir={path}), or give another folder"
+        )
+
+
+def versions() -> dict[str, Any]:
+    """Return what the run was made with: Python, the platform, and the distributions that matter."""
+    names = ("rlcore", "torch", "transformers", "ray", "tensordict", "safetensors", "numpy", "hydra-core", "wandb", "vllm")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {"python": sys.version.split()[0], "platform": platform.platform(), "argv": sys.argv, **found}

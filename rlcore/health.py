@@ -1,0 +1,71 @@
+"""A step's metrics, from what the algorithm returned and from the batches that it had scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlcore.errors import DataError
+from rlcore.ops import group_index
+from rlcore.protocol import DataProto
+
+
+def step_metrics(
+    returned: Mapping[str, Any], logged: Mapping[str, float], scored: list[DataProto], pass_score: float
+) -> dict[str, float]:
+    """Return the step's metrics, and under `tokens` the number of prompt and response tokens that were sampled.
+
+    Over all samples that were scored in the step: reward/mean, /std, /errors, /accuracy, response/mean_length, and the
+    health of the step: health/equal_groups (share of prompts whose samples all got the same reward, which teach a
+    group-relative method nothing), health/effective_tokens (response tokens of the other prompts) and health/truncated
+    (share of responses that were cut off). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the
+    algorithm returned something else than numbers by name.
+    """
+    metrics = {**_numbers(returned), **logged}
+    for name in ("loss/kl", "loss/kl_old"):
+        if name in metrics:
+            metrics["kl/mean"] = metrics[name]
+            break
+    metrics["tokens"] = 0.0
+    if not scored:
+        return metrics
+    scores = torch.cat([batch["scores"] for batch in scored]).double()
+    errors = torch.cat([batch["reward_error"] for batch in scored])
+    lengths = torch.cat([batch["response_length"] for batch in scored])
+    finished = torch.cat([batch["finished"] for batch in scored])
+    prompt_tokens = sum(int(batch["prompt_length"].sum()) for batch in scored)
+    uid = [u for batch in scored for u in batch["uid"]]
+    group = group_index(uid)
+    groups = int(group.max()) + 1
+    highest = torch.full((groups,), -math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amax")
+    lowest = torch.full((groups,), math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amin")
+    equal = highest == lowest
+    metrics.update(
+        {
+            "reward/mean": float(scores.mean()),
+            "reward/std": float(scores.std(correction=0)),
+            "reward/accuracy": float((scores >= pass_score).double().mean()),
+            "reward/errors": float(errors.sum()),
+            "response/mean_length": float(lengths.double().mean()),
+            "health/equal_groups": float(equal.double().mean()),
+            "health/effective_tokens": float(lengths[~equal[group]].sum()),
+            "health/truncated": 1.0 - float(finished.double().mean()),
+            "tokens": float(prompt_tokens + int(lengths.sum())),
+        }
+    )
+    for name in scored[0].keys():  # noqa: SIM118 (a batch is not a dict)
+        if name.startswith("score/") and all(name in batch for batch in scored):
+            metrics[f"reward/{name.removeprefix('score/')}"] = float(torch.cat([b[name] for b in scored]).double().mean())
+    return metrics
+
+
+def _numbers(returned: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(returned, Mapping):
+        raise DataError(f"the algorithm's step returned {type(returned).__name__}; it must return metrics by name")
+    for name, value in returned.items():
+        if not isinstance(value, (int, float)):
+            raise DataError(f"the algorithm's step returned {name}={value!r}; a metric is a number")
+    return {name: float(value) for name, value in returned.items()}
