@@ -1,12 +1,12 @@
 """The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by sandbox.py.
 
-It reads frames from standard input (8 bytes of length, then a pickle that the parent made) and writes one frame for each
-to what was standard output (length, then JSON):
+It reads frames from standard input (8 bytes of length, then a pickle that the parent made) and writes one frame for
+each to what was standard output (length, then JSON):
 
     ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
     ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
 
-A reply may instead be {"error": ..., "traceback": ...}, with {"spent": true} where the process should not be used again.
+A reply may instead be {"error": ..., "traceback": ...}, and out of memory it is the last: the process then ends.
 JSON, since the parent must not unpickle what a process that ran model output wrote. Nothing here imports torch.
 """
 
@@ -48,8 +48,11 @@ def main() -> None:
     _die_with(parent=int(sys.argv[1]))
     _limit_memory(int(sys.argv[2]))
     functions: list[_Function] = []
-    while (request := _read(requests)) is not None:
+    while True:
         try:
+            request = _read(requests)
+            if request is None:
+                return
             kind, *arguments = pickle.loads(request)
             reply: dict[str, Any] = {}
             if kind == "load":
@@ -61,6 +64,8 @@ def main() -> None:
         body = json.dumps(reply).encode()
         replies.write(LENGTH.pack(len(body)) + body)
         replies.flush()
+        if reply.get("spent"):
+            return
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -73,7 +78,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, so that a hanging function cannot outlive a killed run."""
+    """Have the kernel kill this process when its parent dies, so that a hanging function outlives no killed run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
@@ -113,7 +118,7 @@ def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
 def _values(
     function: _Function, prompts: list[str], responses: list[str], answers: list[Any], columns: dict[str, list[Any]]
 ) -> list[float]:
-    """Call the function (once with lists when it is batched, else with the one row) and return its numbers as floats."""
+    """Call the function (with lists when it is batched, else with the one row) and return its numbers as floats."""
     wanted = {
         name: values
         for name, values in columns.items()

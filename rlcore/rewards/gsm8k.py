@@ -3,8 +3,8 @@
 Two forms. `gsm8k` is strict: the response must state its result as the data set does, `#### 42`; it teaches the format
 along with the sum. `gsm8k_flexible` takes the last number that the response holds, whatever stands around it.
 
-Numbers are compared by value: `1,234` is 1234 and `5.00` is 5. A currency sign before and a percent sign behind a number
-are units, not part of it: `$18` is 18 and `20%` is 20.
+Numbers are compared by value: `1,234` is 1234 and `5.00` is 5. A currency sign before and a percent sign behind a
+number are units, not part of it: `$18` is 18 and `20%` is 20.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MARKED_NUMBER = re.compile(rf"####\s*{_NUMBER}(?![0-9]|[.,][0-9])")
 def gsm8k(prompt: str, response: str, answer: Any) -> float:
     """Return 1.0 when the number behind the response's last `####` equals the answer, else 0.0.
 
-    `answer` is a number or its text, or the data set's whole reference solution, which ends in `#### NUMBER`; ValueError
-    when it holds no number.
+    `answer` is a number or its text, or the data set's whole reference solution, which ends in `#### NUMBER`.
+    ValueError when it holds no number.
     """
     return float(_last(_MARKED_NUMBER, response) == _reference(answer))
 
@@ -46,10 +46,9 @@ def _reference(answer: Any) -> Decimal:
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
     """Return the value of the last match of `pattern` in `text`, or None without one."""
-    last = None
-    for last in pattern.finditer(text):
-        pass
-    if last is None:
+    matches = list(pattern.finditer(text))
+    if not matches:
         return None
+    last = matches[-1]
     value = Decimal(last["digits"].replace(",", ""))
     return -value if last["sign"] or last["inner_sign"] else value

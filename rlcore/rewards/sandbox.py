@@ -37,8 +37,8 @@ class RewardFailure(Exception):
 class RewardProcess:
     """One child process that has the functions loaded; it starts when needed and again after it had to be killed.
 
-    The child has its own session (Ctrl-C does not reach it, and it is killed with all that it started) and dies with its
-    parent. What reward code prints goes to this process's standard error. Not for use by two threads at a time.
+    The child has its own session (Ctrl-C does not reach it, and it is killed with all that it started) and dies with
+    its parent. What reward code prints goes to this process's standard error. Not for use by two threads at a time.
     """
 
     def __init__(self, functions: Sequence[WeightedReward], memory_mb: int) -> None:
@@ -115,13 +115,14 @@ class RewardProcess:
         body = pickle.dumps(request, protocol=5)
         pipe = _Pipe(self._process, time.monotonic() + timeout)
         try:
-            pipe.send(_LENGTH.pack(len(body)) + body)
+            with contextlib.suppress(BrokenPipeError):  # the reply may still say why
+                pipe.send(_LENGTH.pack(len(body)) + body)
             (length,) = _LENGTH.unpack(pipe.receive(_LENGTH.size))
             reply = json.loads(pipe.receive(length)) if length <= _MOST_REPLY else None
         except TimeoutError:
             self.close()
             raise RewardFailure(f"gave no answer within {timeout:g} s") from None
-        except (EOFError, BrokenPipeError):
+        except EOFError:
             raise RewardFailure(self._how_it_ended()) from None
         except ValueError:  # not JSON
             reply = None
