@@ -43,14 +43,12 @@ def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, 
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    if base is not None and any(override.startswith("algo=") for override in overrides):
-        raise ConfigError("the algorithm of a saved config cannot be changed; leave out algo=NAME or --config")
+    name = "config" if base is None else "saved"
     with hydra_nodes(_nodes(plugins, base)) as hydra:
-        prepared = [_prepare(override, hydra) for override in overrides]
         try:
             composed = hydra.compose_config(
-                config_name="config" if base is None else "saved",
-                overrides=prepared,
+                config_name=name,
+                overrides=_prepare(overrides, hydra, name),
                 run_mode=RunMode.RUN,
                 with_log_configuration=False,
             )
@@ -59,6 +57,10 @@ def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, 
             values: Any = OmegaConf.to_container(composed, resolve=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"the config cannot be composed: {error}") from error
+    if base is not None and base.get("algorithm", values["algorithm"]) != values["algorithm"]:
+        raise ConfigError(
+            f"the saved config is one of algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
+        )
     return _build(values, plugins)
 
 
@@ -135,35 +137,35 @@ def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str
     nodes |= {("engine", name): {"name": name} for name in plugins.train_engines()}
     nodes |= {("tracker", name): {"use": [name]} for name in plugins.trackers()}
     if base is not None:
-        choices = [{group: None} for group in SECTIONS]
-        nodes[None, "saved"] = {"defaults": ["schema", "_self_", *choices, {"experiment": None}], **_escape(base)}
+        choices = [{group: None} for group in GROUPS]
+        nodes[None, "saved"] = {"defaults": ["schema", "_self_", *choices], **_escape(base)}
     return nodes
 
 
-def _prepare(override: str, hydra: Hydra) -> str:
-    """Check an override's form and group option, and let a value override pass whatever its key."""
+def _prepare(overrides: Sequence[str], hydra: Hydra, config_name: str) -> list[str]:
+    """Check each override's form and group option, and let a value override pass whatever its key."""
     from hydra.core.object_type import ObjectType
 
-    parsed = parse(override)
-    key = parsed.key_or_group
-    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return override
-    if key == "algorithm":
-        raise ConfigError(f"{override!r}: choose the algorithm with algo=NAME")
-    if parsed.is_sweep_override():
-        raise ConfigError(
-            f"{override!r} gives several values: add --multirun to sweep over them, write {key}=[a,b] for a list, or "
-            f"quote text that holds a comma: '{key}=\"a,b\"'"
-        )
-    options = hydra.config_loader.get_group_options(key, ObjectType.CONFIG)
-    if key in GROUPS or options:
-        choice = parsed.value()
-        if isinstance(choice, dict) or parsed.is_delete() or choice is None:
-            return override
-        if str(choice) not in options:
-            raise ConfigError(_unknown_option(key, str(choice), options))
-        return override
-    return override if parsed.is_add() or parsed.is_delete() or parsed.is_force_add() else f"++{override}"
+    prepared = []
+    search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    for override in overrides:
+        parsed = parse(override)
+        key = parsed.key_or_group
+        is_group = key in GROUPS or "/" in key
+        if parsed.is_sweep_override():
+            raise ConfigError(
+                f"{override!r} gives several values: add --multirun to sweep over them, write {key}=[a,b] for a list, "
+                f"or quote text that holds a comma: '{key}=\"a,b\"'"
+            )
+        if key == "algorithm":
+            raise ConfigError(f"{override!r}: choose the algorithm with algo=NAME")
+        if is_group and isinstance(parsed.value(), str) and not key.startswith("hydra/"):
+            options = hydra.config_loader.get_group_options(key, ObjectType.CONFIG, config_name, search_path)
+            if parsed.value() not in options:
+                raise ConfigError(_unknown_option(key, parsed.value(), options))
+        as_given = is_group or override.startswith(("hydra.", "+", "~"))
+        prepared.append(override if as_given else f"++{override}")
+    return prepared
 
 
 def _build(values: dict[str, Any], plugins: Installed) -> Config:
@@ -179,7 +181,7 @@ def _build(values: dict[str, Any], plugins: Installed) -> Config:
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:
     remedies = {
         "algo": ". Install its plugin, or give its file with -p FILE.py",
-        "data": ". Your own file: data=NAME data.path=FILE, see docs/configuration.md",
+        "data": ". Your own file: data=file data.path=FILE",
     }
     listed = ", ".join(options) or "none"
     return f"{group}={choice} is unknown.{did_you_mean(choice, options)} Available: {listed}{remedies.get(group, '')}"

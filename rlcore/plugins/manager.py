@@ -125,7 +125,8 @@ class PluginManager:
         if name not in found:
             raise PluginError(
                 f"algorithm {name!r} is not installed.{did_you_mean(name, found)} "
-                f"Installed: {', '.join(found) or 'none'}. Install its distribution (rlcore-plugin-...) or give its file with -p FILE.py"
+                f"Installed: {', '.join(found) or 'none'}. "
+                "Install its distribution (rlcore-plugin-...) or give its file with -p FILE.py"
             )
         return found[name]
 

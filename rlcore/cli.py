@@ -1,0 +1,313 @@
+"""`rlcore COMMAND ...`: the one reader of argv.
+
+Heavy imports stand in the command that needs them: `rlcore --help` imports no plugin, no hydra and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
+
+if TYPE_CHECKING:
+    from rlcore.config import Config
+    from rlcore.plugins import PluginManager
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    0: done. 2: the command line, the config or a plugin is wrong. 1: another error that rlcore names. 130: interrupted.
+    Errors that rlcore does not name pass through with their traceback.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except RLCoreError as error:
+        print(f"rlcore: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, PluginError)) else 1
+    except KeyboardInterrupt:
+        print("rlcore: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    if any(argument in ("-sc", "--shell-completion", "--shell_completion") for argument in argv):
+        return _complete(argv)
+    end = 0
+    while end < len(argv) and argv[end].startswith("-"):
+        end += 2 if argv[end] in ("-p", "--plugin") else 1
+    parser = argparse.ArgumentParser(prog="rlcore", add_help=False, allow_abbrev=False)
+    _add_plugin_options(parser)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    options = parser.parse_args(argv[:end])
+    command, *rest = argv[end:] or [""]
+    if options.version:
+        from importlib.metadata import version
+
+        print(f"rlcore {version('rlcore')}")
+        return 0
+    if options.help or command in ("", "help"):
+        print(_help())
+        return 0 if options.help or command else 2
+    if command in _COMMANDS:
+        return _COMMANDS[command][1](argv[:end] + rest)
+    return _plugin_command(command, rest, options)
+
+
+def _plugin_command(name: str, argv: list[str], options: argparse.Namespace) -> int:
+    commands = _load(options).commands()
+    if name not in commands:
+        names = [*_COMMANDS, *commands]
+        raise ConfigError(f"{name!r} is no command.{did_you_mean(name, names)} Commands: {', '.join(names)}")
+    return commands[name].main(argv)
+
+
+def _train(argv: list[str]) -> int:
+    parser = _config_parser("train")
+    parser.add_argument("--cfg", choices=["job"], help="print the composed config and leave")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run each combination of the given values")
+    options = parser.parse_intermixed_args(argv)
+    if options.help:
+        return _show_keys("train", parser, options)
+    plugins = _load(options)
+    if options.multirun:
+        if options.cfg:
+            raise ConfigError("--cfg and --multirun exclude each other; leave one out")
+        return _multirun(options, plugins)
+    config = _compose(options, options.overrides, plugins)
+    if options.cfg:
+        return _print_config(config)
+    _train_one(config, plugins)
+    return 0
+
+
+def _train_one(config: Config, plugins: PluginManager) -> None:
+    from rlcore.config import check
+
+    check(config, plugins)
+    from rlcore.trainer import train
+
+    train(config, plugins)
+
+
+def _multirun(options: argparse.Namespace, plugins: PluginManager) -> int:
+    """Compose and check all jobs of a sweep, then run them in turn, each in its own run folder."""
+    from rlcore.config import check
+    from rlcore.config.compose import sweep
+
+    stem = time.strftime("multirun/%Y-%m-%d_%H-%M-%S")
+    jobs = sweep(options.overrides)
+    configs = []
+    for number, job in enumerate(jobs):
+        config = _compose(options, job, plugins)
+        run = dataclasses.replace(config.run, dir=f"{config.run.dir or stem}/{number}")
+        configs.append(dataclasses.replace(config, run=run))
+        check(configs[-1], plugins)
+    for number, (job, config) in enumerate(zip(jobs, configs, strict=True)):
+        print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
+        _train_one(config, plugins)
+    return 0
+
+
+def _eval(argv: list[str]) -> int:
+    parser = _config_parser("eval")
+    options = parser.parse_intermixed_args(argv)
+    if options.help:
+        return _show_keys("eval RUN_OR_MODEL", parser, options)
+    if not options.overrides or "=" in options.overrides[0]:
+        raise ConfigError("say what to evaluate first: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
+    target, overrides = options.overrides[0], options.overrides[1:]
+    plugins = _load(options)
+    base = _eval_base(target)
+    if options.config:
+        from rlcore.config.files import read_values
+
+        base = {**read_values(Path(options.config)), **base}
+    config = _compose(options, overrides, plugins, base=base)
+    from rlcore.config import check
+
+    check(config, plugins, training=False)
+    from rlcore.evaluate import evaluate
+
+    evaluate(Path(target), config, plugins)
+    return 0
+
+
+def _eval_base(target: str) -> dict[str, Any]:
+    """Return the saved config of a run folder, or for a model folder a config with that model."""
+    from rlcore.config.files import read_values
+
+    folder = Path(target)
+    if (folder / "config.yaml").is_file():
+        return read_values(folder / "config.yaml")
+    if (folder / "config.json").is_file() or target == "tiny":
+        return {"model": {"path": target}}
+    state = "holds neither" if folder.is_dir() else "does not exist; a folder to evaluate holds"
+    raise ConfigError(f"{target!r} {state} config.yaml (a run) or config.json (a Hugging Face model)")
+
+
+def _plugins(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rlcore plugins", allow_abbrev=False, description=_COMMANDS["plugins"][0])
+    _add_plugin_options(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    options = parser.parse_args(argv)
+    rows = [dataclasses.asdict(info) for info in _load(options).list()]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        origin = f"{row['distribution']} {row['version']}" if row["distribution"] else f"local, sha256 {row['sha256']}"
+        print(f"{row['name']}  [{row['kind']}, {row['state']}]  {origin}")
+        print(f"    file   {row['file'] or 'not loaded'}\n    hooks  {', '.join(row['hooks']) or 'none'}")
+    return 0
+
+
+def _config(argv: list[str]) -> int:
+    parser = _config_parser("config")
+    parser.add_argument("--keys", action="store_true", help="show all keys with type, default and meaning")
+    options = parser.parse_intermixed_args(argv)
+    if options.help or options.keys:
+        return _show_keys("config", parser, options)
+    plugins = _load(options)
+    config = _compose(options, options.overrides, plugins)
+    from rlcore.config import check
+
+    check(config, plugins)
+    return _print_config(config)
+
+
+def _print_config(config: Config) -> int:
+    from rlcore.config import to_yaml
+
+    print(to_yaml(config), end="")
+    return 0
+
+
+def _compose(
+    options: argparse.Namespace, overrides: list[str], plugins: PluginManager, base: dict[str, Any] | None = None
+) -> Config:
+    from rlcore.config import compose
+    from rlcore.config.files import read_values
+
+    if base is None and options.config:
+        base = read_values(Path(options.config))
+    if options.config_dir:
+        folder = Path(options.config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {options.config_dir} is not a folder")
+        overrides = [*overrides, f"hydra.searchpath=['file://{folder}']"]
+    return compose(overrides, plugins, base=base)
+
+
+def _load(options: argparse.Namespace) -> PluginManager:
+    from rlcore.plugins import PluginManager
+
+    return PluginManager.load(options.plugin, trace=options.trace_hooks)
+
+
+def _add_plugin_options(parser: argparse.ArgumentParser) -> None:
+    what = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
+    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=what)
+    parser.add_argument("--trace-hooks", action="store_true", help="print each hook call and its time to stderr")
+
+
+def _config_parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"rlcore {command}", add_help=False, allow_abbrev=False)
+    _add_plugin_options(parser)
+    parser.add_argument("-h", "--help", action="store_true", help="show this, and with algo=NAME the algorithm's keys")
+    parser.add_argument("--config", metavar="FILE", help="start from a saved config, as RUN/config.yaml")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of your own")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="GROUP=OPTION or GROUP.KEY=VALUE")
+    return parser
+
+
+def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Show options, groups and keys; a chosen algorithm's plugin is loaded, otherwise no plugin is imported."""
+    from rlcore.config.compose import SECTIONS
+    from rlcore.config.reference import text
+
+    name = next((word.removeprefix("algo=") for word in options.overrides if word.startswith("algo=")), None)
+    sections: dict[str, type] = {}
+    if name is not None:
+        sections["algo"] = _load(options).algorithm(name).algorithm.Config
+    print(f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n")
+    print(parser.format_help().partition("\n\n")[2])
+    print(f"{_groups()}\n")
+    if name is None:
+        print(f"algo: the algorithm's own keys, shown by rlcore {usage} algo=NAME --help")
+    print(text({**sections, **SECTIONS}))
+    return 0
+
+
+def _help() -> str:
+    from rlcore.plugins import installed
+
+    names = [entry.name for entry in installed()]
+    commands = {name: summary for name, (summary, _) in _COMMANDS.items()}
+    for entry in installed():
+        if entry.name.startswith("command."):
+            commands[entry.name.removeprefix("command.")] = f"from {entry.dist.name if entry.dist else entry.module}"
+    lines = [
+        "usage: rlcore COMMAND [OPTION ...] [OVERRIDE ...]",
+        "",
+        *(f"  {name:<10} {summary}" for name, summary in commands.items()),
+        "",
+        f"algorithms: {', '.join(name for name in names if '.' not in name) or 'none installed'}",
+        "",
+        _groups(),
+        "",
+        "rlcore train algo=grpo --help     options, and all keys with the algorithm's",
+        "rlcore train experiment=quickstart",
+        'rlcore -sc install=bash           shell completion (also zsh, fish): eval "$(rlcore -sc install=bash)"',
+    ]
+    return "\n".join(lines)
+
+
+def _groups() -> str:
+    from rlcore.config.reference import group_options
+
+    lines = [f"  {group:<10} {', '.join(options)}" for group, options in group_options().items()]
+    return "\n".join(["groups (GROUP=OPTION; an installed plugin's name is an option too):", *lines])
+
+
+def _complete(argv: list[str]) -> int:
+    """Hand shell completion to hydra, with the installed algorithms' names from metadata; no plugin is imported."""
+    from rlcore.config.compose import hydra_nodes, schema_nodes
+    from rlcore.plugins import installed
+
+    arguments = [argument for argument in argv if "=" in argument]
+    if any(argument.startswith("query=") for argument in arguments):
+        line = os.environ.get("COMP_LINE", "")
+        words = line.split()
+        if len(words) < 2 or (len(words) == 2 and not line[-1].isspace()):
+            prefix = words[1] if len(words) == 2 else ""
+            print(" ".join(name for name in _COMMANDS if name.startswith(prefix)))
+            return 0
+        # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
+        skipped = 3 if words[1] == "eval" else 2
+        os.environ["COMP_LINE"] = " ".join([words[0], *words[skipped:]]) + (" " if line[-1].isspace() else "")
+    algorithms = {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
+    with hydra_nodes({**schema_nodes(), **algorithms}) as hydra:
+        hydra.shell_completion(config_name="config", overrides=arguments)
+    return 0
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "train": ("train a model: rlcore train algo=NAME [OVERRIDE ...]", _train),
+    "eval": ("measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]", _eval),
+    "plugins": ("list the installed plugins: where they come from, and their hooks", _plugins),
+    "config": ("compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]", _config),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

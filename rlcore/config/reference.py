@@ -1,0 +1,112 @@
+"""All config keys with type, default and meaning, as text for `--help` and as docs/configuration.md.
+
+`python -m rlcore.config.reference` prints the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, get_type_hints
+
+from rlcore.config.build import REQUIRED, defaults, type_name
+from rlcore.config.compose import GROUPS, SECTIONS
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Made by `python -m rlcore.config.reference`. Edit rlcore/config/ instead. -->
+
+A run's config is composed from the defaults below, the chosen options of the groups, and the overrides of the command
+line, in this order. `rlcore config algo=NAME ...` composes and checks a config and prints it.
+
+- `GROUP=OPTION` chooses an option of a group: `data=gsm8k`. Besides those listed below, each installed algorithm is an
+  option of `algo`, and each installed data set, reward, rollout engine, train engine and tracker one of its group.
+- `GROUP.KEY=VALUE` sets one value: `trainer.total_steps=10`, `rollout.stop=["\\n"]`, `data.path=null`. A text with a comma,
+  a brace or a leading digit is quoted twice: `'data.system_prompt="Hello, you"'`.
+- `experiment=NAME` takes a whole experiment. Your own go into a folder `DIR/experiment/NAME.yaml` that
+  `--config-dir DIR` makes known; its other groups work in the same way.
+- `--multirun` runs one job for each combination of values: `engine.lr=1e-6,1e-5`. Job i has the run folder
+  `run.dir/i`, or `multirun/TIME/i`.
+- `--config RUN/config.yaml` repeats a run: it starts from the saved values, in a new run folder, and overrides may follow.
+
+The algorithm's own keys stand under `algo`; `rlcore train algo=NAME --help` shows them.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One config key: its dotted name, its type and default in words, and its description with its bounds."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+def keys(section: str, cls: type) -> Iterator[Key]:
+    """Give the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
+    hints, values = get_type_hints(cls), defaults(cls)
+    for field in dataclasses.fields(cls):
+        bounds = [
+            f"{sign} {field.metadata[end]:g}" for end, sign in _BOUNDS.items() if field.metadata.get(end) is not None
+        ]
+        doc = field.metadata.get("doc", "")
+        yield Key(
+            name=f"{section}.{field.name}",
+            type=type_name(hints[field.name]),
+            default="required" if values[field.name] == REQUIRED else json.dumps(values[field.name]),
+            doc=f"{doc} ({', '.join(bounds)})" if bounds else doc,
+        )
+
+
+_BOUNDS = {"min": ">=", "max": "<="}
+
+
+def group_options() -> dict[str, list[str]]:
+    """Return the options that configs/ holds as YAML, by group; a group without any is left out."""
+    found = {}
+    for group in GROUPS:
+        folder = files("rlcore.configs").joinpath(group)
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        if options := sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")):
+            found[group] = options
+    return found
+
+
+def text(sections: dict[str, type[Any]]) -> str:
+    """Return the keys of the sections as aligned lines for a terminal."""
+    lines = []
+    for section, cls in sections.items():
+        lines.append(f"{section}:" if dataclasses.fields(cls) else f"{section}: no keys")
+        for key in keys(section, cls):
+            lines.append(f"  {key.name} = {key.default}  [{key.type}]")
+            if key.doc:
+                lines.append(f"      {key.doc}")
+    return "\n".join(lines)
+
+
+def markdown() -> str:
+    """Return the page docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    options = group_options()
+    for section, cls in SECTIONS.items():
+        parts.append(f"## {section}\n\n{cls.__doc__}\n")
+        if section in options:
+            parts.append(f"Options: {', '.join(f'`{section}={name}`' for name in options[section])}\n")
+        parts.append("| key | type | default | meaning |\n|---|---|---|---|")
+        parts += [f"| `{k.name}` | {_cell(k.type)} | `{k.default}` | {_cell(k.doc)} |" for k in keys(section, cls)]
+        parts.append("")
+    experiments = ", ".join(f"`experiment={name}`" for name in options["experiment"])
+    return "\n".join([*parts, f"## experiment\n\nOptions: {experiments}\n"])
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
