@@ -1,0 +1,46 @@
+"""Worker groups: many worker processes driven by one controller, on Ray or in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlcore.workers.dispatch import Dispatch, Execute, Mesh
+from rlcore.workers.executor import Executor, make_executor
+from rlcore.workers.group import Future, WorkerGroup
+from rlcore.workers.pool import (
+    ClassWithInitArgs,
+    RayClassWithInitArgs,
+    ResourcePool,
+    create_colocated_worker_cls,
+)
+from rlcore.workers.worker import Worker, WorkerContext, register
+
+if TYPE_CHECKING:
+    from rlcore.workers.ray_group import RayResourcePool, RayWorkerGroup
+
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "Executor",
+    "Future",
+    "Mesh",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePool",
+    "Worker",
+    "WorkerContext",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "make_executor",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RayResourcePool", "RayWorkerGroup"):  # the two that need ray, which may not be installed
+        from rlcore.workers import ray_group
+
+        return getattr(ray_group, name)
+    raise AttributeError(f"module 'rlcore.workers' has no attribute {name!r}")

@@ -1,0 +1,79 @@
+"""Executors: where worker processes run. Ray, or everything in this process, behind one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Self, overload
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.workers.group import WorkerGroup
+from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
+
+
+class Executor(ABC):
+    """Starts worker processes in pools and gives out the groups that call them. A context manager: start, shutdown."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Get ready to start workers. Raises WorkerError when the cluster cannot be reached or started in time."""
+
+    @abstractmethod
+    def resource_pool(
+        self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
+    ) -> ResourcePool:
+        """Return places for `workers` processes; what is None comes from the cluster's config."""
+
+    @overload
+    def worker_group(self, pool: ResourcePool, classes: ClassWithInitArgs, name: str = "worker") -> WorkerGroup: ...
+
+    @overload
+    def worker_group(
+        self, pool: ResourcePool, classes: Mapping[str, ClassWithInitArgs], name: str = "worker"
+    ) -> dict[str, WorkerGroup]: ...
+
+    @abstractmethod
+    def worker_group(
+        self, pool: ResourcePool, classes: ClassWithInitArgs | Mapping[str, ClassWithInitArgs], name: str = "worker"
+    ) -> WorkerGroup | dict[str, WorkerGroup]:
+        """Start one process for each place of the pool and return the group, or a group for each of several roles.
+
+        Several roles share the processes. `name` names processes and logs; with one class it is the role, too.
+        Raises WorkerError when a process does not start in time or a worker's `__init__` fails.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all workers and give back what `start` took. Does nothing the second time."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def make_executor(
+    cluster: ClusterConfig,
+    *,
+    log_dir: Path | None = None,
+    by_value_modules: Sequence[ModuleType] = (),
+    distributions: Mapping[str, str] | None = None,
+) -> Executor:
+    """Return the executor that `cluster.executor` names, not started yet.
+
+    Each worker process writes to `log_dir`/NAME-RANK.log. What comes from `by_value_modules` is sent by value, for
+    files that workers cannot import. Every worker checks that it has the `distributions` (version by name).
+    """
+    if cluster.executor == "in_process":
+        from rlcore.workers.in_process import InProcessExecutor
+
+        return InProcessExecutor(cluster)
+    from rlcore.workers.ray_executor import RayExecutor
+
+    return RayExecutor(cluster, log_dir=log_dir, by_value_modules=by_value_modules, distributions=distributions or {})

@@ -1,0 +1,165 @@
+"""The controller's side: a WorkerGroup calls a registered method on all its workers; a Future is a call under way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlcore.errors import did_you_mean
+from rlcore.protocol import DataProto
+from rlcore.workers.dispatch import Call, Execute, Mesh, calls_of
+from rlcore.workers.worker import Registration, Worker, registered_methods, registration_of
+
+
+class Pending(ABC):
+    """One method call under way on some ranks."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+
+    @abstractmethod
+    def wait(self) -> list[Any]:
+        """Return every rank's result (None for one that was not called), or raise the first failure of any rank."""
+
+
+class Processes(ABC):
+    """What an executor started for a pool: one process a rank, with one worker for each role in it."""
+
+    world_size: int
+
+    @abstractmethod
+    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> Pending:
+        """Call `method` of a role's worker on every rank whose entry in `calls` is not None, after all earlier calls.
+
+        Raises WorkerError at once when one of the processes is known to have died.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the processes. Does nothing the second time."""
+
+
+class Future:
+    """The result of a non-blocking call."""
+
+    def __init__(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> None:
+        self._pending = pending
+        self._collect = collect
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.was_read = False
+
+    def done(self) -> bool:
+        """Whether `get` would return or raise at once."""
+        return self.was_read or self._pending.done()
+
+    def get(self) -> Any:
+        """Wait and return the collected result, or raise the first error of a worker; the same at every call."""
+        if not self.was_read:
+            try:
+                self._result = self._collect(self._pending.wait())
+            except Exception as error:
+                self._error = error
+            self.was_read = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._result
+
+
+class WorkerGroup:
+    """The workers of one role, called as one: `group.method(...)` for every registered method of their class.
+
+    Calls run on each worker in the order in which they were made. Deferred arguments are read before they are sent.
+    """
+
+    def __init__(self, processes: Processes, role: str, worker_cls: type[Worker]) -> None:
+        self.role = role
+        self._processes = processes
+        self._worker_cls = worker_cls
+        self._mesh: Mesh | None = None
+        self._outstanding: list[Future] = []
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._processes.world_size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Each rank's place, as the workers declared it with `set_mesh`; asked for once, at the first use."""
+        if self._mesh is None:
+            calls: list[Call | None] = [((), {})] * self.world_size
+            self._mesh = Mesh(tuple(self._processes.submit(self.role, "_read_mesh", calls).wait()))
+        return self._mesh
+
+    def drain(self) -> None:
+        """Wait for all calls that nobody has read yet, and raise the first error among them."""
+        outstanding, self._outstanding = self._outstanding, []
+        errors = [error for future in outstanding if (error := _error_of(future)) is not None]
+        if errors:
+            raise errors[0]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        registration = None if name.startswith("_") else registration_of(self._worker_cls, name)
+        if registration is None:
+            raise AttributeError(_no_such_method(self._worker_cls, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, registration, args, kwargs)
+
+        call.__name__ = name
+        call.__doc__ = getattr(self._worker_cls, name).__doc__
+        return call
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *registered_methods(self._worker_cls)]
+
+    def _call(self, name: str, registration: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        mode = registration.mode
+        here = [resolve(value) for value in args]
+        calls: list[Call | None] = [*calls_of(mode, self, here, {key: resolve(value) for key, value in kwargs.items()})]
+        rank_zero = registration.execute is Execute.RANK_ZERO
+        if rank_zero or mode.only_rank_zero:
+            calls[1:] = [None] * (self.world_size - 1)
+        pending = self._processes.submit(self.role, name, calls)
+        collect = (lambda outputs: outputs[0]) if rank_zero else (lambda outputs: mode.collect(self, outputs))
+        future = Future(pending, collect)
+        if registration.blocking:
+            return future.get()
+        self._outstanding = [earlier for earlier in self._outstanding if not earlier.was_read] + [future]
+        return DataProto.deferred(future.get) if mode.joins_rows and not rank_zero else future
+
+
+def resolve(value: Any) -> Any:
+    """Return an argument with every Future in it, also inside lists, tuples and dicts, replaced by its result.
+
+    A deferred DataProto is read here, so that the error of the call that makes it surfaces at the controller.
+    """
+    if isinstance(value, Future):
+        return value.get()
+    if isinstance(value, DataProto):
+        if not value.is_ready:
+            value.materialize()
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(resolve(item) for item in value)
+    if type(value) is dict:
+        return {key: resolve(item) for key, item in value.items()}
+    return value
+
+
+def _error_of(future: Future) -> Exception | None:
+    try:
+        future.get()
+    except Exception as error:
+        return error
+    return None
+
+
+def _no_such_method(worker_cls: type[Worker], name: str) -> str:
+    offered = registered_methods(worker_cls)
+    if callable(getattr(worker_cls, name, None)):
+        return f"{worker_cls.__name__}.{name} is not open to groups; decorate it with @register(...)."
+    return f"{worker_cls.__name__} has no registered method {name!r}, only {offered}.{did_you_mean(name, offered)}"

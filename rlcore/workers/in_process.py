@@ -1,0 +1,111 @@
+"""The in-process executor: every worker is an object in this process, for tests and plain breakpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.errors import RLCoreError
+from rlcore.workers.dispatch import Call
+from rlcore.workers.executor import Executor
+from rlcore.workers.failure import with_worker
+from rlcore.workers.group import Pending, Processes, WorkerGroup
+from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
+from rlcore.workers.worker import Worker, WorkerContext, construct
+
+
+class Finished(Pending):
+    """A call that has run: results by rank, or the first failure."""
+
+    def __init__(self, outputs: list[Any], error: RLCoreError | None) -> None:
+        self._outputs = outputs
+        self._error = error
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> list[Any]:
+        """Return the results or raise the failure."""
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+
+class InProcess(Processes):
+    """One worker for each rank and role; a call runs at once, rank after rank, and stops at the first failure."""
+
+    def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
+        self.world_size = world_size
+        self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
+        for role, made in classes.items():
+            for rank in range(world_size):
+                context = WorkerContext(role, rank, world_size, local_rank=rank, gpus=gpus)
+                try:
+                    self._workers[role].append(construct(context, made.cls, made.args, made.kwargs))
+                except (Exception, SystemExit) as error:
+                    raise with_worker(error, context, "__init__") from error
+
+    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> Finished:
+        """Run the call now."""
+        outputs: list[Any] = [None] * self.world_size
+        for rank, call in enumerate(calls):
+            if call is None:
+                continue
+            worker = self._workers[role][rank]
+            try:
+                outputs[rank] = getattr(worker, method)(*call[0], **call[1])
+            except (Exception, SystemExit) as error:
+                failure = with_worker(error, worker._context, method)
+                failure.__cause__ = error
+                return Finished(outputs, failure)
+        return Finished(outputs, None)
+
+    def shutdown(self) -> None:
+        """Let the workers go."""
+        for workers in self._workers.values():
+            workers.clear()
+
+
+class InProcessExecutor(Executor):
+    """Runs all ranks of all groups in turn, in this process. A rank cannot communicate with another."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self._cluster = cluster
+        self._started: list[InProcess] = []
+        self._had_process_group = False
+
+    def start(self) -> None:
+        """Remember whether torch.distributed was in use, so that `shutdown` leaves it as it was."""
+        self._had_process_group = _process_group_exists()
+
+    def resource_pool(
+        self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
+    ) -> ResourcePool:
+        """Return places for `workers` ranks."""
+        return ResourcePool([workers or self._cluster.workers])
+
+    def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
+        """Make the workers of every rank, one after the other."""
+        roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
+        processes = InProcess(pool.world_size, roles, self._cluster.gpus_per_worker)
+        self._started.append(processes)
+        groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
+        return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
+
+    def shutdown(self) -> None:
+        """Let all workers go, and leave the process group of one that a worker made."""
+        for processes in self._started:
+            processes.shutdown()
+        self._started.clear()
+        if _process_group_exists() and not self._had_process_group:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _process_group_exists() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,186 @@
+"""The worker's side: the Worker base class, its place among its peers, and `register`, which opens its methods."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlcore.errors import ConfigError
+from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode
+
+if TYPE_CHECKING:
+    import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How a group calls a worker method: where arguments go and results come from, on which ranks, and who waits."""
+
+    dispatch: Dispatch | DispatchMode
+    execute: Execute
+    blocking: bool
+
+    @property
+    def mode(self) -> DispatchMode:
+        """The pair of functions."""
+        return self.dispatch.value if isinstance(self.dispatch, Dispatch) else self.dispatch
+
+
+def register(
+    dispatch_mode: Dispatch | CustomDispatch = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+) -> Callable[[F], F]:
+    """Open a worker method to the groups that hold the worker.
+
+    With `blocking=True` a call waits and returns what the mode's collect function makes of the results, of any type.
+    With `blocking=False` it returns at once: a deferred DataProto in the modes that join DataProtos, else a `Future`.
+    A custom mode is `{"dispatch_fn": f(group, *args, **kwargs), "collect_fn": g(group, outputs)}`, where f returns
+    `(per-worker list for each argument, {name: per-worker list})`, or one list with each worker's only argument.
+    """
+    registration = Registration(as_mode(dispatch_mode), execute_mode, blocking)
+
+    def decorate(method: F) -> F:
+        method._rlcore_registration = registration  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def registration_of(worker_cls: type, name: str) -> Registration | None:
+    """Return how method `name` was registered, by the class itself or, where it overrides, by the nearest base."""
+    for cls in worker_cls.__mro__:
+        registration = getattr(cls.__dict__.get(name), "_rlcore_registration", None)
+        if registration is not None:
+            return registration
+    return None
+
+
+def registered_methods(worker_cls: type) -> list[str]:
+    """Return the names of all methods that a group of `worker_cls` offers."""
+    return [name for name in dir(worker_cls) if registration_of(worker_cls, name) is not None]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker stands: its role, its rank, its host, and how it finds its peers.
+
+    `master` is the address and port where rank 0 of the same processes can be met; None means that the worker shares
+    this process with its peers. `gpus` is the worker's share of GPUs.
+    """
+
+    role: str = "worker"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    host: str = "this process"
+    gpus: float = 0.0
+    master: tuple[str, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} of {self.world_size} on {self.host}"
+
+
+class Worker:
+    """Base class of workers: one object a rank, whose registered methods a group calls.
+
+    An executor sets the context before `__init__` runs, so rank and world size are known there. A worker made by hand
+    is rank 0 of 1.
+    """
+
+    _context = WorkerContext()
+    _mesh_coords: Mapping[str, int] | None = None
+    _mesh_was_read = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among its peers, from 0."""
+        return self._context.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many peers there are, this one included."""
+        return self._context.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number among its peers on the same host, from 0."""
+        return self._context.local_rank
+
+    @property
+    def host(self) -> str:
+        """Address of the node that this worker runs on."""
+        return self._context.host
+
+    @property
+    def device(self) -> torch.device:
+        """The device for tensors: the worker's own GPU where it was given one, else the CPU."""
+        import torch
+
+        return torch.device("cuda", 0) if self._context.gpus > 0 else torch.device("cpu")
+
+    def set_mesh(self, **coordinates: int) -> None:
+        """Declare this rank's place in the mesh, once, such as `set_mesh(pp=0, tp=1, dp=0)`; without it, dp = rank.
+
+        Every rank names the same axes. Raises ConfigError when the group has already split data by the mesh.
+        """
+        if self._mesh_was_read:
+            raise ConfigError(
+                f"{self._context}: set_mesh({coordinates}) comes too late, data was already split over the mesh "
+                f"{dict(self._coordinates())}. Call it in __init__ or in the first method that is called."
+            )
+        if not coordinates or any(type(at) is not int or at < 0 for at in coordinates.values()):
+            raise ConfigError(f"{self._context}: set_mesh({coordinates}) needs integers from 0, such as dp=0.")
+        self._mesh_coords = coordinates
+
+    def init_process_group(self, timeout: float = 1800.0) -> None:
+        """Join torch.distributed's default group with all peers: gloo on the CPU, and nccl too where there is a GPU.
+
+        Waits up to `timeout` seconds for them. Roles that share a process share the group, so a second call does
+        nothing. Raises ConfigError for several ranks in one process.
+        """
+        import torch.distributed as dist
+
+        context = self._context
+        if context.master is None and context.world_size > 1:
+            raise ConfigError(
+                f"{context}: the in-process executor runs {context.world_size} ranks in turn, so they cannot "
+                "communicate. Use cluster.executor=ray, or cluster.workers=1."
+            )
+        if dist.is_initialized():
+            return
+        wait = datetime.timedelta(seconds=timeout)
+        store: Any
+        if context.master is None:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            host, port = context.master
+            store = dist.TCPStore(host, port, is_master=context.rank == 0, timeout=wait)  # type: ignore[attr-defined]
+        backend = "gloo"
+        if context.gpus > 0:
+            import torch
+
+            torch.cuda.set_device(self.device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=wait)
+
+    def _coordinates(self) -> Mapping[str, int]:
+        return self._mesh_coords or {"dp": self.rank}
+
+    def _read_mesh(self) -> Mapping[str, int]:
+        """Return the mesh coordinates to the group, which asks once."""
+        coordinates = self._coordinates()
+        self._mesh_was_read = True
+        return coordinates
+
+
+def construct(context: WorkerContext, cls: type[Worker], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Worker:
+    """Return `cls(*args, **kwargs)`, a worker that knows its context from the first line of its `__init__` on."""
+    worker = cls.__new__(cls)
+    worker._context = context
+    worker.__init__(*args, **kwargs)  # type: ignore[misc]
+    return worker
