@@ -37,7 +37,9 @@ class GRPOConfig:
     clip_high: float = option(0.2, "the ratio is clipped at 1 + clip_high", min=0.0)
     kl_coef: float = option(0.001, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "how the KL is estimated from the sampled tokens")
-    loss_mean: Literal["token", "sequence"] = option("token", "mean over tokens, or over responses of their token means")
+    loss_mean: Literal["token", "sequence"] = option(
+        "token", "mean over tokens, or over responses of their token means"
+    )
     epochs: int = option(1, "passes over each rollout", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
@@ -97,9 +99,7 @@ class GRPO(Algorithm):
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
-        batch["advantages"] = group_advantages(
-            batch["scores"], batch["uid"], divide_by_std=self.config.divide_by_std
-        )
+        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=self.config.divide_by_std)
         return run.actor.update(
             batch, loss=grpo_loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
         )

@@ -138,4 +138,3 @@ class ModelWorker(Worker):
     def load_state(self, folder: str) -> None:
         """Take back what `save_state` wrote."""
         self.train.load_state(Path(folder))
-

@@ -58,7 +58,9 @@ class Outputs:
 
     def _get(self, name: str) -> Tensor:
         if name not in self.values:
-            raise AttributeError(f"the loss uses out.{name} but does not declare it; put @needs({name!r}) above the loss")
+            raise AttributeError(
+                f"the loss uses out.{name} but does not declare it; put @needs({name!r}) above the loss"
+            )
         return self.values[name]
 
     @property

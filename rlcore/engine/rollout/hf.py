@@ -43,7 +43,9 @@ class HFRollout(RolloutEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         ends = self.hf.generation_config.eos_token_id if self.hf.generation_config is not None else None
         ends = self.tokenizer.eos_token_id if ends is None else ends
-        self.end_ids = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.int64, device=device)
+        self.end_ids = torch.tensor(
+            [ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.int64, device=device
+        )
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
@@ -61,7 +63,9 @@ class HFRollout(RolloutEngine):
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """See RolloutEngine."""
         prompts = batch.view("prompts").to_list()
-        keys = [sampling.key(str(u), int(i)) for u, i in zip(batch.view("uid"), batch.view("sample_index"), strict=True)]
+        keys = [
+            sampling.key(str(u), int(i)) for u, i in zip(batch.view("uid"), batch.view("sample_index"), strict=True)
+        ]
         # Rows with the same prompt stand together, and prompts of like length do.
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
         done: dict[int, _Row] = {}
@@ -70,11 +74,17 @@ class HFRollout(RolloutEngine):
                 rows = order[start : start + self.batch_size]
                 noise = uniform_noise(torch.tensor([keys[r] for r in rows]), 0, sampling.max_tokens).to(self.device)
                 done.update(zip(rows, self._decode([prompts[r] for r in rows], noise, sampling), strict=True))
-        return self._columns([done[row] for row in range(len(prompts))])
+        out = self._columns([done[row] for row in range(len(prompts))])
+        out["prompt_length"] = batch.view("prompts").lengths
+        return out
 
     def _columns(self, rows: list[_Row]) -> DataProto:
         responses = [torch.tensor(row.tokens, dtype=torch.int64) for row in rows]
-        ragged = Ragged.from_list(responses) if rows else Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        ragged = (
+            Ragged.from_list(responses)
+            if rows
+            else Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        )
         log_probs = torch.tensor([value for row in rows for value in row.log_probs], dtype=torch.float32)
         texts = np.empty(len(rows), dtype=object)
         texts[:] = [self.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]

@@ -8,7 +8,9 @@ from torch import Tensor
 from rlcore.engine.rollout.base import Sampling
 
 
-def sample_tokens(logits: Tensor, noise: Tensor, sampling: Sampling, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, noise: Tensor, sampling: Sampling, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (tokens int64 [rows], log_probs fp32 [rows]) from `logits` [rows, vocab] and `noise` [rows] in [0, 1).
 
     Temperature, then `banned` token ids, then top-k, then top-p, as vLLM and transformers order them. The log-probs are

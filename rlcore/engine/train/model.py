@@ -117,7 +117,9 @@ def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, devic
     if packed:
         if attention == "sdpa":
             hf.config._attn_implementation = PACKED_ATTENTION
-        packed = _agrees("packing without padding", CausalLM(hf, packed=True, fused_head=fused_head, chunk=chunk), expected)
+        packed = _agrees(
+            "packing without padding", CausalLM(hf, packed=True, fused_head=fused_head, chunk=chunk), expected
+        )
         if not packed:
             hf.config._attn_implementation = attention
     return CausalLM(hf, packed=packed, fused_head=fused_head, chunk=chunk)

@@ -30,9 +30,7 @@ def _like(full: Tensor, parameter: Tensor) -> Tensor:
         return full.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def save_pretrained(hf: Any, full: dict[str, Tensor], model: ModelConfig, folder: Path, ranks: Ranks) -> None:
@@ -96,9 +94,7 @@ def save_engine_state(
     ranks.gather(None)
 
 
-def load_engine_state(
-    hf: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
-) -> int:
+def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks) -> int:
     """Take back what `save_engine_state` wrote and return the version.
 
     A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that

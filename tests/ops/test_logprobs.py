@@ -1,0 +1,63 @@
+"""Chunked log-probs against dense autograd, value and gradient."""
+
+import math
+
+import pytest
+import torch
+
+from rlcore.ops import chunked_log_probs, token_log_probs
+
+
+def test_token_log_probs_by_hand():
+    # Logits log(1), log(3): probabilities 1/4 and 3/4; entropy -(1/4 log 1/4 + 3/4 log 3/4) = 0.5623.
+    logits = torch.tensor([[0.0, math.log(3)]])
+    log_probs, entropy = token_log_probs(logits, torch.tensor([1]))
+    assert log_probs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(0.25 * math.log(4) - 0.75 * math.log(0.75))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunked_equals_dense_in_value_and_gradient(chunk, with_bias):
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True) if with_bias else None
+    labels = torch.randint(0, 11, (7,))
+    a, b = torch.randn(7), torch.randn(7)
+    inputs = [hidden, weight] + ([bias] if with_bias else [])
+
+    got = chunked_log_probs(hidden, weight, labels, bias=bias, temperature=0.7, chunk=chunk)
+    got_grads = torch.autograd.grad((a * got[0] + b * got[1]).sum(), inputs)
+    dense = token_log_probs(torch.nn.functional.linear(hidden, weight, bias).float() / 0.7, labels)
+    want_grads = torch.autograd.grad((a * dense[0] + b * dense[1]).sum(), inputs)
+
+    for x, y in zip([*got, *got_grads], [*dense, *want_grads], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_only_one_chunk_of_logits_exists_at_a_time():
+    positions, vocab, chunk = 64, 512, 8
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == vocab:
+                largest = max(largest, out.shape[0])
+            return out
+
+    hidden, weight = torch.randn(positions, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    with Watch():
+        log_probs, _ = chunked_log_probs(hidden, weight, torch.zeros(positions, dtype=torch.int64), chunk=chunk)
+        log_probs.sum().backward()
+    assert largest == chunk
+
+
+def test_no_positions_give_empty_results_and_zero_gradient():
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    log_probs, entropy = chunked_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    assert len(log_probs) == len(entropy) == 0
+    log_probs.sum().backward()
+    assert weight.grad.abs().max() == 0
