@@ -43,7 +43,7 @@ class DataProto(RowOperations):
         """Copy in tensor columns (a dict or TensorDict), object columns (lists or arrays) and meta_info."""
         table = Table(meta_info=dict(meta_info or {}))
         for kinds, columns in ((TENSOR, batch), (OBJECT, non_tensor_batch)):
-            for name, value in (columns or {}).items():
+            for name, value in ({} if columns is None else columns).items():
                 if name in table.columns:
                     raise DataError(f"column {name!r} is given twice, as a tensor and as an object column")
                 table.bind(name, checked_column(name, value, kinds))
