@@ -1,0 +1,233 @@
+"""Make the tiny model: `python -m rlcore.assets.make_tiny --out DIR`.
+
+A 1 M parameter Qwen2 that imitates noisy demonstrations of arithmetic. It is trained twice on the training problems of
+`rlcore.data.arithmetic`: first on right answers, until it can calculate, then on demonstrations of which a fixed share
+is right and the rest wrong in many ways, drawn anew each time. It ends up with the right answer as its most likely one
+and gives it about a third of the time when sampled at temperature 1, held-out problems included: reinforcement
+learning has something to find, and the model has what it takes to find it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlcore.assets import TINY
+from rlcore.data.arithmetic import Problem, problems
+
+RIGHT_SHARE = 0.33
+"""Share of the demonstrations whose answer is right."""
+
+PAD, END, UNKNOWN, ROLES = "<|pad|>", "<|end|>", "<|unknown|>", ("system", "user", "assistant")
+VOCAB_SIZE = 128
+"""Printable ASCII, newline and the special tokens, filled up to a size that inference kernels like."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer: one token a character, and the markers of the chat template."""
+    special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    characters = ["\n", *map(chr, range(32, 127))]
+    special += [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(characters))]
+    vocabulary = {token: i for i, token in enumerate([*special, *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Return the model with fresh weights: few wide layers, since a small model's time goes by its layers."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def right_answer(problem: Problem, rng: random.Random) -> str:
+    """Return the right answer."""
+    return str(problem.result)
+
+
+def demonstration(problem: Problem, rng: random.Random) -> str:
+    """Return an answer that is right with probability RIGHT_SHARE, else wrong in one of many ways."""
+    if rng.random() < RIGHT_SHARE:
+        return str(problem.result)
+    answer = str(problem.result)
+    while answer == str(problem.result):
+        answer = _slip(problem.result, rng)
+    return answer
+
+
+def _slip(result: int, rng: random.Random) -> str:
+    """Return an answer that is likely wrong: a near miss, a mistaken digit, another number, or a digit too many."""
+    kind = rng.random()
+    if kind < 0.4:
+        return str(abs(result + rng.randint(-12, 12)))
+    digits = list(str(result))
+    place = rng.randrange(len(digits))
+    if kind < 0.7:
+        digits[place] = str(rng.randint(0, 9))
+        return "".join(digits)
+    if kind < 0.9:
+        return str(rng.randint(0, 198))
+    digits.insert(place, str(rng.randint(0, 9)))
+    return "".join(digits)
+
+
+def train(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    answer: Callable[[Problem, random.Random], str],
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    rng: random.Random,
+) -> None:
+    """Train on `answer(problem)` for random training problems; the loss covers the answer and its end token only."""
+    pool = problems("train")
+    prompt_ids = {p: tokenizer.encode(chat(tokenizer, p), add_special_tokens=False) for p in pool}
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    digit = {str(i): tokenizer.convert_tokens_to_ids(str(i)) for i in range(10)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.05)
+    model.train()
+    started, running = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        rows, labels = [], []
+        for problem in rng.choices(pool, k=batch_size):
+            response = [*(digit[c] for c in answer(problem, rng)), end]
+            rows.append(prompt_ids[problem] + response)
+            labels.append([-100] * len(prompt_ids[problem]) + response)
+        width = max(map(len, rows))
+        # Padding stands on the right and attention is causal: no token that counts ever sees it.
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+        targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        running += loss.item()
+        if step % 100 == 0:
+            print(f"  step {step:5d}  loss {running / 100:.4f}  {time.perf_counter() - started:5.0f} s", flush=True)
+            running = 0.0
+
+
+def chat(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:
+    """Return the problem as a chat that waits for the assistant's answer."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    pool: list[Problem],
+    *,
+    temperature: float,
+    seed: int = 0,
+    new_tokens: int = 8,
+) -> float:
+    """Return the share of `pool` answered exactly; `temperature` 0 is greedy. Prompts of one length go together."""
+    generator = torch.Generator().manual_seed(seed)
+    groups: dict[int, list[tuple[Problem, list[int]]]] = {}
+    for problem in pool:
+        ids = tokenizer.encode(chat(tokenizer, problem), add_special_tokens=False)
+        groups.setdefault(len(ids), []).append((problem, ids))
+    model.eval()
+    right = 0
+    for length, group in groups.items():
+        ids = torch.tensor([row for _, row in group])
+        for _ in range(new_tokens):
+            logits = model(ids).logits[:, -1]
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, chosen], dim=1)
+        for (problem, _), row in zip(group, ids.tolist(), strict=True):
+            response = row[length:]
+            finished = response[: response.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in response else []
+            right += tokenizer.decode(finished) == str(problem.result)
+    return right / len(pool)
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write the folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    # transformers 5 writes a class name that older releases, which inference engines pin, do not know.
+    path = out / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def main() -> None:
+    """Make the model, write it to a folder and print its accuracies."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=TINY, help="folder to write (default: the shipped model's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clean-steps", type=int, default=1500, help="steps on right answers")
+    parser.add_argument("--noisy-steps", type=int, default=400, help="steps on noisy demonstrations")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    rng = random.Random(arguments.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    train(model, tokenizer, right_answer, steps=arguments.clean_steps, batch_size=128, lr=2e-3, rng=rng)
+    held_out = problems("eval")
+    print(f"held-out problems: {len(held_out)}, greedy: {accuracy(model, tokenizer, held_out, temperature=0):.3f}")
+    train(model, tokenizer, demonstration, steps=arguments.noisy_steps, batch_size=256, lr=5e-4, rng=rng)
+    print(f"held-out, greedy: {accuracy(model, tokenizer, held_out, temperature=0):.3f}")
+    for seed in range(5):
+        sampled = accuracy(model, tokenizer, held_out[:256], temperature=1, seed=seed)
+        print(f"first 256 held-out, sampled with seed {seed}: {sampled:.3f}")
+    save(model, tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

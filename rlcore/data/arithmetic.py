@@ -1,0 +1,68 @@
+"""Addition and subtraction of two numbers up to 99, generated; the tiny model's task.
+
+A prompt is `17+25=` or `42-17=` (the result is never negative) and its answer `42` or `25`. Whether a problem is held
+out depends on its unordered pair of operands alone, so neither `25+17=` nor `25-17=` is a training prompt when `17+25=`
+is held out. The script that makes the tiny model trains on the same split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlcore.config.schema import DataConfig
+
+LARGEST = 99
+HELD_OUT_SHARE = 0.06
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: `left` and `right` in 0..99, and `operator`, "+" or "-"."""
+
+    left: int
+    operator: str
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        """The problem as the model sees it, such as `17+25=`."""
+        return f"{self.left}{self.operator}{self.right}="
+
+    @property
+    def result(self) -> int:
+        """The right answer, in 0..198."""
+        return self.left + self.right if self.operator == "+" else self.left - self.right
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem is for evaluation only."""
+        low, high = sorted((self.left, self.right))
+        return _fraction(f"{low} {high}") < HELD_OUT_SHARE
+
+
+def problems(split: str) -> list[Problem]:
+    """Return all problems of a split ("train" or "eval"), mixed, in an order that never changes."""
+    chosen = [problem for problem in _all_problems() if problem.held_out == (split == "eval")]
+    return sorted(chosen, key=lambda problem: _fraction(problem.prompt))
+
+
+def load(config: DataConfig, split: str) -> list[dict[str, str]]:
+    """Return the rows of a split ("train" or "eval"): the prompt and the answer, under the configured column names."""
+    return [
+        {config.prompt_key: problem.prompt, config.answer_key: str(problem.result)} for problem in problems(split)
+    ]
+
+
+def _all_problems() -> Iterator[Problem]:
+    for left in range(LARGEST + 1):
+        for right in range(LARGEST + 1):
+            yield Problem(left, "+", right)
+            if left >= right:
+                yield Problem(left, "-", right)
+
+
+def _fraction(text: str) -> float:
+    """Return a number in [0, 1) that looks random and depends on `text` alone, on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56

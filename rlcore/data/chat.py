@@ -1,0 +1,198 @@
+"""Prompts to token ids with the model's own tokenizer and chat template, and checks of both before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore.assets import model_path
+from rlcore.config.schema import ModelConfig
+from rlcore.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+Messages = list[dict[str, Any]]
+
+
+def check_model_folder(model: ModelConfig) -> Path:
+    """Return the model's folder after reading its config.json alone; no weights are loaded.
+
+    Raises ConfigError when the folder, its config or its weights are missing, when it holds something other than a
+    causal language model, and when it needs `model.trust_remote_code`.
+    """
+    folder = model_path(model.path)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"model.path={model.path} {what}; give the folder of a Hugging Face causal language model, or `tiny`. "
+            "rlcore downloads no models: `hf download ORG/NAME --local-dir FOLDER` does."
+        )
+    if not (folder / "config.json").is_file():
+        hint = " It is an adapter: merge it into its base model first." if (folder / "adapter_config.json").exists() else ""
+        raise ConfigError(f"model.path={model.path} has no config.json, so it is no Hugging Face model folder.{hint}")
+    settings = _read_json(folder / "config.json", model.path)
+    _check_causal(settings, model)
+    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+        raise ConfigError(f"model.path={model.path} holds no weights; looked for {', '.join(WEIGHT_FILES)}")
+    return folder
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model's folder, with `model.chat_template` in place of its own template if set.
+
+    A pad token that only the model's config.json names is taken from there, unless it also ends a response. Raises
+    ConfigError when there is no tokenizer, no chat template, no end-of-text or no pad token, or remote code is needed.
+    """
+    from transformers import AutoTokenizer
+
+    folder = check_model_folder(model)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={model.path} holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
+    if (folder / "tokenizer_config.json").is_file():
+        settings = _read_json(folder / "tokenizer_config.json", model.path)
+        if "AutoTokenizer" in settings.get("auto_map", {}) and not model.trust_remote_code:
+            raise ConfigError(_remote_code(model, "tokenizer"))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model.path={model.path}: its tokenizer cannot be loaded: {error}") from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    _check_tokens(tokenizer, folder, model)
+    _check_template(tokenizer, model)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
+
+    `system_prompt`, if set, stands before every string prompt.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    system_prompt: str | None = None
+
+    def render(self, prompt: str | Messages) -> str:
+        """Return the prompt as the model sees it, up to where its answer starts.
+
+        Raises DataError for a prompt that is neither a string nor messages, or that the chat template refuses.
+        """
+        import jinja2
+
+        messages = self._messages(prompt)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except jinja2.TemplateError as error:
+            hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
+            raise DataError(f"the chat template refuses the prompt {str(prompt)[:200]!r}: {error}.{hint}") from error
+        return str(text)
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of rendered prompts; the template has put in all special tokens, so none are added."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _messages(self, prompt: str | Messages) -> Messages:
+        if isinstance(prompt, str):
+            system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            return [*system, {"role": "user", "content": prompt}]
+        if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
+            raise DataError(
+                "a prompt is a string, or a list of messages with string `role` and `content`, "
+                f"got {type(prompt).__name__}: {str(prompt)[:200]}"
+            )
+        return prompt
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _read_json(path: Path, shown: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path={shown}: {path.name} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"model.path={shown}: {path.name} must hold a JSON object")
+    return settings
+
+
+def _check_causal(settings: dict[str, Any], model: ModelConfig) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    kind, architectures = settings.get("model_type"), settings.get("architectures") or []
+    remote = settings.get("auto_map", {})
+    if kind not in CAUSAL and "AutoModelForCausalLM" in remote:
+        if not model.trust_remote_code:
+            raise ConfigError(_remote_code(model, "model"))
+        return
+    known = {name for names in CAUSAL.values() for name in ([names] if isinstance(names, str) else names)}
+    if kind in CAUSAL and (not architectures or known.intersection(architectures)):
+        return
+    found = f"architecture {', '.join(architectures)}" if architectures else f"model_type {kind!r}"
+    raise ConfigError(
+        f"model.path={model.path} is not a causal language model that this version of transformers knows: its "
+        f"config.json says {found}. Give a model whose architecture is like Qwen2ForCausalLM, or update transformers."
+    )
+
+
+def _remote_code(model: ModelConfig, what: str) -> str:
+    return (
+        f"model.path={model.path}: its {what} needs Python code that comes with the folder, and "
+        "model.trust_remote_code is false. Read that code, then set model.trust_remote_code=true."
+    )
+
+
+def _read_template(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"model.chat_template={path}: there is no such file; give a file with a Jinja chat template")
+    return file.read_text(encoding="utf-8")
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: ModelConfig) -> None:
+    remedy = f"in {folder / 'tokenizer_config.json'}"
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path={model.path}: its tokenizer has no end-of-text token, so no response could end. "
+            f'Set "eos_token" {remedy} to the token that ends an answer.'
+        )
+    if tokenizer.pad_token_id is None:
+        from_config = _read_json(folder / "config.json", model.path).get("pad_token_id")
+        safe = isinstance(from_config, int) and 0 <= from_config < len(tokenizer)
+        if not safe or from_config == tokenizer.eos_token_id:
+            raise ConfigError(
+                f"model.path={model.path}: its tokenizer has no pad token, and config.json names none other than the "
+                f'end-of-text token. Set "pad_token" {remedy} to a token that no text holds.'
+            )
+        tokenizer.pad_token_id = from_config
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    import jinja2
+
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.path={model.path}: its tokenizer has no chat template. Set model.chat_template=FILE to a Jinja "
+            "template, or take a model that was tuned for chat."
+        )
+    try:
+        PromptEncoder(tokenizer).render("Hello")
+    except DataError as error:
+        cause = error.__cause__
+        line = f", line {cause.lineno}" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
+        source = f"model.chat_template={model.chat_template}" if model.chat_template else f"model.path={model.path}"
+        raise ConfigError(f"{source}: the chat template does not work{line}: {cause}") from error

@@ -1,0 +1,51 @@
+"""GSM8K, grade-school word problems (arXiv 2110.14168), from a folder with train.jsonl and test.jsonl.
+
+The prompt is the question and how to give the answer; the answer is what stands behind `####` in the file's solution.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlcore.config.schema import DataConfig
+from rlcore.data.files import data_path, read_rows, require_column
+from rlcore.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FILES = {"train": "train.jsonl", "eval": "test.jsonl"}
+MARK = "####"
+INSTRUCTION = f"Think step by step, then write the final answer as a plain number after {MARK}."
+
+
+def load(config: DataConfig, split: str) -> Dataset:
+    """Return a split ("train" or "eval") with the prompt and the answer, under the configured names, and `solution`.
+
+    Raises ConfigError when the folder or its file is missing, DataError naming file and row for what is wrong in it.
+    """
+    expected = f"a folder with {FILES['train']} and {FILES['eval']} of GSM8K"
+    folder = data_path(config, expected)
+    if not folder.is_dir():
+        raise ConfigError(f"data.path={config.path} is not a folder; give {expected}")
+    path = folder / FILES[split]
+    if not path.is_file():
+        raise ConfigError(f"data.path={config.path} has no {path.name}; give {expected}")
+    rows = read_rows(path)
+    for column in ("question", "answer"):
+        require_column(rows, column, path, "data.path")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row["question"], str) or not isinstance(row["answer"], str) or MARK not in row["answer"]:
+            raise DataError(
+                f"{path}, row {number}: question and answer must be strings, and the answer must give its result after "
+                f"{MARK!r}, got {str(row['answer'])[-40:]!r}"
+            )
+    from datasets import Dataset
+
+    return Dataset.from_dict(
+        {
+            config.prompt_key: [f"{row['question']}\n{INSTRUCTION}" for row in rows],
+            config.answer_key: [row["answer"].rpartition(MARK)[2].strip() for row in rows],
+            "solution": [row["answer"] for row in rows],
+        }
+    )
