@@ -65,7 +65,7 @@ class Column(ABC):
 
     @abstractmethod
     def type_name(self) -> str:
-        """Return kind, dtype and shape of a row in words; columns of equal words can be concatenated."""
+        """Return kind, dtype, shape of a row and device in words; columns of equal words can be concatenated."""
 
 
 class DenseColumn(Column):
@@ -104,7 +104,7 @@ class DenseColumn(Column):
         return DenseColumn(self._tensor.to(device))
 
     def type_name(self) -> str:
-        return f"dense {self._tensor.dtype} [rows{''.join(f', {size}' for size in self._tensor.shape[1:])}]"
+        return f"dense {_tensor_type(self._tensor, '')}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle_dense, to_array(self._tensor)
@@ -148,7 +148,7 @@ class RaggedColumn(Column):
         return RaggedColumn(self._ragged.to(device))
 
     def type_name(self) -> str:
-        return f"ragged {self._ragged.dtype} [rows, *{''.join(f', {size}' for size in self._ragged.values.shape[1:])}]"
+        return f"ragged {_tensor_type(self._ragged.values, ', *')}"
 
 
 class ObjectColumn(Column):
@@ -257,6 +257,12 @@ def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
         array[row] = value
     return array
+
+
+def _tensor_type(tensor: Tensor, ragged_size: str) -> str:
+    sizes = "".join(f", {size}" for size in tensor.shape[1:])
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{tensor.dtype} [rows{ragged_size}{sizes}]{device}"
 
 
 def _tensor(column: Column) -> Tensor:

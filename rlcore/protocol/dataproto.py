@@ -30,7 +30,13 @@ OBJECT: tuple[Kind, ...] = ("object",)
 
 
 class DataProto(RowOperations):
-    """A batch: dense tensors [rows, ...], ragged tensors and object columns [rows], and a dict `meta_info`."""
+    """A batch: dense tensors [rows, ...], ragged tensors and object columns [rows], and a dict `meta_info`.
+
+    Where it differs from verl's (0.9): `reorder`, `union`, `rename` and `to` return a new batch and leave this one;
+    uneven `chunk` and `split` are asked for; a missing name is an error in `select` too; `rename` takes object columns
+    as well; `concat` treats the key `metrics` of meta_info like any other; an object column is always an array [rows];
+    shuffling needs a seed; `save_to_disk` writes a folder.
+    """
 
     __slots__ = ("_source",)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -19,7 +19,8 @@ Side = Literal["left", "right"]
 class Ragged:
     """Rows of different length: `values` [total, ...] back to back, `offsets` int64 [rows + 1] from 0 to total.
 
-    Row i is `values[offsets[i]:offsets[i + 1]]`. Raises DataError when the offsets do not fit the values.
+    Row i is `values[offsets[i]:offsets[i + 1]]`. The values are on any device, the offsets always on the CPU, where
+    rows are chosen. Raises DataError when the offsets do not fit the values.
     """
 
     __slots__ = ("offsets", "values")
@@ -29,6 +30,7 @@ class Ragged:
             raise DataError("the values of a ragged column have at least one dimension, got a scalar")
         if offsets.dim() != 1 or offsets.dtype != torch.int64 or len(offsets) == 0:
             raise DataError(f"offsets are int64 [rows + 1], got {offsets.dtype} {list(offsets.shape)}")
+        offsets = offsets.cpu()
         if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
             raise DataError(f"offsets rise from 0 to the {len(values)} values, got {offsets.tolist()[:8]} ...")
         self.values = values
@@ -56,7 +58,7 @@ class Ragged:
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor, side: Side = "right") -> Ragged:
         """Return the rows of `padded` [rows, width, ...] without their padding, which is at `side`."""
-        lengths = lengths.to(torch.int64)
+        lengths = lengths.cpu().to(torch.int64)
         if padded.dim() < 2 or lengths.shape != padded.shape[:1]:
             raise DataError(f"{list(lengths.shape)} lengths do not fit a padded tensor {list(padded.shape)}")
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= padded.shape[1]:
@@ -75,7 +77,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """The length of each row, int64 [rows]."""
+        """The length of each row, int64 [rows], on the CPU."""
         return self.offsets.diff()
 
     @property
@@ -107,12 +109,14 @@ class Ragged:
         if isinstance(rows, slice):
             offsets = self.offsets[rows.start : rows.stop + 1]
             return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
-        rows = rows.to(self.offsets.device)
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
         shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], lengths)
-        positions = torch.arange(len(shift), device=shift.device) + shift
+        positions = torch.arange(len(shift)) + shift
         return Ragged(self.values[positions.to(self.device)], offsets)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.to_list())
 
     def to_list(self) -> list[Tensor]:
         """Return the rows as tensors [length, ...], which share storage with the values."""
@@ -137,7 +141,7 @@ class Ragged:
         return self.with_values(fn(self.values))
 
     def to(self, device: str | torch.device) -> Ragged:
-        """Return the rows with their values on `device`; the offsets stay where they are."""
+        """Return the rows with their values on `device`."""
         return Ragged(self.values.to(device), self.offsets)
 
     def clone(self) -> Ragged:
@@ -157,7 +161,7 @@ class Ragged:
         return f"Ragged([{len(self)}, {shape}], {self.dtype}, {len(self.values)} values)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (*to_array(self.values), self.offsets.cpu().numpy())
+        return _unpickle, (*to_array(self.values), self.offsets.numpy())
 
 
 def _unpickle(name: str, values: np.ndarray, offsets: np.ndarray) -> Ragged:
@@ -165,7 +169,7 @@ def _unpickle(name: str, values: np.ndarray, offsets: np.ndarray) -> Ragged:
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
 
 
 def _inside(lengths: Tensor, width: int, side: Side) -> Tensor:

@@ -54,7 +54,7 @@ class RowOperations(ABC):
         A smaller last part comes only with `uneven=True`; otherwise rows that do not divide are a DataError.
         """
         rows = len(self)
-        if isinstance(split_size, int):
+        if isinstance(split_size, (int, np.integer)):
             check_count("split_size", split_size, 1)
             if rows % split_size and not uneven:
                 raise DataError(
@@ -80,12 +80,11 @@ class RowOperations(ABC):
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
         """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 for each row."""
-        times = (
-            torch.as_tensor(np.asarray(repeat_times), dtype=torch.int64) if len(repeat_times) else torch.zeros(0).long()
-        )
-        if times.shape != (len(self),) or bool((times < 0).any()):
+        times = torch.as_tensor(repeat_times).cpu()
+        whole = not len(times) or not (times.is_floating_point() or times.dtype == torch.bool)
+        if times.shape != (len(self),) or not whole or bool((times < 0).any()):
             raise DataError(f"repeat_times has one count >= 0 for each of the {len(self)} rows, got {times.tolist()}")
-        return self._of(self.table.take(torch.arange(len(self)).repeat_interleave(times)))
+        return self._of(self.table.take(torch.arange(len(self)).repeat_interleave(times.to(torch.int64))))
 
     def reorder(self, indices: Index) -> Self:
         """Return the batch with row `indices[i]` as its row i; DataError unless `indices` names every row once."""
@@ -168,5 +167,5 @@ class RowOperations(ABC):
 
 def check_count(what: str, value: int, least: int) -> None:
     """Raise DataError unless `value` is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise DataError(f"{what} must be an integer >= {least}, got {value!r}")

@@ -119,7 +119,7 @@ def concat_tables(tables: Sequence[Table]) -> Table:
             if part.type_name() != column.type_name():
                 raise DataError(
                     f"column {name!r} cannot be concatenated: {column.type_name()} with {part.type_name()}; "
-                    "kind, dtype and shape of a row must be equal (rows of different length are a Ragged)"
+                    "kind, dtype, shape of a row and device must be equal (rows of different length are a Ragged)"
                 )
         joined.columns[name] = column.cat(parts) if parts else column
     return joined

@@ -225,7 +225,7 @@ def test_sample_level_repeat_by_hand(batch):
         assert repeated["scores"].tolist() == [1, 1, 3]
         assert repeated["responses"].values.tolist() == [1, 2, 1, 2, 4, 5, 6, 7]
         assert repeated["answer"].tolist() == ["a", "a", {"c": 1}]
-    for wrong in ([1, 2], [1, 1, -1], [[1], [1], [1]]):
+    for wrong in ([1, 2], [1, 1, -1], [[1], [1], [1]], [1.0, 1.0, 1.0], []):
         with pytest.raises(DataError, match="one count >= 0 for each of the 3 rows"):
             batch.sample_level_repeat(wrong)
 
@@ -275,6 +275,7 @@ def test_uneven_chunks_and_splits_are_an_explicit_choice(batch):
         batch.split(2)
     assert [len(part) for part in batch.split(2, uneven=True)] == [2, 1]
     assert [len(part) for part in batch.split([0, 3])] == [0, 3]
+    assert [len(part) for part in batch.split(np.int64(1))] == [1, 1, 1]
     with pytest.raises(DataError, match="add up to the 3 rows"):
         batch.split([1, 1])
     with pytest.raises(DataError, match="chunks must be an integer >= 1, got 0"):

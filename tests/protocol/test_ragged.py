@@ -19,6 +19,7 @@ def test_rows_by_hand():
     assert rows.lengths.tolist() == [2, 0, 1]
     assert rows.dtype == torch.int64
     assert [row.tolist() for row in rows.to_list()] == [[1, 2], [], [3]]
+    assert [row.tolist() for row in rows] == [[1, 2], [], [3]]
     assert rows[-1].tolist() == [3]
     assert rows[1:].offsets.tolist() == [0, 0, 1]
     assert rows[[2, 0, 2]].values.tolist() == [3, 1, 2, 3]
