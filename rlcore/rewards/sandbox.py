@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.rewards.compose import WeightedReward
@@ -46,7 +46,7 @@ class RewardProcess:
         self._functions = list(functions)
         self._memory_mb = memory_mb
         self._process: subprocess.Popen[bytes] | None = None
-        self._end = weakref.finalize(self, lambda: None)
+        self._end: Callable[[], Any] | None = None
 
     def start(self) -> None:
         """Start the process and load the functions, unless they are; RewardFailure when one cannot be loaded."""
@@ -106,7 +106,8 @@ class RewardProcess:
 
     def close(self) -> None:
         """Kill the process, if there is one, with everything it started."""
-        self._end()
+        if self._end is not None:
+            self._end()
         self._process = None
 
     def _exchange(self, request: tuple[Any, ...], timeout: float) -> dict[str, Any]:

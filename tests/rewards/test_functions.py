@@ -116,7 +116,7 @@ MATHS = [
     (r"so we get \boxed{\frac{1}{2}}", r"\frac{2}{4}", 1.0),
     (r"so we get \boxed{\frac{1}{2}}", r"$\frac{1}{3}$", 0.0),
     (
-        r"Is it \boxed{3}? No, three is odd, while what the text asks for is an even number, so the final answer is \boxed{4}",
+        r"Is it \boxed{3}? No, three is odd, while the text asks for an even number, so the final answer is \boxed{4}",
         "4",
         1.0,
     ),

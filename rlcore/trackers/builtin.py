@@ -1,0 +1,33 @@
+"""The built-in trackers, as a plugin. What a tracker needs is imported when a run uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlcore import Config, TrackerSpec, hookimpl
+from rlcore.trackers.base import Tracker
+from rlcore.trackers.jsonl import JsonlTracker
+
+RLCORE_API = 1
+
+
+def _console(config: Config, run_dir: Path) -> Tracker:
+    from rlcore.trackers.console import ConsoleTracker
+
+    return ConsoleTracker(config, run_dir)
+
+
+def _wandb(config: Config, run_dir: Path) -> Tracker:
+    from rlcore.trackers.wandb import WandbTracker
+
+    return WandbTracker(config, run_dir)
+
+
+@hookimpl
+def rlcore_trackers() -> list[TrackerSpec]:
+    """Give the console, the files (which are always on) and wandb."""
+    return [
+        TrackerSpec("console", _console),
+        TrackerSpec("jsonl", JsonlTracker),
+        TrackerSpec("wandb", _wandb),
+    ]

@@ -1,0 +1,148 @@
+"""The console: a live display in a terminal, plain lines elsewhere, and a short summary at the end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlcore.config.schema import Config
+from rlcore.trackers.base import Tracker
+
+_MISSING = "–"
+_NOT_FINITE = "bold red"
+
+
+class ConsoleTracker(Tracker):
+    """Shows step, reward, held-out accuracy, KL, tokens/s and time left, and a line on the health of the step.
+
+    In a terminal it is a display that stays in place; elsewhere (CI, pipes) each step is a line. `console` is rich's,
+    by default that of standard output.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, console: Console | None = None) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._console = console or Console()
+        self._live: Live | None = None
+        self._accuracy: float | None = None
+
+    def start(self, resume_step: int) -> None:
+        """Open the display."""
+        after = f" · resumed after step {resume_step}" if resume_step else ""
+        self._print(Text(f"rlcore {self._config.algorithm} · {self._run_dir}{after}"))
+        if self._console.is_terminal:
+            self._live = Live(self._display(resume_step, {}), console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step."""
+        self._accuracy = metrics.get("eval/accuracy", self._accuracy)
+        if self._live is not None:
+            self._live.update(self._display(step, metrics), refresh=True)
+            return
+        line = Text(f"step {step}/{self._config.trainer.total_steps}")
+        for name, value in self._figures(metrics) if step else [("accuracy", _number(self._accuracy))]:
+            line.append(f"  {name} ").append(value)
+        if step:
+            line.append("  | ").append(_health(metrics))
+        self._print(line)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Say where the checkpoint is."""
+        self._print(Text(f"checkpoint of step {step}: {path}"))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Close the display and print the summary."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        for line in _closing(status, summary, self._run_dir):
+            self._print(Text(line))
+
+    def _print(self, text: Text) -> None:
+        # soft_wrap: a line stays one line, for whoever reads the output with grep or copies a command from it
+        self._console.print(text, soft_wrap=True)
+
+    def _figures(self, metrics: Mapping[str, float]) -> list[tuple[str, Text]]:
+        return [
+            ("reward", _number(metrics.get("reward/mean"))),
+            ("accuracy", _number(self._accuracy)),
+            ("KL", _number(metrics.get("kl/mean"), ".4f")),
+            ("tokens/s", _number(metrics.get("throughput/tokens_per_second"), ",.0f")),
+            ("left", _duration(metrics.get("time/left"))),
+        ]
+
+    def _display(self, step: int, metrics: Mapping[str, float]) -> RenderableType:
+        total = self._config.trainer.total_steps
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40))
+        figures = Table.grid(padding=(0, 3))
+        names, values = zip(*self._figures(metrics), strict=True)
+        figures.add_row(*[Text({"accuracy": "held-out accuracy"}.get(name, name), style="dim") for name in names])
+        figures.add_row(*values)
+        return Group(progress, figures, _health(metrics))
+
+
+def _health(metrics: Mapping[str, float]) -> Text:
+    """Return the line that says whether the step could teach anything."""
+    line = Text()
+    for name, value in (
+        ("equal groups", _number(metrics.get("health/equal_groups"), ".0%")),
+        ("effective tokens", _number(metrics.get("health/effective_tokens"), ",.0f")),
+        ("truncated", _number(metrics.get("health/truncated"), ".0%")),
+        ("gradient norm", _number(metrics.get("train/grad_norm"), ".3g")),
+        ("response length", _number(metrics.get("response/mean_length"), ".1f")),
+    ):
+        line.append(", " if line else "").append(f"{name} ").append(value)
+    if errors := metrics.get("reward/errors"):
+        line.append(", ").append(f"{errors:.0f} rewards failed", style=_NOT_FINITE)
+    return line
+
+
+def _number(value: float | None, form: str = ".3f") -> Text:
+    if value is None:
+        return Text(_MISSING)
+    return Text(format(value, form)) if math.isfinite(value) else Text(str(value).upper(), style=_NOT_FINITE)
+
+
+def _duration(seconds: float | None) -> Text:
+    """Return h:mm:ss or m:ss."""
+    if seconds is None or not math.isfinite(seconds):
+        return _number(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return Text(f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}")
+
+
+def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Return the lines of the closing summary: how it went, where it is, and three commands to go on with."""
+    folder, config = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "config.yaml"))
+    lines = [f"{status}: {summary['steps']} steps" if "steps" in summary else status]
+    if "train_seconds" in summary:
+        lines[0] += f" in {_duration(summary['train_seconds'])}"
+    if summary.get("tokens_per_second"):
+        lines[0] += f", {summary['tokens_per_second']:,.0f} tokens/s"
+    before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
+    if before is not None or after is not None:
+        lines.append(f"held-out accuracy: {_number(before)} before, {_number(after)} after")
+    lines.append(f"run folder: {run_dir}")
+    go_on = {
+        "finished": f"rlcore train --config {config} run.dir={folder}-again trainer.seed=1",
+        "interrupted": f"rlcore train --config {config} run.dir={folder}",
+    }
+    lines += [
+        "next:",
+        f"  rlcore eval {folder}",
+        "  " + go_on.get(status, f"less {folder}/rlcore.log"),
+        "  rlcore plugins",
+    ]
+    return lines

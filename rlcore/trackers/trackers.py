@@ -1,0 +1,99 @@
+"""Trackers, which hands everything to all trackers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError, did_you_mean
+from rlcore.plugins.specs import TrackerSpec
+from rlcore.trackers.base import Tracker
+from rlcore.trackers.jsonl import JsonlTracker
+
+
+class Trackers:
+    """All trackers of a run: the files in the run folder first, then those of `tracker.use`, in that order.
+
+    An error in a tracker ends the run, with a note of which one it was: a run that leaves no record is not worth its
+    time. A tracker that talks to a service sees itself to outages.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, installed: Mapping[str, TrackerSpec]) -> None:
+        """`installed` are the trackers that plugins gave, by name. ConfigError for a name that is not among them."""
+        self._trackers: dict[str, Tracker] = {"jsonl": JsonlTracker(config, run_dir)}
+        for name in config.tracker.use:
+            if name in self._trackers:
+                continue
+            if name not in installed:
+                raise ConfigError(
+                    f"tracker.use: {name!r} is not installed; installed are {', '.join(sorted(installed)) or 'none'}."
+                    f"{did_you_mean(name, installed)}"
+                )
+            self._trackers[name] = installed[name].create(config, run_dir)
+        self._started: dict[str, Tracker] = {}
+        self._evaluation: dict[str, float] = {}
+
+    def start(self, resume_step: int = 0) -> None:
+        """Start all, before training, for a run that goes on after `resume_step` (0: from its start).
+
+        When one does not start, those that did are finished with the status "failed".
+        """
+        for name, tracker in self._trackers.items():
+            try:
+                _call(name, tracker.start, resume_step)
+            except BaseException:
+                self.finish("failed", {})
+                raise
+            self._started[name] = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's metrics, with those of the evaluation at this step."""
+        numbers = {name: _number(name, value) for name, value in {**self._evaluation, **metrics}.items()}
+        self._evaluation = {}
+        for name, tracker in self._started.items():
+            _call(name, tracker.log, step, numbers)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation: that before the first step (step 0) at once, a later one with its step's metrics."""
+        self._evaluation = dict(metrics)
+        if step == 0:
+            self.log(0, {})
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record samples of a step: what was sampled, what reward it got, and why."""
+        for name, tracker in self._started.items():
+            _call(name, tracker.samples, step, rows)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Record that a checkpoint was written."""
+        for name, tracker in self._started.items():
+            _call(name, tracker.saved, step, path)
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Finish every tracker that started, even if one of them raises; the first error is raised afterwards."""
+        started, self._started = self._started, {}
+        errors: list[Exception] = []
+        for name, tracker in started.items():
+            try:
+                _call(name, tracker.finish, status, summary)
+            except Exception as error:  # raised below, when the others have finished too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _call(name: str, method: Callable[..., None], *args: Any) -> None:
+    try:
+        method(*args)
+    except Exception as error:
+        error.add_note(f"(in the tracker {name!r}; leave it out of tracker.use to run without it)")
+        raise
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is {value!r}, not a number") from error

@@ -1,0 +1,90 @@
+"""Weights & Biases: scalars, the config, and a table of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.schema import Config
+from rlcore.errors import ConfigError
+from rlcore.trackers.base import Tracker
+
+RUN_ID = "wandb_run_id"
+
+
+class WandbTracker(Tracker):
+    """Logs to wandb, online or offline (`tracker.mode`); its files are in RUN/wandb.
+
+    The wandb run's id is kept in RUN/wandb_run_id, so a resumed run goes on with the same one. The x-axis is the metric
+    `step`: steps that a resumed run repeats are drawn again at their place. wandb itself retries when its server is out
+    of reach. Raises ConfigError where wandb is not installed.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"tracker.use has wandb, but it cannot be imported ({error}); pip install wandb, or leave it out"
+            ) from error
+        self._wandb = wandb
+        self._config = config
+        self._run_dir = run_dir
+        self._run: Any = None
+
+    def start(self, resume_step: int) -> None:
+        """Start or resume the wandb run; ConfigError when wandb refuses, as it does online without an API key."""
+        wandb, config = self._wandb, self._config
+        try:
+            self._run = wandb.init(
+                project=config.tracker.project,
+                entity=config.tracker.entity,
+                name=config.run.name or self._run_dir.name,
+                id=self._run_id(),
+                resume="allow" if config.tracker.mode == "online" else None,
+                mode=config.tracker.mode,
+                dir=str(self._run_dir),
+                config=dataclasses.asdict(config),
+                settings=wandb.Settings(console="off", silent=True),  # the console is the console tracker's
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"wandb does not start: {error}. Log in with `wandb login`, or set tracker.mode=offline."
+            ) from error
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics."""
+        self._run.log({"step": step, **metrics})
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log the rows as the table `samples`, whose columns are all names that occur in them."""
+        if not rows:
+            return
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = self._wandb.Table(columns=names, data=[[_cell(row.get(name)) for name in names] for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Put the run's summary into wandb's, and end it, as failed if it did."""
+        self._run.summary.update({**summary, "status": status})
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+
+    def _run_id(self) -> str:
+        """Return the id that this run folder has in wandb, made at its first start."""
+        path = self._run_dir / RUN_ID
+        if not path.exists():
+            path.write_text(secrets.token_hex(4) + "\n")
+        return path.read_text().strip()
+
+
+def _cell(value: Any) -> str | float | bool | None:
+    """Return a value that a table's column can hold: mappings and lists as JSON text."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return json.dumps(value, default=repr)
