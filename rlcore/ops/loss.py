@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 Need = Literal["log_probs", "entropy", "logits"]
@@ -50,8 +49,8 @@ def metric(total: Tensor, count: Tensor | float) -> Term:
 class Outputs:
     """What the model gives for the response tokens of a micro-batch, [rows, tokens], 0 where a row has no token.
 
-    `log_probs`: of the batch's `responses`, at the rollout temperature, fp32, in nats. `entropy`: of the distribution at
-    each position, fp32, in nats. `logits`: [rows, tokens, vocab]. Each is there only if the loss declares the need.
+    `log_probs`: of the batch's `responses`, at the rollout temperature, fp32, in nats. `entropy`: of the distribution
+    at each position, fp32, in nats. `logits`: [rows, tokens, vocab]. Each is there only if the loss declares the need.
     """
 
     values: Mapping[str, Tensor]
@@ -79,15 +78,14 @@ class Outputs:
         return self._get("logits")
 
     @staticmethod
-    def blank(needs: Iterable[Need], rows: int, tokens: int, vocab: int) -> Outputs:
-        """Return outputs of zeros, to run a loss for its counts alone."""
-        zero = torch.zeros(())
+    def blank(needs: Iterable[Need], rows: int, tokens: int, vocab: int, fill: Tensor) -> Outputs:
+        """Return outputs that are all `fill` (a scalar), to run a loss for its counts alone; they take no memory."""
         shapes = {"logits": (rows, tokens, vocab)}
-        return Outputs({name: zero.expand(shapes.get(name, (rows, tokens))) for name in needs})
+        return Outputs({name: fill.expand(shapes.get(name, (rows, tokens))) for name in needs})
 
 
 def needs(*names: Need) -> Callable[[F], F]:
-    """Declare which outputs a loss uses; without it a loss gets `log_probs` alone. Raises ValueError for other names."""
+    """Declare which outputs a loss uses; without it, `log_probs` alone. Raises ValueError for other names."""
     for name in names:
         if name not in NEEDS:
             raise ValueError(f"a loss cannot need {name!r}; allowed: {', '.join(NEEDS)}")

@@ -75,19 +75,27 @@ def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.de
 
 
 def count_terms(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device) -> dict[str, float]:
-    """Return the count of each term over `batch`, found by running the loss on outputs of zeros."""
+    """Return the count of each term over `batch`, found by running the loss on made-up outputs.
+
+    It runs on two of them. Raises DataError when a count differs between the two, or is negative or not finite.
+    """
     if not len(batch):
         return {}
     tokens = int(batch.view("responses").lengths.max())
-    out = Outputs.blank(needs_of(item.loss), len(batch), tokens, vocab)
-    out = Outputs({name: value.to(device) for name, value in out.values.items()})
-    with torch.no_grad():
-        terms = call_loss(item, out, batch, device)
-    counts = {key: float(term.count) for key, term in terms.items()}
-    for key, count in counts.items():
+    tries = []
+    for fill in (0.0, -10.0):
+        out = Outputs.blank(needs_of(item.loss), len(batch), tokens, vocab, torch.tensor(fill, device=device))
+        with torch.no_grad():
+            tries.append({key: float(t.count) for key, t in call_loss(item, out, batch, device).items()})
+    for key, count in tries[0].items():
+        if tries[1].get(key) != count:
+            raise DataError(
+                f"the count of loss term {key!r} changes with the model's outputs ({count}, then {tries[1].get(key)}); "
+                "a count must depend on batch columns alone: let a mask made from outputs zero the total, not the count"
+            )
         if not math.isfinite(count) or count < 0:
             raise DataError(f"the count of loss term {key!r} is {count}; it must be a number of tokens or rows")
-    return counts
+    return tries[0]
 
 
 class Account:

@@ -91,9 +91,11 @@ def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, devic
     The fast forms are taken only if they give what the model's own forward gives on a probe of two short rows; if one
     does not, one line in the log says so. Raises ConfigError for a folder that does not load as a causal LM.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
 
     register_packed_attention()
+    transformers.utils.logging.disable_progress_bar()
     folder = model_path(config.path)
     attention = _plain_attention(config, device)
     try:

@@ -1,0 +1,94 @@
+"""The packed forward and the chunked head against the model's own forward, for several architectures."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlcore.config import ModelConfig
+from rlcore.engine.train.model import load_causal_lm
+from rlcore.engine.train.packing import Packing
+from rlcore.errors import ConfigError
+
+CPU = torch.device("cpu")
+ROWS = [[5, 9, 11, 40, 41, 42, 7], [8], [30, 31, 32], [50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64]]
+
+
+def load(folder, **options):
+    return load_causal_lm(ModelConfig(path=str(folder)), **{"padding_free": True, "chunk": 4, "device": CPU, **options})
+
+
+def everything(model, temperature=1.0):
+    packing = Packing.of([torch.tensor(row) for row in ROWS])
+    select, labels, at = [], [], 0
+    for row in ROWS:
+        select += range(at, at + len(row) - 1)
+        labels += row[1:]
+        at += len(row)
+    return model(packing, torch.tensor(select), torch.tensor(labels), ("log_probs", "entropy"), temperature)
+
+
+def reference(folder, temperature=1.0):
+    """One row at a time through the plain Hugging Face model: no packing, no padding, no chunks."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    log_probs, entropy = [], []
+    for row in ROWS:
+        if len(row) < 2:
+            continue
+        log_p = (hf(input_ids=torch.tensor([row])).logits[0, :-1] / temperature).log_softmax(-1)
+        log_probs.append(log_p[range(len(row) - 1), row[1:]])
+        entropy.append(-(log_p.exp() * log_p).sum(-1))
+    loss = (torch.cat(log_probs) + 0.3 * torch.cat(entropy)).sum()
+    loss.backward()
+    return torch.cat(log_probs), torch.cat(entropy), {name: p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("kind", "packed", "fused"),
+    [
+        ("qwen2", True, True),
+        ("llama", True, True),
+        ("qwen3", True, True),
+        ("mistral-window", False, True),
+        ("gemma2", False, False),
+    ],
+)
+def test_log_probs_entropy_and_gradient_equal_the_plain_model(
+    model_folder, assert_close, kind, packed, fused, temperature
+):
+    model = load(model_folder(kind))
+    assert (model.packed, model.fused_head) == (packed, fused)
+    want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature)
+    got = everything(model, temperature)
+    torch.testing.assert_close(got["log_probs"], want_log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got["entropy"], want_entropy, rtol=1e-4, atol=1e-5)
+    (got["log_probs"] + 0.3 * got["entropy"]).sum().backward()
+    assert_close({name: p.grad for name, p in model.hf.named_parameters()}, want_grads, 1e-4)
+
+
+def test_padding_can_be_asked_for(model_folder):
+    padded, packed = load(model_folder(), padding_free=False), load(model_folder())
+    assert not padded.packed
+    torch.testing.assert_close(everything(padded)["log_probs"], everything(packed)["log_probs"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_head_is_not_linear_falls_back_with_a_line_in_the_log(model_folder, caplog):
+    with caplog.at_level("INFO", logger="rlcore"):
+        model = load(model_folder("gemma2"))  # it squashes its logits
+    assert not model.fused_head
+    assert "computing logits in chunks is off by" in caplog.text
+
+
+def test_logits_come_divided_by_the_temperature(model_folder):
+    model = load(model_folder())
+    packing = Packing.of([torch.tensor(ROWS[0])])
+    select, labels = torch.arange(6), torch.tensor(ROWS[0][1:])
+    one, half = (model(packing, select, labels, ("logits",), t)["logits"] for t in (1.0, 0.5))
+    assert one.shape == (6, 97)
+    torch.testing.assert_close(half, 2 * one)
+
+
+def test_a_folder_that_does_not_load_is_a_config_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    with pytest.raises(ConfigError, match="does not load as a causal language model"):
+        load(tmp_path)

@@ -1,0 +1,59 @@
+"""Weights and training state to disk and back, bit for bit."""
+
+import json
+
+import pytest
+import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlcore.engine.train.base import UpdateItem
+from rlcore.errors import CheckpointError
+
+
+def step(engine, batch, number=0):
+    return engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig())], epochs=1, step=number)
+
+
+def test_training_goes_on_bit_for_bit_after_a_save(make_engine, random_batch, tmp_path):
+    straight, saved, resumed = (make_engine(lr=1e-2) for _ in range(3))
+    for engine in (straight, saved):
+        for seed in range(2):
+            step(engine, random_batch(seed=seed))
+    saved.save_state(tmp_path)
+    random_before = torch.rand(3)
+    resumed.load_state(tmp_path)
+    assert torch.equal(torch.rand(3), random_before)
+    assert resumed.version == 2
+    assert step(resumed, random_batch(seed=5)) == step(straight, random_batch(seed=5))
+    want = dict(straight.full_parameters())
+    assert all(torch.equal(want[name], tensor) for name, tensor in resumed.full_parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_exported_folder_opens_with_transformers(make_engine, random_batch, tmp_path, kind):
+    engine = make_engine(kind, lr=1e-2)
+    step(engine, random_batch())
+    engine.save_pretrained(tmp_path)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    mine = dict(engine.full_parameters())
+    assert {name for name, _ in hf.named_parameters()} == set(mine)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in hf.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path)("1+1=")["input_ids"]
+
+
+def test_a_state_that_does_not_fit_is_refused(make_engine, tmp_path):
+    make_engine("llama").save_state(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: missing .*q_proj.bias.* unknown .*lm_head"):
+        make_engine("qwen2").load_state(tmp_path)
+
+
+def test_a_damaged_state_is_refused(make_engine, tmp_path):
+    engine = make_engine()
+    engine.save_state(tmp_path)
+    (tmp_path / "engine.json").write_text(json.dumps({})[:1])
+    with pytest.raises(CheckpointError, match=r"engine.json cannot be read"):
+        engine.load_state(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x00\x01")
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        engine.load_state(tmp_path)

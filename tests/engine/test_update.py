@@ -1,0 +1,286 @@
+"""The loss contract: invariances of loss and gradient, accounting, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
+from transformers import AutoModelForCausalLM
+
+from rlcore.engine.train.base import UpdateItem
+from rlcore.errors import DataError
+from rlcore.ops import masked_sum, metric, needs, objective
+from rlcore.protocol import DataProto
+
+CONFIG = GRPOConfig(kl_coef=0.1)
+
+
+def update(engine, batch, *, loss=grpo_loss, config=CONFIG, epochs=1, sizes=None, **options):
+    item = UpdateItem(batch, sizes or [len(batch)], loss, config, **options)
+    return engine.update([item], epochs=epochs, step=0)
+
+
+def by_hand(folder, batch: DataProto, config: GRPOConfig):
+    """GRPO's loss and gradient one row at a time on the plain Hugging Face model, written out from the paper."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total, tokens, per_row, rows = 0.0, 0, 0.0, 0
+    for i in range(len(batch)):
+        prompt, response = batch["prompts"][i], batch["responses"][i]
+        mask, old, ref = batch["response_mask"][i], batch["old_log_probs"][i], batch["ref_log_probs"][i]
+        logits = hf(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        log_p = logits.log_softmax(-1)[range(len(response)), response]
+        advantage = batch["advantages"][i]
+        ratio = (log_p - old).exp()
+        surrogate = torch.min(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage)
+        token = -surrogate + config.kl_coef * ((ref - log_p).exp() - (ref - log_p) - 1)
+        total = total + (token * mask).sum()
+        tokens += int(mask.sum())
+        if mask.any():
+            per_row = per_row + (token * mask).sum() / mask.sum()
+            rows += 1
+    loss = total / tokens if config.loss_mean == "token" else per_row / rows
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_loss_and_gradient_equal_the_formula_written_out(
+    make_engine, model_folder, random_batch, gradients, assert_close, kind, loss_mean
+):
+    config = GRPOConfig(kl_coef=0.1, loss_mean=loss_mean)
+    engine = make_engine(kind, micro_batch_rows=5)
+    metrics = update(engine, random_batch(), config=config)
+    want_loss, want = by_hand(model_folder(kind), random_batch(), config)
+    assert metrics["loss/policy"] + 0.1 * metrics["loss/kl"] == pytest.approx(want_loss, rel=1e-5)
+    assert_close(gradients(engine), want)
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_rows": 1},
+        {"micro_batch_rows": 5},
+        {"micro_batch_tokens": 30},
+        {"padding_free": False},
+        {"padding_free": False, "micro_batch_rows": 3},
+        {"logits_chunk": 7},
+        {"activation_checkpointing": True},
+    ],
+)
+def test_gradient_does_not_depend_on_how_it_is_computed(
+    make_engine, random_batch, gradients, assert_close, options, loss_mean
+):
+    config = GRPOConfig(kl_coef=0.1, loss_mean=loss_mean)
+    plain, other = make_engine(), make_engine(**options)
+    want = update(plain, random_batch(), config=config)
+    got = update(other, random_batch(), config=config)
+    assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
+    assert_close(gradients(other), gradients(plain))
+
+
+def test_gradient_does_not_depend_on_row_order(make_engine, random_batch, gradients, assert_close):
+    plain, other = make_engine(micro_batch_rows=4), make_engine(micro_batch_rows=4)
+    batch = random_batch()
+    update(plain, batch)
+    update(other, batch[torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))])
+    assert_close(gradients(other), gradients(plain))
+
+
+@pytest.mark.parametrize("extra", [1, 9])
+def test_gradient_does_not_depend_on_padding_in_the_batch(make_engine, random_batch, gradients, assert_close, extra):
+    """Responses padded on the right with masked tokens, as a batch from a padded tensor would have them."""
+    from rlcore.protocol import Ragged
+
+    batch, padded = random_batch(), random_batch()
+    length = int(batch["responses"].lengths.max()) + extra
+    for name in ("responses", "response_mask", "old_log_probs", "ref_log_probs"):
+        rows = batch[name].to_padded(length=length)
+        padded[name] = Ragged.from_list(list(rows))
+    plain, other = make_engine(), make_engine(padding_free=False)
+    update(plain, batch)
+    update(other, padded)
+    assert_close(gradients(other), gradients(plain))
+
+
+def test_masked_tokens_give_no_gradient(make_engine, random_batch, gradients):
+    first, second = random_batch(), random_batch()
+    # What stands on masked tokens' own log-probs may be anything; the tokens themselves stay, they are context.
+    for name in ("old_log_probs", "ref_log_probs"):
+        values = torch.where(second["response_mask"].values.bool(), second[name].values, torch.tensor(-50.0))
+        second[name] = second[name].with_values(values)
+    a, b = make_engine(), make_engine()
+    assert update(a, first) == update(b, second)
+    for name, grad in gradients(a).items():
+        assert torch.equal(grad, gradients(b)[name])
+
+
+def test_a_higher_advantage_raises_the_log_prob(make_engine, random_batch):
+    batch = random_batch(groups=2, size=2)
+    engine = make_engine(lr=1e-3)
+    before = engine.log_probs(batch)["log_probs"]
+    batch["old_log_probs"], batch["ref_log_probs"] = before, before
+    batch["advantages"] = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    update(engine, batch, config=GRPOConfig(kl_coef=0.0))
+    after = engine.log_probs(batch)["log_probs"]
+    mask = batch["response_mask"]
+    change = [float(((a - b) * m).sum()) for a, b, m in zip(after.to_list(), before.to_list(), mask.to_list(), strict=True)]
+    assert change[0] > 0 > change[1]
+
+
+def test_learning_rate_zero_leaves_the_weights_bit_for_bit(make_engine, random_batch):
+    engine = make_engine(lr=0.0)
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    update(engine, random_batch())
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_parameters())
+    assert engine.version == 1
+
+
+def half(out, batch, config):
+    return {"half": objective(masked_sum(out.log_probs, batch["response_mask"]), batch["response_mask"].sum())}
+
+
+def test_several_batches_share_one_optimizer_step(make_engine, random_batch, gradients, assert_close):
+    a, b = random_batch(seed=1), random_batch(groups=2, seed=2)
+    both, alone = make_engine(), make_engine()
+    items = [UpdateItem(a, [len(a)], grpo_loss, CONFIG, 0.7), UpdateItem(b, [len(b)], half, None, 0.5)]
+    metrics = both.update(items, epochs=1, step=0)
+    assert metrics["train/optimizer_steps"] == 1
+    assert {"loss/policy", "loss/half"} <= set(metrics)
+    update(alone, a)
+    grad_a = gradients(alone)
+    update(alone, b, loss=half)
+    want = {name: 0.7 * grad_a[name] + 0.5 * grad for name, grad in gradients(alone).items()}
+    assert_close(gradients(both), want)
+
+
+def test_epochs_and_mini_batches_make_optimizer_steps(make_engine, random_batch):
+    engine = make_engine(lr=1e-3)
+    metrics = update(engine, random_batch(), epochs=2, sizes=[3, 6, 3])
+    assert metrics["train/optimizer_steps"] == engine.version == 6
+
+
+def test_clipping_bounds_the_gradient_and_reports_the_norm_before(make_engine, random_batch, gradients):
+    free, clipped = make_engine(), make_engine(clip_grad=0.01)
+    assert update(free, random_batch())["train/grad_norm"] == update(clipped, random_batch())["train/grad_norm"] > 0.01
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients(clipped).values()))
+    assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_update_over_no_rows_is_skipped_and_counted(make_engine, random_batch):
+    engine = make_engine()
+    metrics = update(engine, random_batch()[:0], sizes=[0])
+    assert metrics["train/skipped_updates"] == 1
+    assert engine.version == 0
+
+
+def test_an_update_with_every_token_masked_is_skipped(make_engine, random_batch):
+    batch = random_batch()
+    batch["response_mask"] = batch["response_mask"].map(torch.zeros_like)
+    engine = make_engine()
+    assert update(engine, batch)["train/skipped_updates"] == 1
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_rows(make_engine, random_batch):
+    batch = random_batch()
+    advantages = batch["advantages"]
+    advantages[4] = float("nan")
+    batch["advantages"] = advantages
+    engine = make_engine(lr=1e-3, micro_batch_rows=1)
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    with pytest.raises(DataError, match=r"'policy' is nan over rows uid=0:1 sample=1;? ?.*weights were left"):
+        update(engine, batch)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_parameters())
+    assert engine.version == 0
+
+
+def steep(out, batch, config):
+    # Finite in value, infinite in slope: the square root at 0.
+    zero = (out.log_probs - out.log_probs.detach()).square().sqrt()
+    return {"steep": objective(zero.sum(), batch["response_mask"].sum())}
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(make_engine, random_batch):
+    engine = make_engine(lr=1e-3)
+    with pytest.raises(DataError, match=r"gradient's norm is nan over rows uid=0:0 sample=0"):
+        update(engine, random_batch(), loss=steep)
+    assert engine.version == 0
+
+
+def mean_over_micro_batch(out, batch, config):
+    return {"loss": objective(out.log_probs.mean(), 1.0)}
+
+
+def count_from_output(out, batch, config):
+    return {"loss": objective(out.log_probs.sum(), (out.log_probs < -4).sum())}
+
+
+def metrics_only(out, batch, config):
+    return {"loss": metric(out.log_probs.sum(), 1)}
+
+
+def uses_entropy_undeclared(out, batch, config):
+    return {"loss": objective(out.entropy.sum(), 1)}
+
+
+def not_terms(out, batch, config):
+    return out.log_probs.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (mean_over_micro_batch, DataError, "add up to 3.0 over the micro-batches, but to 1.0"),
+        (count_from_output, DataError, "changes with the model's outputs"),
+        (metrics_only, DataError, "at least one must be an objective"),
+        (not_terms, DataError, "must return a dict of terms"),
+        (uses_entropy_undeclared, AttributeError, r"put @needs\('entropy'\)"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_refused(make_engine, random_batch, loss, error, message):
+    engine = make_engine(lr=1e-3, micro_batch_rows=4)
+    with pytest.raises(error, match=message):
+        update(engine, random_batch(), loss=loss)
+    assert engine.version == 0
+
+
+@needs("logits")
+def from_logits(out, batch, config):
+    log_p = out.logits.log_softmax(-1).gather(-1, batch["responses"][..., None]).squeeze(-1)
+    return {"loss": objective(masked_sum(log_p, batch["response_mask"]), batch["response_mask"].sum())}
+
+
+def test_a_loss_can_ask_for_logits(make_engine, random_batch, gradients, assert_close):
+    a, b = make_engine(), make_engine()
+    update(a, random_batch(), loss=from_logits)
+    update(b, random_batch(), loss=half)
+    assert_close(gradients(a), gradients(b))
+
+
+def test_a_frozen_engine_refuses_updates(make_engine, random_batch):
+    with pytest.raises(DataError, match="frozen"):
+        update(make_engine(trains=False), random_batch())
+
+
+def test_log_probs_come_in_row_order_and_for_zero_rows(make_engine, random_batch):
+    batch = random_batch()
+    one, many = make_engine(trains=False), make_engine(trains=False, micro_batch_rows=2)
+    a, b = one.log_probs(batch, entropy=True), many.log_probs(batch, entropy=True)
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(a[name].lengths, batch["responses"].lengths)
+        torch.testing.assert_close(a[name].values, b[name].values, rtol=1e-5, atol=1e-5)
+    assert len(one.log_probs(batch[:0])["log_probs"]) == 0
+
+
+def test_a_model_in_bf16_trains_with_fp32_weights(model_folder, random_batch):
+    from rlcore.config import EngineConfig, ModelConfig
+    from rlcore.engine.ranks import Ranks
+    from rlcore.engine.train.fsdp import FSDPEngine
+
+    engine = FSDPEngine(
+        ModelConfig(path=str(model_folder()), dtype="bf16"), EngineConfig(lr=1e-3), ranks=Ranks(), trains=True
+    )
+    metrics = update(engine, random_batch())
+    assert math.isfinite(metrics["loss/policy"])
+    assert all(tensor.dtype is torch.float32 for _, tensor in engine.full_parameters())
