@@ -182,9 +182,9 @@ def test_large_rows_pass_both_ways(make):
 
 def test_a_file_that_cannot_be_loaded_in_the_process_is_an_error_before_the_run(tmp_path):
     file = tmp_path / "greedy.py"
-    file.write_text("import os\nTABLE = bytes(600 * 2**20)\ndef score(p, r, a):\n    return len(TABLE)\n")
-    config = RewardConfig(path=f"{file}:score", memory_mb=300)
-    with pytest.raises(Exception, match=r"(?s)'greedy.score' cannot be loaded .* MemoryError.*memory_mb is 300"):
+    file.write_text("import os\nTABLE = bytes(200 * 2**20)\ndef score(p, r, a):\n    return len(TABLE)\n")
+    config = RewardConfig(path=f"{file}:score", memory_mb=150)
+    with pytest.raises(Exception, match=r"(?s)'greedy.score' cannot be loaded .* MemoryError.*memory_mb is 150"):
         check(resolve(config, "", {}), config)
     missing = RewardSpec("needs", arithmetic, imports=("no_such_module",))
     config = RewardConfig()
