@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.assets import TINY
@@ -27,8 +27,8 @@ RIGHT_SHARE = 0.33
 """Share of the demonstrations whose answer is right."""
 
 PAD, END, UNKNOWN, ROLES = "<|pad|>", "<|end|>", "<|unknown|>", ("system", "user", "assistant")
-VOCAB_SIZE = 128
-"""Printable ASCII, newline and the special tokens, filled up to a size that inference kernels like."""
+VOCAB_SIZE = 320
+"""The 256 bytes and the special tokens, filled up to a multiple of 64, which inference kernels like."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -42,14 +42,19 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token a character, and the markers of the chat template."""
+    """Return the tokenizer: one token a character of ASCII, one a byte of other text, and the chat template's markers.
+
+    It is byte-level without merges, and not a table of characters, because transformers 5 opens the tokenizer of every
+    Qwen2 model as a byte-level one, whatever class its files name.
+    """
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
-    characters = ["\n", *map(chr, range(32, 127))]
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     special += [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(characters))]
     vocabulary = {token: i for i, token in enumerate([*special, *characters])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -98,18 +103,17 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 
 def _slip(result: int, rng: random.Random) -> str:
-    """Return an answer that is likely wrong: a near miss, a mistaken digit, another number, or a digit too many."""
+    """Return an answer that is likely wrong: mistaken digits, another number, or a digit too many."""
     kind = rng.random()
-    if kind < 0.4:
-        return str(abs(result + rng.randint(-12, 12)))
-    digits = list(str(result))
-    place = rng.randrange(len(digits))
-    if kind < 0.7:
-        digits[place] = str(rng.randint(0, 9))
-        return "".join(digits)
-    if kind < 0.9:
+    if kind < 0.25:
         return str(rng.randint(0, 198))
-    digits.insert(place, str(rng.randint(0, 9)))
+    digits = list(str(result))
+    if kind < 0.4:
+        digits.insert(rng.randint(0, len(digits)), str(rng.randint(0, 9)))
+        return "".join(digits)
+    # The number of mistaken digits is drawn first: any of them may be the only one.
+    for place in rng.sample(range(len(digits)), rng.randint(1, len(digits))):
+        digits[place] = str(rng.randint(0, 9))
     return "".join(digits)
 
 

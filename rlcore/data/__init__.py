@@ -1,0 +1,1 @@
+"""Prompt data sets, chat templates, and the resumable loader."""

@@ -50,9 +50,7 @@ def problems(split: str) -> list[Problem]:
 
 def load(config: DataConfig, split: str) -> list[dict[str, str]]:
     """Return the rows of a split ("train" or "eval"): the prompt and the answer, under the configured column names."""
-    return [
-        {config.prompt_key: problem.prompt, config.answer_key: str(problem.result)} for problem in problems(split)
-    ]
+    return [{config.prompt_key: problem.prompt, config.answer_key: str(problem.result)} for problem in problems(split)]
 
 
 def _all_problems() -> Iterator[Problem]:

@@ -15,7 +15,12 @@ from rlcore.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 Messages = list[dict[str, Any]]
@@ -35,7 +40,11 @@ def check_model_folder(model: ModelConfig) -> Path:
             "rlcore downloads no models: `hf download ORG/NAME --local-dir FOLDER` does."
         )
     if not (folder / "config.json").is_file():
-        hint = " It is an adapter: merge it into its base model first." if (folder / "adapter_config.json").exists() else ""
+        hint = (
+            " It is an adapter: merge it into its base model first."
+            if (folder / "adapter_config.json").exists()
+            else ""
+        )
         raise ConfigError(f"model.path={model.path} has no config.json, so it is no Hugging Face model folder.{hint}")
     settings = _read_json(folder / "config.json", model.path)
     _check_causal(settings, model)
@@ -170,8 +179,9 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
             f"model.path={model.path}: its tokenizer has no end-of-text token, so no response could end. "
             f'Set "eos_token" {remedy} to the token that ends an answer.'
         )
+    settings = _read_json(folder / "config.json", model.path)
     if tokenizer.pad_token_id is None:
-        from_config = _read_json(folder / "config.json", model.path).get("pad_token_id")
+        from_config = settings.get("pad_token_id")
         safe = isinstance(from_config, int) and 0 <= from_config < len(tokenizer)
         if not safe or from_config == tokenizer.eos_token_id:
             raise ConfigError(
@@ -179,6 +189,14 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
                 f'end-of-text token. Set "pad_token" {remedy} to a token that no text holds.'
             )
         tokenizer.pad_token_id = from_config
+    size = settings.get("vocab_size", len(tokenizer))
+    for name in ("eos_token", "pad_token"):
+        # transformers adds a token that a tokenizer class has by default and the folder does not name.
+        if getattr(tokenizer, f"{name}_id") >= size:
+            raise ConfigError(
+                f"model.path={model.path}: the tokenizer's {name} {getattr(tokenizer, name)!r} has a number outside the "
+                f'model\'s vocabulary of {size}. Set "{name}" {remedy} to a token of the model.'
+            )
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:

@@ -50,9 +50,11 @@ def data_path(config: DataConfig, expected: str) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a .jsonl, .json or .parquet file; DataError names the file, and the line where it has lines."""
+    """Return the rows of a .jsonl, .json or .parquet file; DataError names file and line."""
     if path.suffix not in FORMATS:
-        raise DataError(f"{path}: cannot read {path.suffix or 'a file without an ending'}; allowed: {', '.join(FORMATS)}")
+        raise DataError(
+            f"{path}: cannot read {path.suffix or 'a file without an ending'}; allowed: {', '.join(FORMATS)}"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; it must hold at least one row")
     rows = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
@@ -62,11 +64,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def require_column(rows: Sequence[Mapping[str, Any]], column: str, path: Path, key: str) -> None:
-    """Raise DataError, with the names that there are, unless each row holds a value for `column`; `key` set the name."""
+    """Raise DataError, naming the columns there are, unless each row has a value in `column`; `key` set that name."""
     for number, row in enumerate(rows, start=1):
         if row.get(column) is None:
             raise DataError(
-                f"{path}, row {number}: no column {column!r}; its columns are {', '.join(row) or 'none'}. "
+                f"{path}, row {number}: nothing in column {column!r}; its columns are {', '.join(row) or 'none'}. "
                 f"Set {key} to the right one.{did_you_mean(column, row)}"
             )
 
@@ -108,7 +110,9 @@ def _read_json(path: Path) -> list[Row]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         hint = " It looks like JSON Lines: name it .jsonl." if error.msg == "Extra data" else ""
-        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}.{hint}") from error
+        raise DataError(
+            f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}.{hint}"
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for example with iconv") from error
     if not isinstance(rows, list):
@@ -120,9 +124,9 @@ def _read_json(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow  # comes with datasets
+    import pyarrow  # type: ignore[import-untyped]  # comes with datasets
     from datasets import Dataset
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
     try:
         # Read here, not by `datasets` itself: it would leave a converted copy in the user's cache folder.

@@ -1,0 +1,208 @@
+"""The prompts of a run: batches to train on, shuffled and resumable, and the held-out ones to evaluate on."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlcore.config.schema import DataConfig
+from rlcore.data.chat import PromptEncoder
+from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.plugins import DatasetSpec
+from rlcore.protocol import DataProto, Ragged
+from rlcore.protocol.glossary import fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TAKEN = ("prompt", "response", *fields())
+"""Names that no further column of a data set may have: reward functions or the core already give them a meaning."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its row in the data set, the text that rewards see, the chat that the model reads, and its tokens."""
+
+    row: int
+    text: str
+    chat: str
+    token_ids: list[int]
+
+
+class PromptSplit:
+    """The encoded prompts of a data set's split, "train" or "eval".
+
+    Prompts over `data.prompt_len` tokens are left out, cut to their end or refused, as `data.overlong` says; `overlong`
+    counts them. Raises DataError for a split without usable prompts, a row without prompt, or a column name taken.
+    """
+
+    def __init__(
+        self, config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, split: str
+    ) -> None:
+        self._config = config
+        self._where = f"data={dataset.name}, split {split!r}"
+        self.rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
+        if len(self.rows) == 0:
+            raise DataError(f"{self._where}: the data set has no rows")
+        self.columns = self._other_columns()
+        self.overlong = 0
+        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt))
+        if not self.prompts:
+            raise DataError(
+                f"{self._where}: all {len(self.rows)} prompts are longer than "
+                f"data.prompt_len={config.prompt_len} tokens; raise it, or set data.overlong=cut"
+            )
+
+    def batch(self, prompts: Sequence[Prompt], name: str | int) -> DataProto:
+        """Return the batch of these prompts, each with the uid `NAME:ROW`.
+
+        Columns: `prompts` Ragged int64, `prompt_text`, `answer` (None where the row has none), `uid`, and whatever
+        else the data set's rows hold, as objects.
+        """
+        rows = [self.rows[prompt.row] for prompt in prompts]
+        objects: dict[str, list[Any]] = {
+            "prompt_text": [prompt.text for prompt in prompts],
+            "answer": [row.get(self._config.answer_key) for row in rows],
+            "uid": [f"{name}:{prompt.row}" for prompt in prompts],
+        }
+        objects.update({column: [row.get(column) for row in rows] for column in self.columns})
+        token_ids = Ragged.from_list([prompt.token_ids for prompt in prompts], dtype=torch.int64)
+        return DataProto.from_dict({"prompts": token_ids}, objects)
+
+    def _other_columns(self) -> list[str]:
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        others = [name for name in names if name not in (self._config.prompt_key, self._config.answer_key)]
+        taken = [name for name in others if name in TAKEN]
+        if taken:
+            raise DataError(
+                f"{self._where}: the column {taken[0]!r} has a name that rlcore gives another meaning; rename or "
+                "drop it, or name it in data.prompt_key or data.answer_key"
+            )
+        return others
+
+    def _encode(self, encoder: PromptEncoder) -> list[Prompt]:
+        key = self._config.prompt_key
+        texts, chats = [], []
+        for number, row in enumerate(self.rows):
+            if row.get(key) is None:
+                raise DataError(
+                    f"{self._where}, row {number + 1}: nothing in column {key!r}; its columns are "
+                    f"{', '.join(row) or 'none'}. Set data.prompt_key to the right one."
+                )
+            try:
+                chats.append(encoder.render(row[key]))
+            except DataError as error:
+                raise DataError(f"{self._where}, row {number + 1}: {error}") from error
+            texts.append(row[key] if isinstance(row[key], str) else chats[-1])
+        prompts = []
+        for number, token_ids in enumerate(encoder.token_ids(chats)):
+            if len(token_ids) > self._config.prompt_len:
+                self.overlong += 1
+                if self._config.overlong == "error":
+                    raise DataError(
+                        f"{self._where}, row {number + 1}: the prompt has {len(token_ids)} tokens, more than "
+                        f"data.prompt_len={self._config.prompt_len}; raise it, or set data.overlong to filter or cut"
+                    )
+                if self._config.overlong == "filter":
+                    continue
+                token_ids = token_ids[-self._config.prompt_len :]
+            prompts.append(Prompt(number, texts[number], chats[number], token_ids))
+        return prompts
+
+
+class PromptLoader:
+    """Batches of training prompts without end, epoch after epoch, and the held-out prompts.
+
+    The order of an epoch depends on the seed and the epoch's number alone, so `state_dict` is a position, and a loader
+    that takes it back goes on with exactly the batches that were to come. Training prompts that the model would read
+    like a held-out one are left out. `counts` says how many prompts there are and how many were left out, by reason.
+
+    Raises ConfigError when `data.batch_size` exceeds the number of training prompts and `data.drop_last` is set.
+    """
+
+    def __init__(
+        self, config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    ) -> None:
+        self._config = config
+        self._seed = seed
+        self._train = PromptSplit(config, dataset, tokenizer, "train")
+        self._eval = PromptSplit(config, dataset, tokenizer, "eval")
+        held_out = {prompt.chat for prompt in self._eval.prompts}
+        self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in held_out]
+        self.counts = {
+            "train_prompts": len(self._prompts),
+            "held_out_prompts": len(self._eval.prompts),
+            "overlong": self._train.overlong,
+            "overlong_held_out": self._eval.overlong,
+            "held_out_in_train": len(self._train.prompts) - len(self._prompts),
+        }
+        self._check_size(dataset.name)
+        self.epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    def next_batch(self) -> DataProto:
+        """Return the next `data.batch_size` prompts (fewer at an epoch's end without `drop_last`), uid `EPOCH:ROW`."""
+        size, left = self._config.batch_size, len(self._order) - self._position
+        if left == 0 or (left < size and self._config.drop_last):
+            self.epoch += 1
+            self._position = 0
+            self._order = self._epoch_order()
+        chosen = self._order[self._position : self._position + size]
+        self._position += len(chosen)
+        return self._train.batch([self._prompts[i] for i in chosen], self.epoch)
+
+    def held_out(self, limit: int = 0) -> DataProto:
+        """Return the first `limit` held-out prompts (0: all), or all if there are fewer; uid `eval:ROW`."""
+        return self._eval.batch(self._eval.prompts[: limit or None], "eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as values that JSON can hold, with a digest of the prompts that it counts."""
+        return {"epoch": self.epoch, "position": self._position, "digest": self._digest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a `state_dict`; CheckpointError when the prompts or their order are others now."""
+        if state["digest"] != self._digest():
+            raise CheckpointError(
+                "the training prompts are not those of the checkpoint: the data, the tokenizer, the chat template or "
+                "the seed has changed since. Restore them, or start a new run."
+            )
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._config.shuffle:
+            # A generator of its own: neither the global one nor the model's sampling can change the order.
+            random.Random(f"prompts {self._seed} {self.epoch}").shuffle(order)
+        return order
+
+    def _check_size(self, name: str) -> None:
+        total, size = len(self._prompts), self._config.batch_size
+        if total == 0:
+            raise DataError(f"data={name}: every training prompt is also a held-out one; nothing is left to train on")
+        if size > total and self._config.drop_last:
+            raise ConfigError(
+                f"data.batch_size={size} is more than the {total} training prompts of data={name}; "
+                f"set it to {total} or less, or set data.drop_last=false"
+            )
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(f"{self._seed} {self._config.shuffle}".encode())
+        for prompt in self._prompts:
+            digest.update(array("q", [prompt.row, len(prompt.token_ids), *prompt.token_ids]).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def held_out_prompts(
+    config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, limit: int = 0
+) -> DataProto:
+    """Return what `PromptLoader.held_out` returns, without reading the training split."""
+    split = PromptSplit(config, dataset, tokenizer, "eval")
+    return split.batch(split.prompts[: limit or None], "eval")
