@@ -16,7 +16,8 @@ from rlcore.workers.pool import (
 from rlcore.workers.worker import Worker, WorkerContext, register
 
 if TYPE_CHECKING:
-    from rlcore.workers.ray_group import RayResourcePool, RayWorkerGroup
+    from rlcore.workers.ray_group import RayWorkerGroup
+    from rlcore.workers.ray_pool import RayResourcePool
 
 __all__ = [
     "ClassWithInitArgs",
@@ -39,8 +40,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("RayResourcePool", "RayWorkerGroup"):  # the two that need ray, which may not be installed
-        from rlcore.workers import ray_group
+    """Import the two names that need ray, which may not be installed, when they are first used."""
+    if name == "RayResourcePool":
+        from rlcore.workers.ray_pool import RayResourcePool
 
-        return getattr(ray_group, name)
+        return RayResourcePool
+    if name == "RayWorkerGroup":
+        from rlcore.workers.ray_group import RayWorkerGroup
+
+        return RayWorkerGroup
     raise AttributeError(f"module 'rlcore.workers' has no attribute {name!r}")

@@ -199,6 +199,10 @@ class Dispatch(Enum):
     DP_COMPUTE_PROTO = rows_over("DP_COMPUTE_PROTO", "dp")
     """Rows cut over the data-parallel ranks, every one of which is called, with no rows if need be; results joined."""
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by name; a mode's functions need not travel."""
+        return getattr, (Dispatch, self.name)
+
 
 class Execute(Enum):
     """On which ranks a method runs; `RANK_ZERO` calls rank 0 alone and returns its result as it is."""

@@ -49,18 +49,11 @@ RayClassWithInitArgs = ClassWithInitArgs
 """The name that programs for verl use; the class does not depend on the executor."""
 
 
-class ColocatedClasses:
-    """Several roles' worker classes that share one process a rank."""
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
+    """Return the classes of several roles, by name, to be fused: one process a rank, with a worker of each role in it.
 
-    def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
-        if not roles:
-            raise ConfigError("create_colocated_worker_cls needs at least one role: {'actor': ClassWithInitArgs(...)}.")
-        self.roles = dict(roles)
-
-
-def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Return the classes of several roles, by name, fused: one process a rank, with a worker of each role in it.
-
-    `spawn(names)` of a group of them then gives one group for each role. Raises ConfigError when no role is given.
+    `spawn(names)` of a RayWorkerGroup of them gives one group for each role. Raises ConfigError when no role is given.
     """
-    return ColocatedClasses(class_dict)
+    if not class_dict:
+        raise ConfigError("create_colocated_worker_cls needs at least one role: {'actor': ClassWithInitArgs(...)}.")
+    return dict(class_dict)

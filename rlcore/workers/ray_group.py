@@ -1,0 +1,313 @@
+"""Worker groups on Ray: the processes of a pool, the calls under way on them, and what to do when one fails or dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
+from rlcore.workers.dispatch import Call
+from rlcore.workers.group import Pending, Processes, WorkerGroup
+from rlcore.workers.pool import ClassWithInitArgs
+from rlcore.workers.ray_pool import RayResourcePool, what_ray_has
+from rlcore.workers.ray_worker import HostInfo, WorkerHost
+from rlcore.workers.worker import Worker
+
+POLL_SECONDS = 2.0
+"""While a call is awaited: time between looks at the processes that it does not wait for."""
+DEATH_SECONDS = 3.0
+"""After an exception on one rank: time to find out whether another rank's death caused it."""
+STRAGGLER_SECONDS = 15.0
+"""After an exception on one rank: time that the others have to finish the same call before they count as hung."""
+LOG_LINES = 20
+"""Last lines of a dead worker's log that its error shows."""
+SENT_AS_THEY_ARE = (type(None), bool, int, float, ray.ObjectRef)
+"""Types of arguments that are not worth an object of their own when all ranks get the same."""
+
+
+class RayPending(Pending):
+    """One method call under way; `refs` are the results to come, with their ranks."""
+
+    def __init__(self, processes: RayProcesses, role: str, method: str, refs: Mapping[Any, int]) -> None:
+        self._processes = processes
+        self._role = role
+        self._method = method
+        self._refs = dict(refs)
+
+    def done(self) -> bool:
+        """Whether every rank has finished."""
+        return not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)[1]
+
+    def wait(self) -> list[Any]:
+        """Return the results by rank, or raise the first failure, even if other ranks never finish.
+
+        Ranks that this call does not wait for are pinged, as it may hang because one of them died.
+        """
+        processes = self._processes
+        outputs: list[Any] = [None] * processes.world_size
+        waiting, pings = dict(self._refs), dict[Any, int]()
+        while waiting:
+            ready, _ = ray.wait([*waiting, *pings], num_returns=1, timeout=POLL_SECONDS)
+            if not ready:
+                processes.check()
+                pings |= processes.ping({*waiting.values(), *pings.values()})
+            for ref in ready:
+                awaited = ref in waiting
+                rank = waiting.pop(ref) if awaited else pings.pop(ref)
+                try:
+                    value = ray.get(ref)
+                except Exception as error:
+                    raise processes.failure(error, rank, self._role, self._method, waiting) from None
+                if awaited:
+                    outputs[rank] = value
+        return outputs
+
+
+class Stragglers(NamedTuple):
+    """Ranks still at work on a call that has failed on another rank."""
+
+    ranks: dict[Any, int]
+    what: str
+    until: float
+
+
+class RayProcesses(Processes):
+    """One actor for each place of the pool, with a worker of every class in it."""
+
+    def __init__(
+        self,
+        pool: RayResourcePool,
+        classes: Mapping[str, ClassWithInitArgs],
+        name: str,
+        *,
+        log_dir: Path | None = None,
+        distributions: Mapping[str, str] | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self.world_size = pool.world_size
+        self.name = name
+        self._start_timeout = start_timeout
+        self._broken: WorkerError | None = None
+        self._stragglers: Stragglers | None = None
+        self._infos: list[HostInfo] = []
+        self.hosts: list[Any] = []
+        try:
+            self._start(pool, log_dir.absolute() if log_dir else None, distributions or {})
+            self._place(pool.gpus_per_worker)
+            self._make(classes)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- start
+
+    def _start(self, pool: RayResourcePool, log_dir: Path | None, distributions: Mapping[str, str]) -> None:
+        threads = str(pool.cpus_per_worker)
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        if pool.gpus_per_worker == 0:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        token = os.urandom(3).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name a while
+        for rank, options in enumerate(pool.actor_options()):
+            actor = ray.remote(WorkerHost).options(
+                name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": env}, max_restarts=0, **options
+            )
+            log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
+            self.hosts.append(actor.remote(self.name, rank, log, distributions))
+        waiting = {host.describe.remote(): rank for rank, host in enumerate(self.hosts)}
+        infos: dict[int, HostInfo] = {}
+        deadline = time.monotonic() + self._start_timeout
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(self._not_started(sorted(waiting.values())))
+            for ref in ready:
+                rank = waiting.pop(ref)
+                try:
+                    infos[rank] = ray.get(ref)
+                except Exception as error:
+                    raise self.failure(error, rank, self.name, "start-up", {}) from None
+        self._infos = [infos[rank] for rank in range(self.world_size)]
+
+    def _not_started(self, ranks: list[int]) -> str:
+        return (
+            f"{self.name}: {len(ranks)} of {self.world_size} worker processes (ranks {ranks}) did not start within "
+            f"{self._start_timeout:g} s; {what_ray_has()}. They have their place; Python itself, or importing rlcore, "
+            "is slow or stuck on their node. Ray's own logs are in /tmp/ray/session_latest/logs there. Raise "
+            "cluster.start_timeout if the node is only slow."
+        )
+
+    def _place(self, gpus: float) -> None:
+        port = self._infos[0].port
+        seen: Counter[str] = Counter()
+        for host, info in zip(self.hosts, self._infos, strict=True):
+            host.place.remote(self.world_size, seen[info.node], gpus, (self._infos[0].address, port))
+            seen[info.node] += 1
+
+    def _make(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
+        started = []
+        for role, made in classes.items():
+            sent = ray.put((made.cls, made.args, made.kwargs))
+            refs = {host.make.remote(role, sent): rank for rank, host in enumerate(self.hosts)}
+            started.append(RayPending(self, role, "__init__", refs))
+        for pending in started:
+            pending.wait()
+
+    # -- calls
+
+    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> RayPending:
+        """Send the call. What several ranks get is put into Ray's object store once."""
+        if self._stragglers is not None:
+            refs = list(self._stragglers.ranks)
+            ray.wait(refs, num_returns=len(refs), timeout=max(0.0, self._stragglers.until - time.monotonic()))
+        self.check()
+        refs_sent: dict[Any, int] = {}
+        try:
+            for rank, call in enumerate(_put_shared(calls)):
+                if call is not None:
+                    run = self.hosts[rank].call.options(name=f"{role}.{method}")
+                    refs_sent[run.remote(role, method, *call[0], **call[1])] = rank
+        except Exception as error:  # whatever pickling the arguments raises
+            failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
+            self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
+            raise failure from error
+        return RayPending(self, role, method, refs_sent)
+
+    def ping(self, but: Iterable[int]) -> dict[Any, int]:
+        """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
+        return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in set(but)}
+
+    # -- failures
+
+    def check(self) -> None:
+        """Raise WorkerError when the processes can no longer be used: one died, or hangs since another failed."""
+        if self._broken is None and self._stragglers is not None:
+            ranks, what, until = self._stragglers
+            _, hung = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
+            if not hung:
+                self._stragglers = None
+            elif time.monotonic() >= until:
+                self._broken = WorkerError(
+                    f"ranks {sorted(ranks[ref] for ref in hung)} did not come back from a call that failed on another "
+                    f"rank, so the group cannot be used any more. The failure was: {what}"
+                )
+        if self._broken is not None:
+            raise self._broken.with_traceback(None)
+
+    def failure(self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int]) -> RLCoreError:
+        """Return what the controller is to see of the first failure of a call, other ranks of which still run.
+
+        Where a process has died, its death is told, not what other ranks make of it.
+        """
+        if not isinstance(error, RayActorError):
+            rank, error = self._dead(waiting) or (rank, error)
+        where = f"{role} rank {rank} of {self.world_size}"
+        if self._infos:
+            where += f" on {self._infos[rank].address}"
+        if isinstance(error, RayActorError):
+            self._broken = WorkerError(f"{where} died during {method}: {_cause(error)}\n{self._last_lines(rank)}")
+            return self._broken
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        known = (
+            cause
+            if isinstance(cause, RLCoreError)
+            else WorkerError(f"{where}, in {method}: {type(cause).__name__}: {cause}")
+        )
+        if waiting:
+            self._stragglers = Stragglers(dict(waiting), str(known), time.monotonic() + STRAGGLER_SECONDS)
+        return known
+
+    def _dead(self, waiting: Mapping[Any, int]) -> tuple[int, RayActorError] | None:
+        watched = dict(waiting) | self.ping(waiting.values())
+        deadline = time.monotonic() + DEATH_SECONDS
+        while watched and (left := deadline - time.monotonic()) > 0:
+            for ref in ray.wait(list(watched), num_returns=1, timeout=left)[0]:
+                rank = watched.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayActorError as death:
+                    return rank, death
+                except Exception:  # alive, with an error of its own; the first one counts
+                    continue
+        return None
+
+    def _last_lines(self, rank: int) -> str:
+        """Return the end of a rank's log as part of a message, where this machine can read it."""
+        if not self._infos:
+            return "Ray's own logs are in /tmp/ray/session_latest/logs."
+        info = self._infos[rank]
+        texts = [Path(log) for log in info.logs if Path(log).is_file()]
+        if not texts:
+            return f"Its log is {' and '.join(info.logs)} on {info.address}."
+        lines = [line for text in texts for line in text.read_text(errors="replace").splitlines()[-LOG_LINES:]]
+        return f"Last lines of {' and '.join(info.logs)}:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
+
+    def shutdown(self) -> None:
+        """Kill the processes."""
+        for host in self.hosts:
+            ray.kill(host)
+        self.hosts.clear()
+        self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A group on Ray, made where Ray is already connected. Of several fused classes, `spawn` gives the groups."""
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: ClassWithInitArgs | Mapping[str, ClassWithInitArgs],
+        *,
+        name: str = "worker",
+        log_dir: Path | None = None,
+        start_timeout: float = 120.0,
+    ) -> None:
+        self._classes: dict[str, ClassWithInitArgs] = {}
+        own = Worker
+        if isinstance(ray_cls_with_init, ClassWithInitArgs):
+            self._classes[name], own = ray_cls_with_init, ray_cls_with_init.cls
+        else:
+            self._classes |= ray_cls_with_init
+        processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
+        super().__init__(processes, name, own)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """Return a group for each of the roles that were fused, on the same processes; ConfigError for others."""
+        groups = {}
+        for role in prefix_set:
+            if role not in self._classes:
+                raise ConfigError(
+                    f"spawn: no role {role!r}, only {list(self._classes)}.{did_you_mean(role, self._classes)}"
+                )
+            groups[role] = WorkerGroup(self._processes, role, self._classes[role].cls)
+        return groups
+
+
+def _put_shared(calls: Sequence[Call | None]) -> list[Call | None]:
+    """Return the calls with every larger argument that several ranks get replaced by one reference to it."""
+    times = Counter(id(value) for call in calls if call for value in (*call[0], *call[1].values()))
+    put: dict[int, Any] = {}
+
+    def sent(value: Any) -> Any:
+        if times[id(value)] < 2 or isinstance(value, SENT_AS_THEY_ARE):
+            return value
+        if id(value) not in put:
+            put[id(value)] = ray.put(value)
+        return put[id(value)]
+
+    return [
+        call and (tuple(sent(value) for value in call[0]), {name: sent(value) for name, value in call[1].items()})
+        for call in calls
+    ]
+
+
+def _cause(error: RayActorError) -> str:
+    """Return Ray's account of a death without the ids of the actor."""
+    ids = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
+    return " ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith(ids))

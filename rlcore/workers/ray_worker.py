@@ -1,0 +1,123 @@
+"""What runs in a Ray worker process: one host actor a rank, which holds a worker of each role."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import io
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlcore.errors import WorkerError
+from rlcore.workers.failure import with_worker
+from rlcore.workers.worker import Worker, WorkerContext, construct
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What a started process says of itself. `port` is where rank 0's peers will meet; None on other ranks."""
+
+    node: str
+    address: str
+    pid: int
+    logs: tuple[str, ...]
+    port: int | None
+
+
+class WorkerHost:
+    """The actor of one rank. Its methods run one at a time, in the order in which the controller made the calls."""
+
+    def __init__(self, name: str, rank: int, log: Path | None, distributions: Mapping[str, str]) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; workers must outlive it
+        if log is not None:
+            _write_to(log)
+        faulthandler.enable()
+        self._name = name
+        self._rank = rank
+        self._distributions = distributions
+        self._address: str = ray.util.get_node_ip_address()
+        self._held = _hold_port() if rank == 0 else None
+        self._workers: dict[str, Worker] = {}
+
+    def describe(self) -> HostInfo:
+        """Return where this process runs. Raises WorkerError when the node lacks a distribution that the run needs."""
+        for distribution, version in self._distributions.items():
+            try:
+                here = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                here = "not installed"
+            if here != version:
+                raise WorkerError(
+                    f"{self._name} rank {self._rank} on {self._address} ({platform.node()}): {distribution} is {here} "
+                    f"there, and {version} where the run was started. Install {distribution}=={version} on that node."
+                )
+
+        logs = dict.fromkeys(os.path.realpath(f"/proc/self/fd/{fd}") for fd in (2, 1))
+        port = self._held.getsockname()[1] if self._held is not None else None
+        return HostInfo(ray.get_runtime_context().get_node_id(), self._address, os.getpid(), tuple(logs), port)
+
+    def place(self, world_size: int, local_rank: int, gpus: float, master: tuple[str, int]) -> None:
+        """Learn this process's place, and tell it to code that reads torch.distributed's environment variables."""
+        self._place: dict[str, Any] = {"world_size": world_size, "local_rank": local_rank, "gpus": gpus}
+        self._place |= {"rank": self._rank, "host": self._address, "master": master}
+        os.environ["RANK"] = str(self._rank)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        # The index of a CUDA device, for those who use it so: a worker with GPUs sees only its own, from 0.
+        os.environ["LOCAL_RANK"] = "0" if gpus > 0 else str(local_rank)
+        os.environ["MASTER_ADDR"] = master[0]
+        os.environ["MASTER_PORT"] = str(master[1])
+
+    def make(self, role: str, made: tuple[type[Worker], tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """Make the worker of a role."""
+        context = WorkerContext(role=role, **self._place)
+        try:
+            self._workers[role] = construct(context, *made)
+        except (Exception, SystemExit) as error:
+            raise with_worker(error, context, "__init__") from None
+
+    def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Return what a role's method returns, or raise what the controller is to see."""
+        worker = self._workers[role]
+        try:
+            return getattr(worker, method)(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            raise with_worker(error, worker._context, method) from None
+
+    def ping(self) -> None:
+        """Return, which a dead process does not."""
+
+
+def _write_to(log: Path) -> None:
+    """Send stdout and stderr, C and Python alike, to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(file.fileno(), fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _hold_port() -> socket.socket:
+    """Return a socket that is bound to a free port but does not listen.
+
+    While it is open the system gives the port to nobody else, and torch's store, which also sets SO_REUSEADDR, can
+    still bind and listen on it whenever the workers meet.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    held.bind(("", 0))
+    return held

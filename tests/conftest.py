@@ -1,0 +1,17 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray for all tests of the session: an executor that finds this process connected uses it as it is."""
+    from rlcore.config.schema import ClusterConfig
+    from rlcore.workers import make_executor
+
+    with make_executor(ClusterConfig(executor="ray")):
+        yield
