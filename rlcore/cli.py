@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    0: done. 2: the command line, the config or a plugin is wrong. 1: another error that rlcore names. 130: interrupted.
+    0: done. 2: the command line, the config or a plugin is wrong. 1: another error that rlcore names. 130: interrupted,
+    also by a first Ctrl-C or SIGTERM, which leaves a checkpoint.
     Errors that rlcore does not name pass through with their traceback.
     """
     try:
@@ -86,17 +87,13 @@ def _train(argv: list[str]) -> int:
     config = _compose(options, options.overrides, plugins)
     if options.cfg:
         return _print_config(config)
-    _train_one(config, plugins)
-    return 0
+    return _train_one(config, plugins)
 
 
-def _train_one(config: Config, plugins: PluginManager) -> None:
-    from rlcore.config import check
-
-    check(config, plugins)
+def _train_one(config: Config, plugins: PluginManager) -> int:
     from rlcore.trainer import train
 
-    train(config, plugins)
+    return 130 if train(config, plugins)["status"] == "interrupted" else 0
 
 
 def _multirun(options: argparse.Namespace, plugins: PluginManager) -> int:
@@ -114,7 +111,8 @@ def _multirun(options: argparse.Namespace, plugins: PluginManager) -> int:
         check(configs[-1], plugins)
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
-        _train_one(config, plugins)
+        if status := _train_one(config, plugins):
+            return status
     return 0
 
 
@@ -281,7 +279,7 @@ def _groups() -> str:
 
 def _complete(argv: list[str]) -> int:
     """Hand shell completion to hydra, with the installed algorithms' names from metadata; no plugin is imported."""
-    from rlcore.config.compose import hydra_nodes, schema_nodes
+    from rlcore.config.compose import hydra_nodes, schema_node
     from rlcore.plugins import installed
 
     arguments = [argument for argument in argv if "=" in argument]
@@ -295,8 +293,9 @@ def _complete(argv: list[str]) -> int:
         # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
         skipped = 3 if words[1] == "eval" else 2
         os.environ["COMP_LINE"] = " ".join([words[0], *words[skipped:]]) + (" " if line[-1].isspace() else "")
-    algorithms = {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
-    with hydra_nodes({**schema_nodes(), **algorithms}) as hydra:
+    nodes = schema_node()
+    nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
+    with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)
     return 0
 

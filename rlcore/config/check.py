@@ -42,7 +42,7 @@ def _check_reward(config: Config, plugins: Installed) -> None:
     if reward.path is not None and reward.functions:
         raise ConfigError(
             f"reward.path = {reward.path!r} is used alone; leave out reward.functions, or name the file there: "
-            f"reward.functions={{{reward.path}: 1.0}}"
+            f"'reward.functions={{{reward.path.replace(':', chr(92) + ':')}: 1.0}}'"
         )
     if reward.path is not None:
         _check_function(f"reward.path = {reward.path!r}", reward.path)

@@ -1,6 +1,7 @@
 """Overrides and YAML groups to a Config, through hydra.
 
-hydra composes plain nodes: `schema` holds every default of the dataclasses, a group's option holds what it changes.
+hydra composes plain nodes: `schema` holds every default of the dataclasses, a group's option holds what it changes. A
+YAML file takes the place of the option that an installed plugin's name gives.
 Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. Keys and types are
 checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any key.
 """
@@ -8,7 +9,7 @@ checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,13 @@ def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, 
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    name = "config" if base is None else "saved"
-    with hydra_nodes(_nodes(plugins, base)) as hydra:
+    search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    with hydra_nodes(_nodes(plugins, base), search_path) as hydra:
+        prepared = _prepare(overrides, lambda group: _options(hydra, group, search_path))
         try:
             composed = hydra.compose_config(
-                config_name=name,
-                overrides=_prepare(overrides, hydra, name),
+                config_name="config" if base is None else "saved",
+                overrides=prepared,
                 run_mode=RunMode.RUN,
                 with_log_configuration=False,
             )
@@ -99,36 +101,49 @@ def parse(override: str) -> Any:
 
 
 @contextmanager
-def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any]) -> Iterator[Hydra]:
-    """Give a hydra that sees configs/ and `nodes` ((group, name) -> plain values); remove the nodes afterwards."""
+def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequence[str] = ()) -> Iterator[Hydra]:
+    """Give a hydra that sees configs/ and `nodes` ((group, name) -> plain values); remove the nodes afterwards.
+
+    A node is left out where a file has its name: hydra would take the node for the file's schema.
+    """
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
     with initialize_config_module("rlcore.configs", version_base="1.3", job_name="rlcore"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
         # hydra's own nodes are in the store by now, so what is added below is all that has to go again.
         store = ConfigStore.instance()
         before = store.repo
+        files = {group: _options(hydra, group, search_path) for group in {group for group, _ in nodes} if group}
         store.repo = {key: dict(value) if isinstance(value, dict) else value for key, value in before.items()}
         try:
             for (group, name), node in nodes.items():
-                package = "_global_" if group == "algo" else None
-                store.store(name=name, node=node, group=group, package=package, provider="rlcore")
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
+                if group is None or name not in files[group]:
+                    package = "_global_" if group == "algo" else None
+                    store.store(name=name, node=node, group=group, package=package, provider="rlcore")
             yield hydra
         finally:
             store.repo = before
 
 
-def schema_nodes() -> dict[tuple[str | None, str], Any]:
-    """Return the nodes made from the dataclasses: all defaults, and each group's `default`, which changes nothing."""
-    schema = {"algorithm": "", "algo": {}, **{name: defaults(cls) for name, cls in SECTIONS.items()}}
-    return {(None, "schema"): schema, **{(name, "default"): {} for name in SECTIONS}}
+def _options(hydra: Hydra, group: str, search_path: Sequence[str]) -> list[str]:
+    from hydra.core.object_type import ObjectType
+
+    loader = hydra.config_loader
+    if not search_path:
+        return loader.get_group_options(group, ObjectType.CONFIG)
+    return loader.get_group_options(group, ObjectType.CONFIG, config_name="config", overrides=list(search_path))
+
+
+def schema_node() -> dict[tuple[str | None, str], Any]:
+    """Return the node made from the dataclasses: every key with its default."""
+    return {(None, "schema"): {"algorithm": "", "algo": {}, **{name: defaults(cls) for name, cls in SECTIONS.items()}}}
 
 
 def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str | None, str], Any]:
-    nodes = schema_nodes()
+    nodes = schema_node()
     for name, spec in plugins.algorithms().items():
         nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.Config)}
     nodes |= {("data", name): {"name": name} for name in plugins.datasets()}
@@ -142,12 +157,9 @@ def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str
     return nodes
 
 
-def _prepare(overrides: Sequence[str], hydra: Hydra, config_name: str) -> list[str]:
+def _prepare(overrides: Sequence[str], options_of: Callable[[str], list[str]]) -> list[str]:
     """Check each override's form and group option, and let a value override pass whatever its key."""
-    from hydra.core.object_type import ObjectType
-
     prepared = []
-    search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
     for override in overrides:
         parsed = parse(override)
         key = parsed.key_or_group
@@ -160,7 +172,7 @@ def _prepare(overrides: Sequence[str], hydra: Hydra, config_name: str) -> list[s
         if key == "algorithm":
             raise ConfigError(f"{override!r}: choose the algorithm with algo=NAME")
         if is_group and isinstance(parsed.value(), str) and not key.startswith("hydra/"):
-            options = hydra.config_loader.get_group_options(key, ObjectType.CONFIG, config_name, search_path)
+            options = options_of(key)
             if parsed.value() not in options:
                 raise ConfigError(_unknown_option(key, parsed.value(), options))
         as_given = is_group or override.startswith(("hydra.", "+", "~"))

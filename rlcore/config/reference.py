@@ -25,13 +25,15 @@ line, in this order. `rlcore config algo=NAME ...` composes and checks a config 
 
 - `GROUP=OPTION` chooses an option of a group: `data=gsm8k`. Besides those listed below, each installed algorithm is an
   option of `algo`, and each installed data set, reward, rollout engine, train engine and tracker one of its group.
-- `GROUP.KEY=VALUE` sets one value: `trainer.total_steps=10`, `rollout.stop=["\\n"]`, `data.path=null`. A text with a comma,
-  a brace or a leading digit is quoted twice: `'data.system_prompt="Hello, you"'`.
+- `GROUP.KEY=VALUE` sets one value: `trainer.total_steps=10`, `rollout.stop=["</answer>"]`, `data.path=null`. A text
+  with a comma, a brace or a leading digit is quoted twice: `'data.system_prompt="Hello, you"'`. `${trainer.seed}` takes
+  another key's value; `\\${` is a plain `${`.
 - `experiment=NAME` takes a whole experiment. Your own go into a folder `DIR/experiment/NAME.yaml` that
   `--config-dir DIR` makes known; its other groups work in the same way.
 - `--multirun` runs one job for each combination of values: `engine.lr=1e-6,1e-5`. Job i has the run folder
   `run.dir/i`, or `multirun/TIME/i`.
-- `--config RUN/config.yaml` repeats a run: it starts from the saved values, in a new run folder, and overrides may follow.
+- `--config RUN/config.yaml` repeats a run: it starts from the saved values, in a new run folder, and overrides may
+  follow.
 
 The algorithm's own keys stand under `algo`; `rlcore train algo=NAME --help` shows them.
 """
@@ -51,9 +53,8 @@ def keys(section: str, cls: type) -> Iterator[Key]:
     """Give the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
     hints, values = get_type_hints(cls), defaults(cls)
     for field in dataclasses.fields(cls):
-        bounds = [
-            f"{sign} {field.metadata[end]:g}" for end, sign in _BOUNDS.items() if field.metadata.get(end) is not None
-        ]
+        limits = [(sign, field.metadata.get(end)) for end, sign in (("min", ">="), ("max", "<="))]
+        bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
         doc = field.metadata.get("doc", "")
         yield Key(
             name=f"{section}.{field.name}",
@@ -61,9 +62,6 @@ def keys(section: str, cls: type) -> Iterator[Key]:
             default="required" if values[field.name] == REQUIRED else json.dumps(values[field.name]),
             doc=f"{doc} ({', '.join(bounds)})" if bounds else doc,
         )
-
-
-_BOUNDS = {"min": ">=", "max": "<="}
 
 
 def group_options() -> dict[str, list[str]]:

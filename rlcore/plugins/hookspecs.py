@@ -126,7 +126,8 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
 def rlcore_check_config(config: Config) -> None:
     """Look at the whole config and raise ConfigError where it cannot work.
 
-    When: once a run, after rlcore's own checks and the algorithm's `check`, before Ray starts and any folder is made.
+    When: once a run, after rlcore's own checks and the algorithm's `check`, before Ray starts and any folder is made;
+    in a sweep also for each job before the first one starts.
     Returns: nothing; the config cannot be changed.
     Errors: the first error stops the command.
     """
@@ -159,7 +160,7 @@ def rlcore_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
 def rlcore_checkpoint(run: Any, path: Path) -> None:
     """Add files to a checkpoint, or note that it exists.
 
-    When: once a checkpoint, after rlcore has written its part into `path` and before the folder gets its final name.
+    When: once a checkpoint, after rlcore has written the models into `path` and before the folder gets its final name.
     What is written under `path` is part of the checkpoint.
     Returns: nothing.
     Errors: the first error ends the run as failed; the unfinished checkpoint is never picked up.

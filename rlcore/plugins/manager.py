@@ -340,7 +340,11 @@ def _broken(info: PluginInfo, cause: str) -> PluginError:
 
 def _cause(error: BaseException) -> str:
     """Name the error and the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and Path(frame.filename).is_file()  # not importlib's own
+    ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 

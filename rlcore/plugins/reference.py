@@ -16,9 +16,9 @@ _INTRODUCTION = f"""\
 
 <!-- Made by `python -m rlcore.plugins.reference`. Edit rlcore/plugins/hookspecs.py instead. -->
 
-A plugin is a module that states `RLCORE_API = {API_VERSION}` and implements hooks. Installed plugins are entry points of
-the group `rlcore`: `NAME` for the algorithm NAME, `KIND.NAME` for anything else. `-p path/file.py` loads a local file,
-`-p no:NAME` leaves a plugin out, `rlcore plugins` lists all, `--trace-hooks` prints each call.
+A plugin is a module that states `RLCORE_API = {API_VERSION}` and implements hooks. Installed plugins are entry points
+of the group `rlcore`: `NAME` for the algorithm NAME, `KIND.NAME` for anything else. `-p path/file.py` loads a local
+file, `-p no:NAME` leaves a plugin out, `rlcore plugins` lists all, `--trace-hooks` prints each call.
 """
 
 

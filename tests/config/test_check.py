@@ -1,0 +1,63 @@
+"""Combinations that cannot work are refused before anything starts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlcore.config import Config, build, check
+from rlcore.errors import ConfigError
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    parts = {name: build(type(getattr(config, name)), values, name) for name, values in sections.items()}
+    return replace(config, **parts)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {
+            "cluster": {"executor": "in_process", "workers": 1},
+            "tracker": {"use": []},
+            "reward": {"path": "my.py:score"},
+        },
+        {"reward": {"functions": {"exact": 0.5, "dir/my.py:score": -1.0}}, "cluster": {"gpus_per_worker": 0.5}},
+    ],
+)
+def test_a_sound_config_passes(sections, config, plugins):
+    check(changed(config, **sections), plugins)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (
+            "data",
+            {"name": "ridles"},
+            r"data.name = 'ridles' is not installed. Did you mean 'riddles'\? Installed: arith",
+        ),
+        ("rollout", {"name": "hff"}, r"rollout.name = 'hff' is not installed. Did you mean 'hf'\?"),
+        ("engine", {"name": "fsdp3"}, r"engine.name = 'fsdp3' is not installed. Did you mean 'fsdp'\?"),
+        ("tracker", {"use": ["console", "wandbb"]}, r"tracker.use = 'wandbb' is not installed. Did you mean 'wandb'\?"),
+        ("reward", {"functions": {"exakt": 1}}, r"reward.functions = 'exakt' is not installed. Did you mean 'exact'\?"),
+        ("reward", {"functions": {"exact": 0}}, r"reward.functions.exact = 0 gives no reward"),
+        ("reward", {"functions": {"my.txt:score": 1}}, r"'my.txt:score' must be FILE.py:FUNCTION"),
+        ("reward", {"path": "my.py"}, r"reward.path = 'my.py' must be FILE.py:FUNCTION"),
+        ("reward", {"path": "my.py:f", "functions": {"exact": 1}}, r"'my.py:f' is used alone.*{my.py\\:f: 1.0}"),
+        ("rollout", {"response_len": 8, "min_tokens": 9}, r"min_tokens = 9 is more than rollout.response_len = 8"),
+        ("rollout", {"top_p": 0}, r"top_p = 0 leaves no token"),
+        ("rollout", {"stop": [""]}, r"rollout.stop holds an empty text"),
+        ("engine", {"betas": [0.9]}, r"engine.betas = \[0.9\] must be two numbers"),
+        ("engine", {"betas": [0.9, 1.0]}, r"engine.betas = \[0.9, 1.0\] must be two numbers"),
+        ("cluster", {"executor": "in_process"}, r"cluster.workers must be 1, not 2: choose cluster=in_process"),
+        ("cluster", {"executor": "in_process", "workers": 1, "address": "a:1"}, r"address needs cluster.executor=ray"),
+        ("cluster", {"gpus_per_worker": 1.5}, r"gpus_per_worker = 1.5 must be a whole number or a share below 1"),
+        ("rollout", {"batch_size": 2}, r"algo.group_size is more than rollout.batch_size"),
+        ("run", {"name": "forbidden"}, r"stand_in forbids run.name = 'forbidden'"),
+    ],
+)
+def test_impossible_combinations(section, values, message, config, plugins):
+    with pytest.raises(ConfigError, match=message):
+        check(changed(config, **{section: values}), plugins)

@@ -1,0 +1,92 @@
+"""Hook calls: their exact order, their arguments, their errors, their trace."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlcore.errors import ConfigError, PluginError
+from rlcore.plugins import PluginManager
+from rlcore.plugins.reference import markdown
+
+SOURCE = (Path(__file__).parents[1] / "fixtures" / "plugins" / "life_cycle.py").read_text()
+RAISES = """
+from rlcore import ConfigError, hookimpl
+RLCORE_API = 1
+
+@hookimpl
+def rlcore_check_config(config):
+    raise ConfigError("no")
+"""
+
+
+@pytest.fixture
+def run():
+    return SimpleNamespace(calls=[])
+
+
+def test_exact_order_of_calls(distribution, plugin_file, tmp_path, run, capsys):
+    # A distribution that is called rlcore takes the place of the real one: what it holds is built in.
+    distribution(
+        "rlcore", {"hooks.zulu": "own_zulu", "hooks.mike": "own_mike"}, dict.fromkeys(["own_zulu", "own_mike"], SOURCE)
+    )
+    distribution("zz-last", {"hooks.alpha": "z_alpha"}, {"z_alpha": SOURCE})
+    distribution(
+        "aa-first",
+        {"hooks.bravo": "a_bravo", "data.yankee": "a_yankee"},
+        dict.fromkeys(["a_bravo", "a_yankee"], SOURCE),
+    )
+    local = tmp_path / "a_local.py"
+    local.write_text(SOURCE)
+    plugins = PluginManager.load([plugin_file("life_cycle"), str(local), "no:hooks.bravo"], trace=True)
+    expected = ["own_mike", "own_zulu", "a_yankee", "z_alpha", "life_cycle", "a_local"]
+
+    plugins.run_start(run)
+    plugins.step_end(run, 3, {"loss": 0.5})
+    plugins.checkpoint(run, Path("step-3"))
+    plugins.run_end(run, "finished")
+
+    assert run.calls == [
+        *[("run_start", name) for name in expected],
+        *[("step_end", name, 3, {"loss": 0.5}) for name in expected],
+        *[("checkpoint", name, Path("step-3")) for name in expected],
+        *[("run_end", name, "finished") for name in expected],
+    ]
+    names = ["hooks.mike", "hooks.zulu", "data.yankee", "hooks.alpha", "life_cycle", "a_local"]
+    hooks = ["rlcore_run_start", "rlcore_step_end", "rlcore_checkpoint", "rlcore_run_end"]
+    traced = re.findall(r"^hook (\S+) (\S+) \d+\.\d ms$", capsys.readouterr().err, flags=re.MULTILINE)
+    assert traced == [(hook, name) for hook in hooks for name in names]
+
+
+def test_no_trace_unless_asked(plugin_file, without_own, run, capsys):
+    PluginManager.load([*without_own, plugin_file("life_cycle")]).run_start(run)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_failing_hook_names_plugin_file_and_remedy(plugin_file, without_own, run):
+    plugins = PluginManager.load([*without_own, plugin_file("failing_life_cycle"), plugin_file("life_cycle")])
+    with pytest.raises(PluginError) as caught:
+        plugins.step_end(run, 7, {})
+    for part in ("'failing_life_cycle'", plugin_file("failing_life_cycle"), "step 7 displeases me", "line 8", "-p no:"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert run.calls == []  # later plugins are not called
+
+
+def test_run_end_reaches_all_plugins_then_raises(plugin_file, without_own, run):
+    plugins = PluginManager.load([*without_own, plugin_file("failing_life_cycle"), plugin_file("life_cycle")])
+    with pytest.raises(PluginError, match="no end"):
+        plugins.run_end(run, "failed")
+    assert run.calls == [("run_end", "life_cycle", "failed")]
+
+
+def test_errors_of_rlcore_pass_unchanged(distribution, without_own):
+    distribution("strict", {"hooks.strict": "strict_hooks"}, {"strict_hooks": RAISES})
+    with pytest.raises(ConfigError, match=r"^no$"):
+        PluginManager.load(without_own).check_config(None)
+
+
+def test_hooks_page_is_current():
+    page = Path(__file__).parents[2] / "docs" / "hooks.md"
+    assert page.read_text() == markdown(), "run: python -m rlcore.plugins.reference > docs/hooks.md"
