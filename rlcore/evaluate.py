@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlcore.checkpoint import checkpoints
+from rlcore.config import Config
+from rlcore.data.chat import load_tokenizer
+from rlcore.data.loader import PromptLoader
+from rlcore.errors import CheckpointError
+from rlcore.folder import CONFIG
 from rlcore.ops import group_index
+from rlcore.plugins import PluginManager, Role
 from rlcore.protocol import DataProto
-from rlcore.run import Run
+from rlcore.rewards.compose import resolve
+from rlcore.run import Run, open_run
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,7 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     """
     config = run.config
     samples = config.trainer.eval_samples
-    batch = run.actor.generate(
-        prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature
-    )
+    batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
     batch = batch.union(run.reward(batch))
     scores = batch["scores"].numpy()
     right = (scores >= config.reward.pass_score) & ~batch["reward_error"].numpy()
@@ -58,6 +65,28 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
         metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(samples, int(c), k) for c in per_prompt]))
         k *= 2
     return Evaluation(metrics, batch)
+
+
+def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
+    """Evaluate a run's newest checkpoint or a model folder on held-out prompts, print and return the metrics.
+
+    `target` is a run folder or a model's; `config` says how, with model.path for a model folder. Raises CheckpointError
+    for a run without a checkpoint, and what starting a run raises.
+    """
+    if (target / CONFIG).is_file():
+        found = checkpoints(target / "checkpoints")
+        if not found:
+            raise CheckpointError(f"the run {target} has no checkpoint to evaluate; give a model folder, or train first")
+        config = replace(config, model=replace(config.model, path=str((found[-1] / "actor" / "model").resolve())))
+    dataset = plugins.datasets()[config.data.name]
+    loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)
+    rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
+    prompts = loader.held_out(config.data.eval_size)
+    with open_run(config, target.resolve(), plugins, {"actor": Role(generates=True)}, rewards) as run:
+        metrics = evaluate_prompts(run, prompts).metrics
+    for name, value in metrics.items():
+        print(f"{name.removeprefix('eval/'):<16} {value:.4g}")
+    return metrics
 
 
 def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:

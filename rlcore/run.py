@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from rlcore.errors import ConfigError, DataError, did_you_mean
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.worker import RewardWorker
-from rlcore.workers import ClassWithInitArgs, Executor, WorkerGroup
+from rlcore.workers import ClassWithInitArgs, WorkerGroup, make_executor
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager, Role
@@ -33,23 +34,6 @@ class Run:
         self._rewards = rewards
         self._logged: dict[str, float] = {}
         self._scored: list[DataProto] = []
-
-    @staticmethod
-    def start(
-        config: Config,
-        folder: Path,
-        executor: Executor,
-        plugins: PluginManager,
-        roles: Mapping[str, Role],
-        rewards: list[WeightedReward],
-    ) -> Run:
-        """Start the workers of all roles, fused into one process a rank, and those of the rewards."""
-        clock = StepClock()
-        # Reward workers first: they start in a moment, and say at once if a user's function cannot be loaded.
-        pool = executor.resource_pool(config.reward.workers, cpus_per_worker=1, gpus_per_worker=0.0)
-        scorers = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config.reward), name="reward")
-        scorers.start()
-        return Run(config, folder, clock, start_roles(config, executor, plugins, roles, clock), scorers)
 
     @property
     def step(self) -> int:
@@ -94,14 +78,39 @@ class Run:
         self._rewards.drain()
         return self._logged, self._scored
 
-    def close(self) -> None:
-        """Stop the reward processes."""
-        self._rewards.close()
+
+@contextmanager
+def open_run(
+    config: Config,
+    folder: Path,
+    plugins: PluginManager,
+    roles: Mapping[str, Role],
+    rewards: list[WeightedReward],
+    *,
+    log_dir: Path | None = None,
+) -> Iterator[Run]:
+    """Start the workers of all roles, fused into one process a rank, and those of the rewards; stop them at the end.
+
+    Each worker writes to a file of its own in `log_dir`. Raises ConfigError for a role name that hides a part of Run,
+    and the errors of starting.
+    """
+    _check_names(roles)
+    executor = make_executor(config.cluster, log_dir=log_dir, by_value_modules=plugins.by_value_modules)
+    with executor:
+        # Reward workers first: they start in a moment, and say at once if a user's function cannot be loaded.
+        pool = executor.resource_pool(config.reward.workers, cpus_per_worker=1, gpus_per_worker=0.0)
+        scorers = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config.reward), name="reward")
+        scorers.start()
+        clock = StepClock()
+        run = Run(config, folder, clock, start_roles(config, executor, plugins, roles, clock), scorers)
+        try:
+            yield run
+        finally:
+            scorers.close()
 
 
-def check_roles(roles: Mapping[str, Role]) -> None:
-    """Raise ConfigError for role names that would hide a part of Run."""
+def _check_names(roles: Mapping[str, Role]) -> None:
     taken = set(vars(Run)) | {"config", "dir", "roles"}
     for name in roles:
         if name in taken or not name.isidentifier():
-            raise ConfigError(f"a role cannot be called {name!r}: it is not an identifier or a part of Run has that name")
+            raise ConfigError(f"a role cannot be called {name!r}: it is no identifier, or a part of Run has that name")

@@ -22,9 +22,8 @@ from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import step_metrics
 from rlcore.plugins import Algorithm, PluginManager
 from rlcore.rewards.compose import resolve
-from rlcore.run import Run, check_roles
+from rlcore.run import Run, open_run
 from rlcore.trackers import Trackers
-from rlcore.workers import make_executor
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     check(config, plugins)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     roles = algorithm.roles()
-    check_roles(roles)
     dataset = plugins.datasets()[config.data.name]
     loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
@@ -47,15 +45,9 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
         with _logging_to(folder.path / LOG):
             for name, (path, digest) in plugins.local_files.items():
                 log.info("plugin %s from %s, sha256 %s", name, path, digest)
-            executor = make_executor(
-                config.cluster, log_dir=folder.path.resolve() / "logs", by_value_modules=plugins.by_value_modules
-            )
-            with executor:
-                run = Run.start(config, folder.path.resolve(), executor, plugins, roles, rewards)
-                try:
-                    return Trainer(run, algorithm, plugins, loader, folder).run()
-                finally:
-                    run.close()
+            place = folder.path.resolve()
+            with open_run(config, place, plugins, roles, rewards, log_dir=place / "logs") as run:
+                return Trainer(run, algorithm, plugins, loader, folder).run()
     finally:
         folder.close()
 
@@ -95,7 +87,8 @@ class Trainer:
     def _loop(self, interruption: _Interruption) -> str:
         total = self.config.trainer.total_steps
         if self.step == 0 and self.accuracy["before"] is None:
-            self.accuracy["before"] = self._evaluate()
+            self._evaluate()
+            self.accuracy["before"] = self.accuracy["after"]
         while self.step < total and not interruption.asked:
             self._one_step()
             every = self.config.trainer.checkpoint_every
@@ -124,7 +117,7 @@ class Trainer:
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
         metrics.update({f"data/{name}": float(count) for name, count in self.loader.counts.items()})
         if self._is_time_to_evaluate():
-            metrics["eval/accuracy"] = self._evaluate()
+            self._evaluate()
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
@@ -134,15 +127,13 @@ class Trainer:
         every = self.config.trainer.eval_every
         return bool(every) and (self.step % every == 0 or self.step == self.config.trainer.total_steps)
 
-    def _evaluate(self) -> float | None:
-        """Return the accuracy on the held-out prompts, or None when evaluation is off."""
+    def _evaluate(self) -> None:
         if self.held_out is None:
-            return None
+            return
         found = evaluate_prompts(self.run_, self.held_out)
         self.run_.end_step()
         self.accuracy["after"] = found.metrics["eval/accuracy"]
         self.trackers.evaluated(self.step, found.metrics)
-        return found.metrics["eval/accuracy"]
 
     def _save(self) -> None:
         keep = self.config.trainer.keep_checkpoints
@@ -176,7 +167,9 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
             self.algorithm.load_state_dict(state["algorithm"]["state"])
         except KeyError as error:
-            raise CheckpointError(f"{path / checkpoint.STATE} lacks {error}; it is of another version of rlcore") from error
+            raise CheckpointError(
+                f"{path / checkpoint.STATE} lacks {error}; it is of another version of rlcore"
+            ) from error
         for name, role in self.run_.roles.items():
             if role.role.trains:
                 role.group.load_state(str((path / name).resolve()))
@@ -235,4 +228,3 @@ def _logging_to(path: Path) -> Iterator[None]:
         logger.setLevel(before)
         logger.removeHandler(handler)
         handler.close()
-

@@ -1,0 +1,54 @@
+"""RUN/heartbeat.json, for whoever watches a run from outside: who runs it, how far it is, and since when nothing came.
+
+A plugin like any other (`-p no:hooks.heartbeat` leaves it out), on the life-cycle hooks alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore import hookimpl
+
+if TYPE_CHECKING:
+    from rlcore import Run
+
+RLCORE_API = 1
+NAME = "heartbeat.json"
+
+
+def _beat(run: Run, **news: Any) -> None:
+    path = run.dir / NAME
+    before = json.loads(path.read_text()) if path.exists() else {}
+    now = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": run.step}
+    aside = path.with_suffix(".writing")
+    aside.write_text(json.dumps({**before, **now, **news}) + "\n")
+    os.replace(aside, path)
+
+
+@hookimpl
+def rlcore_run_start(run: Run) -> None:
+    """Note that the run has begun."""
+    _beat(run, status="running")
+
+
+@hookimpl
+def rlcore_step_end(run: Run) -> None:
+    """Note the step."""
+    _beat(run)
+
+
+@hookimpl
+def rlcore_checkpoint(run: Run, path: Path) -> None:
+    """Note the step of the checkpoint that is about to be complete."""
+    _beat(run, checkpoint_step=run.step)
+
+
+@hookimpl
+def rlcore_run_end(run: Run, status: str) -> None:
+    """Note how the run ended."""
+    _beat(run, status=status)
