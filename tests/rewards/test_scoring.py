@@ -116,7 +116,7 @@ def test_killing_takes_what_the_reward_started_along(make):
 
 
 def test_prints_do_not_disturb_the_answers_and_columns_arrive(make, capfd):
-    scored = score(make("everything"), ["r", "r"], uid=["0:0", "0:1"], extra=[None, {"a": [1]}])
+    scored = score(make("everything"), ["r", "r"], uid=["0:0", "0:1"], extra=[None, {"a": [1]}], prompt=["clash"] * 2)
     assert scored.totals == [1.0, 1.0]
     assert capfd.readouterr().err.count("chatter on stdout\nand straight on the descriptor\n") == 2
 
@@ -148,14 +148,14 @@ def test_a_total_that_overflows_is_an_error(make):
 
 
 def test_batched_functions_get_lists_and_the_time_of_all_rows(make):
-    rewards = make("batched", timeout=0.3, error_value=-1.0)
+    rewards = make("batched", timeout=0.5, error_value=-1.0)
     assert score(rewards, ["slow", "b", "ccc"]).totals == [4.0, 1.0, 3.0]
     for act, cause in {
         "short": "returned 1 values for 3 samples",
         "scalar": "returned 1.0 (float), not a list of 3 numbers",
         "text": "returned '111' (str), not a list of 3 numbers",
         "one bad": "returned None (NoneType), not a number",
-        "hang": "gave no answer within 0.9 s",
+        "hang": "gave no answer within 1.5 s",
     }.items():
         scored = score(rewards, [act, "b", "ccc"])
         assert scored.totals == [-1.0] * 3

@@ -31,8 +31,10 @@ def batch(responses):
     )
 
 
-@pytest.fixture(params=["in_process", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["in_process"])
 def start(request):
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
     with make_executor(ClusterConfig(executor=request.param)) as executor:
         groups = []
 
@@ -48,28 +50,32 @@ def start(request):
             group.close()
 
 
-def test_scores_errors_and_details_whatever_the_number_of_workers(start):
+@pytest.mark.parametrize(
+    ("start", "workers"),
+    [("in_process", 1), ("in_process", 2), pytest.param("ray", 2, marks=pytest.mark.ray)],
+    indirect=["start"],
+)
+def test_scores_errors_and_details_whatever_the_number_of_workers(start, workers):
     config = RewardConfig(
         functions={"arithmetic": 2.0, f"{FILE}:misbehave": 1.0, f"{FILE}:level": 0.0}, timeout=0.5, error_value=-1.0
     )
     responses = ["fine", "raise", "hang", "bool", "nan"]
     expected = [0.25, -1.0, -1.0, 1.0, -1.0]
-    for workers in (1, 2):
-        scored = start(config, workers).score(batch(responses))
-        assert scored["scores"].dtype == torch.float32
-        assert scored["scores"].tolist() == expected
-        assert scored["reward_error"].tolist() == [False, True, True, False, True]
-        assert scored["score/arithmetic"].tolist() == [0.0] * 5
-        assert scored["score/functions.misbehave"].tolist() == expected
-        assert scored["score/functions.level"].tolist() == [0.0, 1.0, 2.5, 3.5, 4.0]
-        details = scored["reward_detail"]
-        assert details[0] is None
-        assert {name: details[2][name] for name in ("uid", "sample_index", "function", "cause")} == {
-            "uid": "0:1",
-            "sample_index": 0,
-            "function": "functions.misbehave",
-            "cause": "gave no answer within 0.5 s",
-        }
+    scored = start(config, workers).score(batch(responses))
+    assert scored["scores"].dtype == torch.float32
+    assert scored["scores"].tolist() == expected
+    assert scored["reward_error"].tolist() == [False, True, True, False, True]
+    assert scored["score/arithmetic"].tolist() == [0.0] * 5
+    assert scored["score/functions.misbehave"].tolist() == expected
+    assert scored["score/functions.level"].tolist() == [0.0, 1.0, 2.5, 3.5, 4.0]
+    details = scored["reward_detail"]
+    assert details[0] is None
+    assert {name: details[2][name] for name in ("uid", "sample_index", "function", "cause")} == {
+        "uid": "0:1",
+        "sample_index": 0,
+        "function": "functions.misbehave",
+        "cause": "gave no answer within 0.5 s",
+    }
 
 
 def test_fewer_rows_than_workers_and_none(start):
