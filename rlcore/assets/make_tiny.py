@@ -126,8 +126,11 @@ def train(
     batch_size: int,
     lr: float,
     rng: random.Random,
-) -> None:
-    """Train on `answer(problem)` for random training problems; the loss covers the answer and its end token only."""
+) -> float:
+    """Train on `answer(problem)` for random training problems and return the last batch's loss.
+
+    The loss covers the answer and its end token only.
+    """
     pool = problems("train")
     prompt_ids = {p: tokenizer.encode(chat(tokenizer, p), add_special_tokens=False) for p in pool}
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -156,6 +159,7 @@ def train(
         if step % 100 == 0:
             print(f"  step {step:5d}  loss {running / 100:.4f}  {time.perf_counter() - started:5.0f} s", flush=True)
             running = 0.0
+    return loss.item()
 
 
 def chat(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:

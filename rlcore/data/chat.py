@@ -194,8 +194,9 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
         # transformers adds a token that a tokenizer class has by default and the folder does not name.
         if getattr(tokenizer, f"{name}_id") >= size:
             raise ConfigError(
-                f"model.path={model.path}: the tokenizer's {name} {getattr(tokenizer, name)!r} has a number outside the "
-                f'model\'s vocabulary of {size}. Set "{name}" {remedy} to a token of the model.'
+                f"model.path={model.path}: the tokenizer's {name} {getattr(tokenizer, name)!r} is not one of the "
+                f"model's {size} tokens. "
+                f'Set "{name}" {remedy} to a token of the model.'
             )
 
 

@@ -50,9 +50,9 @@ class PromptSplit:
         self.rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
         if len(self.rows) == 0:
             raise DataError(f"{self._where}: the data set has no rows")
-        self.columns = self._other_columns()
         self.overlong = 0
         self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt))
+        self.columns = self._other_columns()
         if not self.prompts:
             raise DataError(
                 f"{self._where}: all {len(self.rows)} prompts are longer than "

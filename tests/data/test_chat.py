@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rlcore.config.schema import ModelConfig
+from rlcore.data.chat import PromptEncoder, check_model_folder, load_tokenizer
+from rlcore.errors import ConfigError, DataError
+
+EditJson = Callable[..., None]
+
+
+def test_a_string_is_a_user_message(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = PromptEncoder(tokenizer, "Calculate.")
+    chat = encoder.render("1+2=")
+    assert chat == "<|system|>Calculate.<|end|><|user|>1+2=<|end|><|assistant|>"
+    token_ids = encoder.token_ids([chat])[0]
+    assert len(token_ids) == 2 + len("Calculate.") + 2 + len("1+2=") + 1
+    assert tokenizer.decode(token_ids) == chat
+
+
+def test_messages_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "?"},
+    ]
+    expected = "<|user|>hi<|end|><|assistant|>ho<|end|><|user|>?<|end|><|assistant|>"
+    assert PromptEncoder(tokenizer, "not added").render(messages) == expected
+
+
+@pytest.mark.parametrize("prompt", [3, [], ["text"], [{"role": "user"}], {"role": "user", "content": "x"}])
+def test_neither_string_nor_messages(tokenizer: PreTrainedTokenizerBase, prompt: object) -> None:
+    with pytest.raises(DataError, match="a prompt is a string, or a list of messages"):
+        PromptEncoder(tokenizer).render(prompt)  # type: ignore[arg-type]
+
+
+def test_the_template_refuses_a_role(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"the chat template refuses the prompt .*unknown role tool"):
+        PromptEncoder(tokenizer).render([{"role": "tool", "content": "x"}])
+
+
+def test_the_folder_itself_is_checked_first(tmp_path: Path, model_folder: Path, edit_json: EditJson) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=.*absent does not exist.*hf download"):
+        check_model_folder(ModelConfig(str(tmp_path / "absent")))
+    with pytest.raises(ConfigError, match="is a file"):
+        check_model_folder(ModelConfig(str(model_folder / "config.json")))
+    assert check_model_folder(ModelConfig(str(model_folder))) == model_folder
+    (model_folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="holds no weights"):
+        check_model_folder(ModelConfig(str(model_folder)))
+    (model_folder / "config.json").unlink()
+    (model_folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has no config\.json.*is an adapter"):
+        check_model_folder(ModelConfig(str(model_folder)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architecture LlamaForSequenceClassification"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"model_type": "unheard_of", "architectures": None}, "model_type 'unheard_of'"),
+    ],
+)
+def test_not_a_causal_language_model(
+    model_folder: Path, edit_json: EditJson, changes: dict[str, object], found: str
+) -> None:
+    edit_json(model_folder / "config.json", **changes)
+    with pytest.raises(ConfigError, match=f"is not a causal language model.*{found}"):
+        check_model_folder(ModelConfig(str(model_folder)))
+
+
+def test_remote_code_has_to_be_allowed(model_folder: Path, edit_json: EditJson) -> None:
+    edit_json(
+        model_folder / "config.json",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    )
+    with pytest.raises(ConfigError, match=r"its model needs Python code.*set model\.trust_remote_code=true"):
+        check_model_folder(ModelConfig(str(model_folder)))
+    assert check_model_folder(ModelConfig(str(model_folder), trust_remote_code=True)) == model_folder
+
+
+def test_remote_code_of_the_tokenizer(model_folder: Path, edit_json: EditJson) -> None:
+    edit_json(model_folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]})
+    with pytest.raises(ConfigError, match="its tokenizer needs Python code"):
+        load_tokenizer(ModelConfig(str(model_folder)))
+
+
+def test_no_chat_template(model_folder: Path, tmp_path: Path) -> None:
+    (model_folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"no chat template\. Set model\.chat_template=FILE"):
+        load_tokenizer(ModelConfig(str(model_folder)))
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}Q: {{ m['content'] }}\nA: {% endfor %}")
+    tokenizer = load_tokenizer(ModelConfig(str(model_folder), chat_template=str(template)))
+    assert PromptEncoder(tokenizer).render("1+1=") == "Q: 1+1=\nA: "
+
+
+def test_bad_chat_template_files(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template=.*there is no such file"):
+        load_tokenizer(ModelConfig(str(model_folder), chat_template=str(tmp_path / "absent")))
+    template = tmp_path / "template.jinja"
+    template.write_text("Q\n{% for m in messages %}")
+    with pytest.raises(ConfigError, match=r"template\.jinja: the chat template does not work, line 2"):
+        load_tokenizer(ModelConfig(str(model_folder), chat_template=str(template)))
+
+
+def test_no_end_of_text_token(model_folder: Path, edit_json: EditJson) -> None:
+    edit_json(model_folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ConfigError, match=r'no end-of-text token.*Set "eos_token" in .*tokenizer_config\.json'):
+        load_tokenizer(ModelConfig(str(model_folder)))
+
+
+def test_the_pad_token_may_come_from_the_models_config(model_folder: Path, edit_json: EditJson) -> None:
+    edit_json(model_folder / "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(ModelConfig(str(model_folder))).pad_token == "<|pad|>"
+    for unsafe in (None, 1, 320):  # not named, the end-of-text token, outside the vocabulary
+        edit_json(model_folder / "config.json", pad_token_id=unsafe)
+        with pytest.raises(ConfigError, match=r'no pad token.*Set "pad_token" in .*tokenizer_config\.json'):
+            load_tokenizer(ModelConfig(str(model_folder)))
+
+
+def test_a_token_outside_the_models_vocabulary(model_folder: Path, edit_json: EditJson) -> None:
+    edit_json(model_folder / "tokenizer_config.json", eos_token="<|new|>")
+    with pytest.raises(ConfigError, match=r"eos_token '<\|new\|>' is not one of the model's 320 tokens"):
+        load_tokenizer(ModelConfig(str(model_folder)))
+
+
+def test_no_tokenizer_and_a_broken_one(model_folder: Path) -> None:
+    (model_folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not valid JSON"):
+        load_tokenizer(ModelConfig(str(model_folder)))
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (model_folder / name).unlink()
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        load_tokenizer(ModelConfig(str(model_folder)))
