@@ -193,7 +193,7 @@ class HFRollout(RolloutEngine):
             return False
         # A character takes at most 4 byte-level tokens; one more for a token that begins before the stop string.
         tail = row.tokens[-(4 * max(len(text) for text in stop) + 1) :]
-        text = self.tokenizer.decode(tail)
+        text = self.tokenizer.decode(tail, skip_special_tokens=True)
         return any(s in text for s in stop)
 
 
