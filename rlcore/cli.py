@@ -57,7 +57,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"rlcore {version('rlcore')}")
         return 0
     if options.help or command in ("", "help"):
-        print(_help())
+        _show(_help())
         return 0 if options.help or command else 2
     if command in _COMMANDS:
         return _COMMANDS[command][1](argv[:end] + rest)
@@ -149,8 +149,11 @@ def _eval_base(target: str) -> dict[str, Any]:
         return read_values(folder / "config.yaml")
     if (folder / "config.json").is_file() or target == "tiny":
         return {"model": {"path": target}}
-    state = "holds neither" if folder.is_dir() else "does not exist; a folder to evaluate holds"
-    raise ConfigError(f"{target!r} {state} config.yaml (a run) or config.json (a Hugging Face model)")
+    if folder.is_dir():
+        raise ConfigError(f"{target!r} holds neither config.yaml (a run) nor config.json (a Hugging Face model)")
+    raise ConfigError(
+        f"{target!r} does not exist: it must be a folder with config.yaml (a run) or config.json (a Hugging Face model)"
+    )
 
 
 def _plugins(argv: list[str]) -> int:
@@ -160,12 +163,14 @@ def _plugins(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     rows = [dataclasses.asdict(info) for info in _load(options).list()]
     if options.json:
-        print(json.dumps(rows, indent=2))
+        _show(json.dumps(rows, indent=2))
         return 0
+    lines = []
     for row in rows:
-        origin = f"{row['distribution']} {row['version']}" if row["distribution"] else f"local, sha256 {row['sha256']}"
-        print(f"{row['name']}  [{row['kind']}, {row['state']}]  {origin}")
-        print(f"    file   {row['file'] or 'not loaded'}\n    hooks  {', '.join(row['hooks']) or 'none'}")
+        origin = f"{row['distribution']} {row['version']}" if row["distribution"] else f"sha256 {row['sha256']}"
+        lines.append(f"{row['name']}  [{row['kind']}, {row['state']}]  {origin}")
+        lines += [f"    file   {row['file'] or 'not loaded'}", f"    hooks  {', '.join(row['hooks']) or 'none'}"]
+    _show("\n".join(lines))
     return 0
 
 
@@ -186,8 +191,17 @@ def _config(argv: list[str]) -> int:
 def _print_config(config: Config) -> int:
     from rlcore.config import to_yaml
 
-    print(to_yaml(config), end="")
+    _show(to_yaml(config).rstrip("\n"))
     return 0
+
+
+def _show(text: str) -> None:
+    """Print to stdout; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _compose(
@@ -237,12 +251,11 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
     sections: dict[str, type] = {}
     if name is not None:
         sections["algo"] = _load(options).algorithm(name).algorithm.Config
-    print(f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n")
-    print(parser.format_help().partition("\n\n")[2])
-    print(f"{_groups()}\n")
+    lines = [f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n", parser.format_help().partition("\n\n")[2]]
+    lines.append(f"{_groups()}\n")
     if name is None:
-        print(f"algo: the algorithm's own keys, shown by rlcore {usage} algo=NAME --help")
-    print(text({**sections, **SECTIONS}))
+        lines.append(f"algo: the algorithm's own keys, shown by rlcore {usage} algo=NAME --help")
+    _show("\n".join([*lines, text({**sections, **SECTIONS})]))
     return 0
 
 

@@ -19,9 +19,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 """All hooks by name, in the order of the reference."""
 
-KINDS = ("reward", "data", "engine", "tracker", "command", "hooks")
-"""What may stand before the dot of an entry point's name; a name without a dot is an algorithm's."""
-
 
 def api_fault(module: ModuleType) -> str | None:
     """Check the stated version of the plugin contract."""

@@ -51,7 +51,7 @@ S = TypeVar("S")
 class PluginInfo:
     """One plugin: a row of `rlcore plugins`.
 
-    `kind` is "algorithm", the part of the entry point's name before the dot, or "local" for a file; `file` is None
+    `kind` is "algorithm", what stands before the dot of the entry point's name, or "local" for a file; `file` is None
     while it is not known, that is for a blocked plugin; `sha256` (hex) is that of a local file.
     """
 
@@ -208,12 +208,6 @@ class PluginManager:
         distribution, version = _distribution(entry)
         kind = entry.name.partition(".")[0] if "." in entry.name else "algorithm"
         info = PluginInfo(entry.name, kind, distribution, version, None, state="blocked" if blocked else "loaded")
-        if "." in entry.name and kind not in checks.KINDS:
-            raise _broken(
-                info,
-                f"its entry point's kind {kind!r} is not known.{did_you_mean(kind, checks.KINDS)} A name is an "
-                f"algorithm's, or KIND.NAME with one of {', '.join(checks.KINDS)}",
-            )
         self._add(info)
         if not blocked:
             self._load(info, lambda: _import_entry(entry))

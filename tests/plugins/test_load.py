@@ -180,7 +180,7 @@ def test_blocked_plugin_is_not_imported(distribution, without_own):
         ("reward.nice", one(), "gives none; it gave 'nice'"),
         ("command.hail", COMMAND, "gives 'hail'; it gave 'greet'"),
         ("hooks.nice", COMMAND, r"rlcore_commands\(\) gives none; it gave 'greet'"),
-        ("rewards.nice", HOOK, r"kind 'rewards' is not known. Did you mean 'reward'\?"),
+        ("commands.greet", COMMAND, r"rlcore_commands\(\) gives none; it gave 'greet'"),
     ],
 )
 def test_entry_point_promises_what_the_module_gives(entry, source, cause, distribution, without_own):
