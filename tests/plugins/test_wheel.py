@@ -1,0 +1,80 @@
+"""A stranger's distribution: built as a wheel, installed with pip, used through the command line."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).parents[1] / "fixtures" / "plugins" / "rlcore-plugin-parrot"
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of a new venv that sees this one's packages and has the plugin installed."""
+    folder = tmp_path_factory.mktemp("stranger")
+    shutil.copytree(PROJECT, folder / "project")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(folder / "project")], check=True
+    )
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    interpreter = folder / "venv" / "bin" / "python"
+    site = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    # addsitedir, not a plain path: an editable rlcore is found through the .pth files there.
+    (site / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", str(interpreter), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    return str(interpreter)
+
+
+@pytest.fixture
+def rlcore(python, tmp_path):
+    def run(*argv: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "rlcore.cli", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        assert done.returncode == status, done.stderr
+        return done
+
+    return run
+
+
+def test_it_is_listed_with_version_file_and_hooks(rlcore, python):
+    rows = {row["name"]: row for row in json.loads(rlcore("plugins", "--json").stdout)}
+    row = rows["parrot"]
+    assert (row["distribution"], row["version"], row["state"]) == ("rlcore-plugin-parrot", "0.3.1", "loaded")
+    assert Path(row["file"]).is_relative_to(Path(python).parents[1])
+    assert row["hooks"] == ["rlcore_algorithm", "rlcore_rewards"]
+    assert {"grpo", "command.squawk", "reward.builtin"} <= set(rows)
+    # rlcore's own come first, whatever the names.
+    owners = [row["distribution"] for row in rows.values()]
+    assert owners == sorted(owners, key=lambda owner: owner != "rlcore")
+
+
+def test_its_algorithm_composes_like_a_built_in_one(rlcore):
+    shown = rlcore("train", "algo=parrot", "algo.mood=cross", "reward=repeats", "data=gsm8k", "--cfg", "job").stdout
+    config = yaml.safe_load(shown)
+    assert config["algorithm"] == "parrot"
+    assert config["algo"] == {"volume": 0.5, "mood": "cross"}
+    assert config["reward"]["functions"] == {"repeats": 1.0}
+    assert "algo.mod'. Did you mean 'algo.mood'" in rlcore("train", "algo=parrot", "algo.mod=x", status=2).stderr
+
+
+def test_help_names_it(rlcore):
+    printed = rlcore("--help").stdout
+    assert "algorithms: grpo, parrot" in printed
+    assert "squawk     from rlcore-plugin-parrot" in printed
+    assert "algo.volume = 0.5  [float]\n      how loud (>= 0, <= 1)" in rlcore("train", "algo=parrot", "-h").stdout
+    assert rlcore("squawk", "twice").stdout == "squawk twice\n"
+
+
+def test_blocked_it_is_gone(rlcore):
+    message = rlcore("train", "-p", "no:parrot", "algo=parrot", status=2).stderr
+    assert "algo=parrot is unknown" in message
