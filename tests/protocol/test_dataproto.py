@@ -1,6 +1,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -398,6 +399,14 @@ def test_union_with_a_side_that_has_no_tensors(batch):
     assert batch.union(DataProto()).equal(batch)
 
 
+def test_union_compares_tensors_in_meta_info_by_dtype_and_contents():
+    ones = DataProto(meta_info={"weights": torch.ones(2)})
+    assert ones.union(DataProto(meta_info={"weights": torch.ones(2)})).equal(ones)
+    for other in (torch.ones(2).double(), torch.ones(3), torch.zeros(2)):
+        with pytest.raises(DataError, match="meta_info 'weights' differs"):
+            ones.union(DataProto(meta_info={"weights": other}))
+
+
 def test_union_of_nan_with_itself_is_no_conflict():
     batch = DataProto({"x": torch.tensor([float("nan"), 1.0])}, {"o": [float("nan"), [np.array([float("nan")])]]})
     assert batch.union(copy.deepcopy(batch)).equal(batch)
@@ -491,6 +500,7 @@ def test_threads_share_one_fetch(batch):
 
     def fetch():
         calls.append(1)
+        time.sleep(0.05)
         return batch
 
     handle = DataProto.deferred(fetch)

@@ -42,3 +42,10 @@ def test_a_folder_without_a_batch_is_a_data_error(tmp_path):
     (tmp_path / "batch" / "columns.safetensors").write_bytes(b"cut")
     with pytest.raises(DataError, match="holds no batch"):
         DataProto.load_from_disk(tmp_path / "batch")
+
+
+def test_columns_that_share_storage_are_saved_each(tmp_path):
+    batch = batch_of()
+    twice = batch.union(batch.rename(["x", "r"], ["y", "s"]))[1:]
+    twice.save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch").equal(twice)
