@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from rlcore.protocol import DataProto, Ragged
     from rlcore.run import Run
+    from rlcore.trackers import Tracker
 
 _HOMES = {
     "rlcore.config": ["Config", "option"],
@@ -44,6 +45,7 @@ _HOMES = {
     ],
     "rlcore.protocol": ["DataProto", "Ragged"],
     "rlcore.run": ["Run"],
+    "rlcore.trackers": ["Tracker"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -64,6 +66,7 @@ __all__ = [  # noqa: F822  (resolved by __getattr__)
     "Role",
     "RolloutEngineSpec",
     "Run",
+    "Tracker",
     "TrackerSpec",
     "TrainEngineSpec",
     "WorkerError",

@@ -22,6 +22,7 @@ from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import step_metrics
 from rlcore.plugins import Algorithm, PluginManager
 from rlcore.rewards.compose import resolve
+from rlcore.rewards.scoring import check as check_rewards
 from rlcore.run import Run, open_run
 from rlcore.trackers import Trackers
 
@@ -40,6 +41,7 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     dataset = plugins.datasets()[config.data.name]
     loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
+    check_rewards(rewards, config.reward)
     folder = open_folder(default_path(config), config, plugins)
     try:
         with _logging_to(folder.path / LOG):

@@ -1,0 +1,199 @@
+"""One rank in this process against two ranks on Ray: the same samples, the same loss, the same gradient."""
+
+import dataclasses
+
+import pytest
+import torch
+from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
+
+from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.engine.train import state
+from rlcore.errors import DataError
+from rlcore.plugins import Role
+from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
+
+pytestmark = pytest.mark.ray
+ACTOR = Role(trains=True, generates=True)
+
+
+class ProbedWorker(ModelWorker):
+    """A model worker whose gradients can be looked at."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the whole gradient of every parameter."""
+        return {name: state.whole(p.grad).clone() for name, p in self.train.model.hf.named_parameters()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return every parameter whole."""
+        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster, model_folder):
+    """Handles of the same model on one rank in this process and on two ranks on Ray."""
+    config = Config(
+        algorithm="grpo",
+        algo=GRPOConfig(kl_coef=0.1),
+        model=ModelConfig(path=str(model_folder())),
+        data=DataConfig(),
+        rollout=RolloutConfig(response_len=12),
+        engine=EngineConfig(lr=1e-3, clip_grad=0.0, micro_batch_rows=3),
+    )
+    setup = RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+    import sys
+
+    here = sys.modules[__name__]
+    one = make_executor(ClusterConfig(executor="in_process", workers=1))
+    two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[here])
+    with one, two:
+        handles = []
+        for executor in (one, two):
+            group = executor.worker_group(
+                executor.resource_pool(), ClassWithInitArgs(ProbedWorker, setup), name=f"actor{len(handles)}"
+            )
+            group.start()
+            handles.append(RoleHandle("actor", ACTOR, group, config, StepClock(step=1)))
+        yield handles
+
+
+@pytest.fixture
+def fresh(actors, tmp_path_factory):
+    """The two actors, with the weights and the version that they started with."""
+    saved = tmp_path_factory.getbasetemp() / "start"
+    if not saved.exists():
+        actors[0].group.save_state(str(saved))
+    for actor in actors:
+        actor.group.load_state(str(saved))
+    return actors
+
+
+def same_update(actors, assert_close, batch, **options):
+    metrics = [actor.update(batch, loss=grpo_loss, **options) for actor in actors]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-6)
+    grads = [actor.group.gradients()[0] for actor in actors]
+    assert_close(grads[1], grads[0])
+    return metrics[0]
+
+
+def prompts_of(batch):
+    return batch.select(["prompts"], ["uid"])
+
+
+def test_the_rollout_is_identical_and_comes_in_order(fresh, random_batch):
+    prompts = prompts_of(random_batch(groups=5, size=3))
+    one, two = (actor.generate(prompts) for actor in fresh)
+    for name in ("responses", "response_mask"):
+        assert one[name].equal(two[name])
+    torch.testing.assert_close(one["rollout_log_probs"].values, two["rollout_log_probs"].values, rtol=1e-5, atol=1e-5)
+    assert one["uid"].tolist() == two["uid"].tolist() == prompts["uid"].tolist()
+    assert two["sample_index"].tolist() == [0, 1, 2] * 5
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "options"),
+    [
+        (4, 3, {"keep_together": "uid"}),
+        (5, 3, {}),  # 15 rows: 7 and 8, so 3 micro-batches on each
+        (3, 3, {"keep_together": "uid"}),  # 3 groups of 3: one rank has twice the work
+        (1, 4, {"keep_together": "uid"}),  # one rank has no row at all
+        (1, 1, {}),
+    ],
+)
+def test_the_gradient_is_the_same(fresh, assert_close, random_batch, groups, size, options):
+    same_update(fresh, assert_close, random_batch(groups, size), **options)
+
+
+def test_mini_batches_and_epochs_are_the_same_steps(fresh, assert_close, random_batch):
+    metrics = same_update(
+        fresh, assert_close, random_batch(6, 2), keep_together="uid", mini_batches=3, epochs=2
+    )
+    assert metrics["train/optimizer_steps"] == 6
+    weights = [actor.group.weights()[0] for actor in fresh]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=2e-5)
+
+
+def test_no_rows_at_all_are_skipped_on_every_rank(fresh, random_batch):
+    for actor in fresh:
+        metrics = actor.update(random_batch()[:0], loss=grpo_loss)
+        assert metrics["train/skipped_updates"] == 1
+        assert actor.group.version() == [0] * actor.group.world_size
+
+
+def test_log_probs_of_fewer_rows_than_ranks(fresh, random_batch):
+    one, two = (actor.log_probs(random_batch(1, 1), entropy=True) for actor in fresh)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(two[name].values, one[name].values, rtol=1e-5, atol=1e-5)
+
+
+def test_old_log_probs_come_from_the_rollout_only_where_they_are_the_same_numbers(fresh, random_batch, assert_close):
+    for actor in fresh:
+        batch = actor.generate(prompts_of(random_batch(3, 2)))
+        assert actor.log_probs(batch, name="old_log_probs")["old_log_probs"].equal(batch["rollout_log_probs"])
+        computed = actor.log_probs(batch, name="log_probs")["log_probs"]
+        torch.testing.assert_close(computed.values, batch["rollout_log_probs"].values, rtol=1e-4, atol=1e-5)
+        cut = actor.generate(prompts_of(random_batch(3, 2)), top_k=3)
+        assert not actor.log_probs(cut, name="old_log_probs")["old_log_probs"].equal(cut["rollout_log_probs"])
+        trained = random_batch(3, 2)
+        actor.update(trained, loss=grpo_loss)
+        assert not actor.log_probs(batch, name="old_log_probs")["old_log_probs"].equal(batch["rollout_log_probs"])
+
+
+def test_generation_uses_the_weights_of_the_last_update(fresh, random_batch):
+    prompts = prompts_of(random_batch(3, 2))
+    for actor in fresh:
+        before = actor.generate(prompts)
+        assert before["weights_version"].tolist() == [0] * 6
+        actor.update(random_batch(), loss=grpo_loss, epochs=4)
+        after = actor.generate(prompts)
+        assert after["weights_version"].tolist() == [4] * 6
+        again = actor.log_probs(after, name="log_probs")["log_probs"]
+        torch.testing.assert_close(again.values, after["rollout_log_probs"].values, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(fresh, random_batch):
+    batch = random_batch(4, 3)
+    advantages = batch["advantages"]
+    advantages[10] = float("inf")
+    batch["advantages"] = advantages
+    for actor in fresh:
+        with pytest.raises(DataError, match="uid=0:3 sample=1"):
+            actor.update(batch, loss=grpo_loss)
+        assert actor.group.version() == [0] * actor.group.world_size
+        actor.update(random_batch(), loss=grpo_loss)  # and the ranks are still in step
+
+
+def test_state_saved_by_two_ranks_goes_on_in_one_and_back(fresh, random_batch, tmp_path):
+    one, two = fresh
+    two.update(random_batch(seed=1), loss=grpo_loss)
+    two.group.save_state(str(tmp_path / "two"))
+    one.group.load_state(str(tmp_path / "two"))
+    metrics = [actor.update(random_batch(seed=2), loss=grpo_loss) for actor in fresh]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-6)
+    one.group.save_state(str(tmp_path / "one"))
+    two.group.load_state(str(tmp_path / "one"))
+    a, b = one.group.weights()[0], two.group.weights()[0]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_roles_say_what_they_cannot_do(fresh, random_batch):
+    frozen = dataclasses.replace(ACTOR, trains=False, generates=False)
+    handle = RoleHandle("ref", frozen, fresh[0].group, fresh[0]._config, StepClock())
+    with pytest.raises(DataError, match="'ref' is frozen; declare it with Role"):
+        handle.update(random_batch(), loss=grpo_loss)
+    with pytest.raises(DataError, match="'ref' does not generate"):
+        handle.generate(random_batch())
+    with pytest.raises(DataError, match="needs a loss"):
+        fresh[0].update(random_batch())
+    with pytest.raises(DataError, match="unexpected keyword argument 'heat'"):
+        fresh[0].generate(random_batch(), heat=2)
+
+
+def test_grpo_asks_for_a_reference_only_when_it_is_used():
+    assert set(GRPO(GRPOConfig(kl_coef=0.1)).roles()) == {"actor", "ref"}
+    assert set(GRPO(GRPOConfig(kl_coef=0.0)).roles()) == {"actor"}
