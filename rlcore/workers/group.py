@@ -95,11 +95,11 @@ class WorkerGroup:
         return self._mesh
 
     def drain(self) -> None:
-        """Wait for all calls that nobody has read yet, and raise the first error among them."""
+        """Wait for the calls that nobody has read yet, in order, and raise the first error."""
         outstanding, self._outstanding = self._outstanding, []
-        errors = [error for future in outstanding if (error := _error_of(future)) is not None]
-        if errors:
-            raise errors[0]
+        for future in outstanding:
+            if not future.was_read:  # an error that was raised once need not be raised again
+                future.get()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         registration = None if name.startswith("_") else registration_of(self._worker_cls, name)
@@ -148,14 +148,6 @@ def resolve(value: Any) -> Any:
     if type(value) is dict:
         return {key: resolve(item) for key, item in value.items()}
     return value
-
-
-def _error_of(future: Future) -> Exception | None:
-    try:
-        future.get()
-    except Exception as error:
-        return error
-    return None
 
 
 def _no_such_method(worker_cls: type[Worker], name: str) -> str:

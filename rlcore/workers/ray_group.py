@@ -6,7 +6,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ray
@@ -64,7 +66,7 @@ class RayPending(Pending):
                 try:
                     value = ray.get(ref)
                 except Exception as error:
-                    raise processes.failure(error, rank, self._role, self._method, waiting) from None
+                    raise processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
                 if awaited:
                     outputs[rank] = value
         return outputs
@@ -256,6 +258,17 @@ class RayProcesses(Processes):
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 
+class RankHandle:
+    """One rank's worker: `handle.method.remote(...)` calls any of its methods and returns Ray's reference."""
+
+    def __init__(self, host: Any, role: str) -> None:
+        self._host = host
+        self._role = role
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._host.call.remote, self._role, method))
+
+
 class RayWorkerGroup(WorkerGroup):
     """A group on Ray, made where Ray is already connected. Of several fused classes, `spawn` gives the groups."""
 
@@ -276,6 +289,11 @@ class RayWorkerGroup(WorkerGroup):
             self._classes |= ray_cls_with_init
         processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
         super().__init__(processes, name, own)
+        self._hosts = processes.hosts
+
+    @property
+    def _workers(self) -> list[RankHandle]:
+        return [RankHandle(host, self.role) for host in self._hosts]
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return a group for each of the roles that were fused, on the same processes; ConfigError for others."""
@@ -308,6 +326,8 @@ def _put_shared(calls: Sequence[Call | None]) -> list[Call | None]:
 
 
 def _cause(error: RayActorError) -> str:
-    """Return Ray's account of a death without the ids of the actor."""
+    """Return Ray's account of a death, without the actor's ids and without Ray's guesses where it does not know."""
     ids = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
-    return " ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith(ids))
+    account = " ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith(ids))
+    known, guess, _ = account.partition("Some common causes include")
+    return known + ("It was killed, ran out of memory (see dmesg), crashed, or called os._exit." if guess else "")

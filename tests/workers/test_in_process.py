@@ -1,0 +1,65 @@
+"""What only the in-process executor does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.errors import ConfigError
+from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+
+CLUSTER = ClusterConfig(executor="in_process", workers=1)
+
+
+class Summer(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self, value: float) -> float:
+        self.init_process_group()
+        self.init_process_group()
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+
+def test_one_rank_has_a_process_group_that_goes_with_the_executor() -> None:
+    environment = dict(os.environ)
+    with make_executor(CLUSTER) as executor:
+        group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Summer))
+        assert group.total(2.5) == [2.5]
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+
+
+def test_several_ranks_cannot_communicate() -> None:
+    with make_executor(CLUSTER) as executor:
+        group = executor.worker_group(executor.resource_pool(2), ClassWithInitArgs(Summer), name="actor")
+        with pytest.raises(ConfigError, match=r"runs 2 ranks in turn.*cluster.executor=ray.*\[actor rank 0 of 2"):
+            group.total(1.0)
+    assert not dist.is_initialized()
+
+
+def test_it_works_where_ray_is_not_installed() -> None:
+    program = """
+        import sys
+        sys.modules["ray"] = None  # importing it fails, as where it is not installed
+        from rlcore.config.schema import ClusterConfig
+        from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+
+        class Adder(Worker):
+            @register(Dispatch.ONE_TO_ALL)
+            def add(self, value):
+                return value + self.rank
+
+        with make_executor(ClusterConfig(executor="in_process", workers=2)) as executor:
+            print(executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Adder)).add(3))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.stdout == "[3, 4]\n", done.stderr
