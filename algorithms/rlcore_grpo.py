@@ -76,7 +76,7 @@ def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dic
 class GRPO(Algorithm):
     """One step: sample groups, score them, compare within each group, update the actor."""
 
-    Config = GRPOConfig
+    config_class = GRPOConfig
     config: GRPOConfig
 
     def roles(self) -> Mapping[str, Role]:

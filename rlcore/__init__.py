@@ -49,7 +49,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: F822  (resolved by __getattr__)
+__all__ = [
     "Algorithm",
     "AlgorithmSpec",
     "CheckpointError",

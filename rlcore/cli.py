@@ -250,7 +250,7 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
     name = next((word.removeprefix("algo=") for word in options.overrides if word.startswith("algo=")), None)
     sections: dict[str, type] = {}
     if name is not None:
-        sections["algo"] = _load(options).algorithm(name).algorithm.Config
+        sections["algo"] = _load(options).algorithm(name).algorithm.config_class
     lines = [f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n", parser.format_help().partition("\n\n")[2]]
     lines.append(f"{_groups()}\n")
     if name is None:

@@ -42,8 +42,8 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     """Sample `trainer.eval_samples` responses for each prompt at `trainer.eval_temperature` and score them.
 
     Metrics: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1, 2, 4, ... up to
-    the samples per prompt where there are several, the mean score, the mean response length, the share that was cut off,
-    and how many samples and reward errors there were.
+    the samples per prompt where there are several, the mean score, the mean response length, the share that was cut
+    off, and how many samples and reward errors there were.
     """
     config = run.config
     samples = config.trainer.eval_samples
@@ -76,7 +76,9 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     if (target / CONFIG).is_file():
         found = checkpoints(target / "checkpoints")
         if not found:
-            raise CheckpointError(f"the run {target} has no checkpoint to evaluate; give a model folder, or train first")
+            raise CheckpointError(
+                f"the run {target} has no checkpoint to evaluate; give a model folder, or train first"
+            )
         config = replace(config, model=replace(config.model, path=str((found[-1] / "actor" / "model").resolve())))
     dataset = plugins.datasets()[config.data.name]
     loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)

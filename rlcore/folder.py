@@ -82,7 +82,9 @@ def _lock(path: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"run.dir={path} is in use by another rlcore process; wait for it or take another folder") from None
+        raise ConfigError(
+            f"run.dir={path} is in use by another rlcore process; wait for it or take another folder"
+        ) from None
     return lock
 
 
@@ -105,7 +107,18 @@ def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
 
 def versions() -> dict[str, Any]:
     """Return what the run was made with: Python, the platform, and the distributions that matter."""
-    names = ("rlcore", "torch", "transformers", "ray", "tensordict", "safetensors", "numpy", "hydra-core", "wandb", "vllm")
+    names = (
+        "rlcore",
+        "torch",
+        "transformers",
+        "ray",
+        "tensordict",
+        "safetensors",
+        "numpy",
+        "hydra-core",
+        "wandb",
+        "vllm",
+    )
     found = {}
     for name in names:
         try:

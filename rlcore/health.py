@@ -58,7 +58,9 @@ def step_metrics(
     )
     for name in scored[0].keys():  # noqa: SIM118 (a batch is not a dict)
         if name.startswith("score/") and all(name in batch for batch in scored):
-            metrics[f"reward/{name.removeprefix('score/')}"] = float(torch.cat([b[name] for b in scored]).double().mean())
+            metrics[f"reward/{name.removeprefix('score/')}"] = float(
+                torch.cat([b[name] for b in scored]).double().mean()
+            )
     return metrics
 
 

@@ -19,6 +19,7 @@ def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
     _check_reward(config, plugins)
     _check_rollout(config)
     _check_engine(config)
+    _check_evaluation(config)
     _check_cluster(config)
     if training and not config.algorithm:
         raise ConfigError(
@@ -46,13 +47,13 @@ def _check_reward(config: Config, plugins: Installed) -> None:
         )
     if reward.path is not None:
         _check_function(f"reward.path = {reward.path!r}", reward.path)
-    for name, weight in reward.functions.items():
+    for name in reward.functions:
         if ":" in name:
             _check_function(f"reward.functions: {name!r}", name)
         else:
             _known("reward.functions", name, plugins.rewards())
-        if weight == 0:
-            raise ConfigError(f"reward.functions.{name} = 0 gives no reward; remove it or give it another weight")
+    if reward.functions and not any(reward.functions.values()):
+        raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
     if reward.path is None and not reward.functions:
         _known(f"the reward of data={config.data.name}", plugins.datasets()[config.data.name].reward, plugins.rewards())
 
@@ -79,6 +80,15 @@ def _check_engine(config: Config) -> None:
     betas = config.engine.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
+
+
+def _check_evaluation(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
+        raise ConfigError(
+            f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
+            "trainer.eval_temperature above 0, or trainer.eval_samples=1"
+        )
 
 
 def _check_cluster(config: Config) -> None:

@@ -145,7 +145,7 @@ def schema_node() -> dict[tuple[str | None, str], Any]:
 def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str | None, str], Any]:
     nodes = schema_node()
     for name, spec in plugins.algorithms().items():
-        nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.Config)}
+        nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.config_class)}
     nodes |= {("data", name): {"name": name} for name in plugins.datasets()}
     nodes |= {("reward", name): {"functions": {name: 1.0}} for name in plugins.rewards()}
     nodes |= {("rollout", name): {"name": name} for name in plugins.rollout_engines()}
@@ -187,7 +187,7 @@ def _build(values: dict[str, Any], plugins: Installed) -> Config:
     spec = plugins.algorithms().get(name)
     if spec is None:
         raise ConfigError(_unknown_option("algo", name, list(plugins.algorithms())))
-    return build_config(values, spec.algorithm.Config)
+    return build_config(values, spec.algorithm.config_class)
 
 
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ class Installed(Protocol):
     """The names that config values may have, each with its spec, and the plugins' own check."""
 
     def algorithms(self) -> Mapping[str, Any]:
-        """Return the algorithms by name; `.algorithm.Config` is the class of `algo`."""
+        """Return the algorithms by name; `.algorithm.config_class` is the class of `algo`."""
 
     def rewards(self) -> Mapping[str, Any]:
         """Return the reward functions by name."""

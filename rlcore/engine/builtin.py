@@ -47,7 +47,8 @@ def rlcore_check_config(config: Config) -> None:
     attention = config.model.attention
     if attention not in ATTENTION:
         raise ConfigError(
-            f"model.attention={attention!r} is unknown.{did_you_mean(attention, ATTENTION)} Allowed: {', '.join(ATTENTION)}"
+            f"model.attention={attention!r} is unknown.{did_you_mean(attention, ATTENTION)} "
+            f"Allowed: {', '.join(ATTENTION)}"
         )
     if attention.startswith("flash") and (config.cluster.gpus_per_worker == 0 or config.model.dtype != "bf16"):
         raise ConfigError(

@@ -13,7 +13,7 @@ from rlcore.config import Config
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.microbatch import update_plan
+from rlcore.engine.train.microbatch import column_values, update_plan
 from rlcore.errors import DataError
 from rlcore.ops import Loss
 from rlcore.plugins import Role
@@ -114,11 +114,9 @@ class RoleHandle:
         ranks = self.group.world_size
         shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
         for rows, function, weight in batch:
-            kept = [name for name in ("uid", keep_together) if name in rows.non_tensor_batch]
-            sent = rows.select(list(rows.batch.keys()), list(dict.fromkeys(kept)), [])
-            together = rows.view(keep_together) if keep_together is not None else None
-            if isinstance(together, torch.Tensor):
-                together = together.tolist()
+            named = {"uid", keep_together} & set(rows.non_tensor_batch.keys())
+            sent = rows.select(list(rows.batch.keys()), sorted(name for name in named if name), [])
+            together = column_values(rows, keep_together)
             for share, cuts in zip(shares, update_plan(len(rows), together, mini_batches, ranks), strict=True):
                 indices = [row for cut in cuts for row in cut]
                 sizes = [len(cut) for cut in cuts]

@@ -76,11 +76,11 @@ def _algorithm_fault(spec: AlgorithmSpec) -> str | None:
     algorithm = spec.algorithm
     if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
         return f"the algorithm {spec.name!r} is {algorithm!r}; it must be a subclass of rlcore.Algorithm"
-    config = getattr(algorithm, "Config", None)
+    config = getattr(algorithm, "config_class", None)
     if config is None:
-        return f"{algorithm.__name__} has no `Config`; give it a frozen dataclass of its settings"
+        return f"{algorithm.__name__} has no `config_class`; give it a frozen dataclass of its settings"
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
-        return f"{algorithm.__name__}.Config is {config!r}; it must be a frozen dataclass"
+        return f"{algorithm.__name__}.config_class is {config!r}; it must be a frozen dataclass"
     try:
         check_schema(config)
     except ConfigError as error:

@@ -49,7 +49,7 @@ def rlcore_algorithm() -> AlgorithmSpec:
 
     When: once, when plugins are loaded, before the config is composed.
     Returns: one AlgorithmSpec. The name is the entry point's; a local file may choose it. Its algorithm class has a
-    frozen dataclass as `Config`. The keys under `algo` are made from that.
+    frozen dataclass as `config_class`. The keys under `algo` are made from that.
     Errors: another name, a second algorithm in one entry point, or a taken name stop the command.
     """
     raise NotImplementedError

@@ -33,7 +33,7 @@ class Algorithm:
     frozen dataclass.
     """
 
-    Config: ClassVar[type]
+    config_class: ClassVar[type]
 
     def __init__(self, config: Any) -> None:
         self.config = config

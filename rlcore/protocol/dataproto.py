@@ -162,7 +162,7 @@ class DataProto(RowOperations):
         """Bind a copy of a tensor [rows, ...], Ragged, list or array to a name, in this batch alone."""
         self.table.bind(name, column_of(name, value))
 
-    def view(self, name: str) -> Value:
+    def view(self, name: str) -> Any:
         """Return a column without copying it. It is shared with other batches: never write to it."""
         return self.table.column(name).view()
 

@@ -23,13 +23,11 @@ def test_plan_by_hand():
 
 
 def test_more_mini_batches_than_groups_is_refused():
-    with pytest.raises(ConfigError, match="4 rows in 2 groups .* 3 mini-batches; use at most 2"):
+    with pytest.raises(ConfigError, match=r"4 rows in 2 groups .* 3 mini-batches; use at most 2"):
         update_plan(4, list("aabb"), 3, 1)
 
 
-@given(
-    groups=st.lists(st.integers(1, 4), max_size=12), mini_batches=st.integers(1, 3), ranks=st.integers(1, 5)
-)
+@given(groups=st.lists(st.integers(1, 4), max_size=12), mini_batches=st.integers(1, 3), ranks=st.integers(1, 5))
 def test_every_row_is_used_once_groups_are_whole_and_mini_batches_do_not_depend_on_ranks(groups, mini_batches, ranks):
     together = [group for group, size in enumerate(groups) for _ in range(size)]
     if len(groups) < mini_batches and groups:
@@ -53,9 +51,7 @@ def test_single_rows_are_split_evenly(rows, parts):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(
-    lengths=st.lists(st.integers(1, 20), max_size=20), max_rows=st.integers(0, 5), max_tokens=st.integers(0, 40)
-)
+@given(lengths=st.lists(st.integers(1, 20), max_size=20), max_rows=st.integers(0, 5), max_tokens=st.integers(0, 40))
 def test_micro_batches_respect_both_limits(lengths, max_rows, max_tokens):
     cuts = micro_batches(lengths, None, max_rows, max_tokens)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))

@@ -109,9 +109,7 @@ def test_the_gradient_is_the_same(fresh, assert_close, random_batch, groups, siz
 
 
 def test_mini_batches_and_epochs_are_the_same_steps(fresh, assert_close, random_batch):
-    metrics = same_update(
-        fresh, assert_close, random_batch(6, 2), keep_together="uid", mini_batches=3, epochs=2
-    )
+    metrics = same_update(fresh, assert_close, random_batch(6, 2), keep_together="uid", mini_batches=3, epochs=2)
     assert metrics["train/optimizer_steps"] == 6
     weights = [actor.group.weights()[0] for actor in fresh]
     for name, tensor in weights[0].items():

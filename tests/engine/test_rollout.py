@@ -26,7 +26,10 @@ def rollout(model_folder):
 
 def prompts(groups=5, size=4):
     generator = torch.Generator().manual_seed(11)
-    made = [torch.randint(5, 90, (int(n),), generator=generator) for n in torch.randint(1, 9, (groups,), generator=generator)]
+    made = [
+        torch.randint(5, 90, (int(n),), generator=generator)
+        for n in torch.randint(1, 9, (groups,), generator=generator)
+    ]
     return DataProto.from_single_dict(
         {
             "prompts": Ragged.from_list([p for p in made for _ in range(size)]),
@@ -71,7 +74,9 @@ def test_greedy_equals_transformers_generate(model_folder, kind):
     hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
     for i in range(len(batch)):
         ids = batch["prompts"][i][None]
-        want = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
+        want = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10)[
+            0, ids.shape[1] :
+        ]
         assert out["responses"][i].tolist() == want.tolist()
 
 
@@ -103,7 +108,9 @@ def test_every_name_in_the_noise_makes_other_samples(rollout):
 def test_responses_end_with_the_end_token_or_are_cut_off(rollout):
     out = rollout.generate(prompts(8, 8), Sampling(max_tokens=20))
     ended = 0
-    for row, finished, length in zip(tokens(out), out["finished"].tolist(), out["response_length"].tolist(), strict=True):
+    for row, finished, length in zip(
+        tokens(out), out["finished"].tolist(), out["response_length"].tolist(), strict=True
+    ):
         assert len(row) == length <= 20
         assert 1 not in row[:-1]
         assert finished == (row[-1] == 1)
@@ -148,7 +155,9 @@ def test_prompts_that_a_group_shares_are_prefilled_once(model_folder, monkeypatc
     rollout = engine(model_folder())
     seen = []
     forward = rollout.hf.forward
-    monkeypatch.setattr(rollout.hf, "forward", lambda **kwargs: seen.append(kwargs["input_ids"].shape) or forward(**kwargs))
+    monkeypatch.setattr(
+        rollout.hf, "forward", lambda **kwargs: seen.append(kwargs["input_ids"].shape) or forward(**kwargs)
+    )
     rollout.generate(prompts(5, 4), Sampling(max_tokens=6))
     assert seen[0][0] == 5  # 20 rows
     assert all(shape[1] == 1 for shape in seen[1:])
@@ -158,7 +167,9 @@ def test_prompts_that_a_group_shares_are_prefilled_once(model_folder, monkeypatc
 def test_finished_rows_are_dropped_while_decoding(rollout, monkeypatch):
     rows = []
     forward = rollout.hf.forward
-    monkeypatch.setattr(rollout.hf, "forward", lambda **kwargs: rows.append(len(kwargs["input_ids"])) or forward(**kwargs))
+    monkeypatch.setattr(
+        rollout.hf, "forward", lambda **kwargs: rows.append(len(kwargs["input_ids"])) or forward(**kwargs)
+    )
     rollout.generate(prompts(8, 8), Sampling(max_tokens=150))
     assert rows[1] == 64 > 2 * rows[-1]
     assert rows[1:] == sorted(rows[1:], reverse=True)

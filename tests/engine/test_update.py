@@ -125,7 +125,9 @@ def test_a_higher_advantage_raises_the_log_prob(make_engine, random_batch):
     update(engine, batch, config=GRPOConfig(kl_coef=0.0))
     after = engine.log_probs(batch)["log_probs"]
     mask = batch["response_mask"]
-    change = [float(((a - b) * m).sum()) for a, b, m in zip(after.to_list(), before.to_list(), mask.to_list(), strict=True)]
+    change = [
+        float(((a - b) * m).sum()) for a, b, m in zip(after.to_list(), before.to_list(), mask.to_list(), strict=True)
+    ]
     assert change[0] > 0 > change[1]
 
 

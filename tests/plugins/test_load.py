@@ -20,7 +20,7 @@ class Settings:
     size: int = 1
 
 class Nice(Algorithm):
-    Config = Settings
+    config_class = Settings
 
 @hookimpl
 def rlcore_algorithm():
@@ -98,7 +98,7 @@ def test_local_file_loaded_again_after_an_edit_is_the_new_one(tmp_path, without_
         ("strange_name", ["'a=b'", "letters, digits"]),
         ("mutable_config", ["Settings must be a frozen dataclass"]),
         ("no_config", ["Bad has no `Config`"]),
-        ("plain_config", ["Bad.Config", "frozen dataclass"]),
+        ("plain_config", ["Bad.config_class", "frozen dataclass"]),
         ("unsupported_type", ["Settings.size", "set", "list[T]"]),
         ("unresolved_type", ["Missing", "import it in the module"]),
         ("not_an_algorithm", ["subclass of rlcore.Algorithm"]),

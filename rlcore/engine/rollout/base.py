@@ -61,5 +61,6 @@ class RolloutEngine(ABC):
 
         Columns: `responses` (ragged int64, with the end token if one was sampled), `response_mask` (ragged int64, 1),
         `rollout_log_probs` (ragged fp32, nats, of the distribution that was sampled), `response_text` (object),
-        `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version` (int64).
+        `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
+        (int64).
         """

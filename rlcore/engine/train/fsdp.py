@@ -16,8 +16,8 @@ from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, count_terms, merge_totals, row_names
 from rlcore.engine.train.base import TrainEngine, UpdateItem
-from rlcore.engine.train.microbatch import micro_batches
-from rlcore.engine.train.model import CausalLM, load_causal_lm
+from rlcore.engine.train.microbatch import column_values, micro_batches
+from rlcore.engine.train.model import load_causal_lm
 from rlcore.engine.train.packing import Packing
 from rlcore.engine.train.schedule import learning_rate
 from rlcore.errors import DataError
@@ -115,10 +115,8 @@ class FSDPEngine(TrainEngine):
     def _cut(self, batch: DataProto, together: str | None) -> list[DataProto | None]:
         """Cut rows into micro-batches, padded with None to the largest number on any rank."""
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
-        column = batch.view(together) if together is not None else None
-        if isinstance(column, Tensor):
-            column = column.tolist()
-        cuts = micro_batches(lengths, column, self.config.micro_batch_rows, self.config.micro_batch_tokens)
+        limits = (self.config.micro_batch_rows, self.config.micro_batch_tokens)
+        cuts = micro_batches(lengths, column_values(batch, together), *limits)
         most = max(self.ranks.gather(len(cuts)))
         return [batch[rows] for rows in cuts] + [None] * (most - len(cuts))
 
@@ -260,5 +258,4 @@ def _mini_batch(item: UpdateItem, index: int) -> DataProto:
 
 def _pad_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """Lay out [tokens, ...] as [rows, longest, ...], differentiably, zeros on the right."""
-    rows = torch.nn.utils.rnn.pad_sequence(list(values.split(lengths.tolist())), batch_first=True)
-    return rows
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths.tolist())), batch_first=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlcore.errors import ConfigError
+from rlcore.protocol import DataProto
 
 
 def units_of(rows: int, together: Sequence[object] | np.ndarray | None) -> list[list[int]]:
@@ -20,6 +21,11 @@ def units_of(rows: int, together: Sequence[object] | np.ndarray | None) -> list[
     for row, value in enumerate(together):
         units.setdefault(value, []).append(row)
     return list(units.values())
+
+
+def column_values(batch: DataProto, name: str | None) -> list[object] | None:
+    """Return a column's values by row, to tell units by; None for no column."""
+    return None if name is None else list(batch.view(name).tolist())
 
 
 def split_evenly(units: list[list[int]], parts: int) -> list[list[list[int]]]:

@@ -25,7 +25,9 @@ class CausalLM(nn.Module):
     made chunk by chunk from the last hidden state; otherwise the model makes them all itself.
     """
 
-    def __init__(self, hf: nn.Module, *, packed: bool, fused_head: bool, chunk: int) -> None:
+    hf: Any  # a transformers.PreTrainedModel
+
+    def __init__(self, hf: Any, *, packed: bool, fused_head: bool, chunk: int) -> None:
         super().__init__()
         self.hf = hf
         self.packed, self.fused_head, self.chunk = packed, fused_head, chunk

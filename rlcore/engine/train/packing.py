@@ -44,8 +44,14 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Return the same packing on `device`."""
-        moved = (t.to(device, non_blocking=True) for t in (self.input_ids, self.lengths, self.positions, self.slots))
-        return Packing(*moved, rows=self.rows, longest=self.longest)
+        return Packing(
+            self.input_ids.to(device),
+            self.lengths.to(device),
+            self.positions.to(device),
+            self.slots.to(device),
+            self.rows,
+            self.longest,
+        )
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
         """Lay out packed `values` [tokens, ...] as [rows, longest, ...], `fill` on the right."""

@@ -24,7 +24,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _like(full: Tensor, parameter: Tensor) -> Tensor:
+def _like(full: Tensor, parameter: Any) -> Tensor:
     """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
     if not hasattr(parameter, "device_mesh"):
         return full.to(parameter.device)
@@ -62,8 +62,8 @@ def load_weights(hf: nn.Module, folder: Path) -> None:
     parameters = dict(hf.named_parameters())
     if set(saved) != set(parameters):
         raise CheckpointError(
-            f"{folder / 'model.safetensors'} does not fit the model: missing {sorted(set(parameters) - set(saved))[:5]}, "
-            f"unknown {sorted(set(saved) - set(parameters))[:5]}"
+            f"{folder / 'model.safetensors'} does not fit the model: "
+            f"missing {sorted(set(parameters) - set(saved))[:5]}, unknown {sorted(set(saved) - set(parameters))[:5]}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
