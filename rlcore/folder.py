@@ -101,7 +101,8 @@ def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
     if differing := same_run(saved, config):
         raise ConfigError(
             f"run.dir={path} holds an unfinished run with another config; differing: {', '.join(differing[:10])}. "
-            f"Resume it with its own values (rlcore train --config {path / CONFIG} run.dir={path}), or give another folder"
+            f"Resume it with its own values (rlcore train --config {path / CONFIG} run.dir={path}), or give another "
+            "folder"
         )
 
 

@@ -77,7 +77,7 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log_probs, entropy), both fp32 [positions], in nats, of softmax((hidden @ weight.T + bias) / temperature).
+    """Return (log_probs, entropy), fp32 [positions], in nats, of softmax((hidden @ weight.T + bias) / temperature).
 
     `hidden` [positions, hidden], `weight` [vocab, hidden], `labels` int64 [positions]. At most `chunk` positions have
     logits at one time, in forward and in backward. Differentiable in hidden, weight and bias, through both results.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlcore.errors import DataError
-from rlcore.protocol.columns import Kind, ObjectColumn, Value, column_of, same_contents
+from rlcore.protocol.columns import Kind, ObjectColumn, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
 from rlcore.protocol.moments import Moments, masked_moments
 from rlcore.protocol.row_operations import RowOperations

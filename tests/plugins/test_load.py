@@ -97,7 +97,7 @@ def test_local_file_loaded_again_after_an_edit_is_the_new_one(tmp_path, without_
         ("returns_nothing", ["rlcore_rewards() returned nothing", "RewardSpec"]),
         ("strange_name", ["'a=b'", "letters, digits"]),
         ("mutable_config", ["Settings must be a frozen dataclass"]),
-        ("no_config", ["Bad has no `Config`"]),
+        ("no_config", ["Bad has no `config_class`"]),
         ("plain_config", ["Bad.config_class", "frozen dataclass"]),
         ("unsupported_type", ["Settings.size", "set", "list[T]"]),
         ("unresolved_type", ["Missing", "import it in the module"]),

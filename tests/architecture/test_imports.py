@@ -1,0 +1,59 @@
+"""Who may import whom: the layers by import-linter, what plugins may use by their syntax trees."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlcore
+
+ROOT = Path(__file__).parents[2]
+PLUGIN_FILES = sorted([*(ROOT / "algorithms").glob("*.py"), *(ROOT / "plugins").glob("*/*.py")])
+
+
+def imported(path: Path) -> list[tuple[str, str | None]]:
+    """Return (module, name) of every import in a file; name is None for `import module`."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
+
+
+def test_arrows_point_down_only():
+    result = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.stem)
+def test_plugins_use_only_the_public_names_and_never_each_other(path):
+    siblings = {file.stem for file in PLUGIN_FILES}
+    for module, name in imported(path):
+        assert module.split(".")[0] not in siblings, f"{path.name} imports {module}"
+        if module.split(".")[0] == "rlcore":
+            public = module == "rlcore" and name in rlcore.__all__
+            assert public or module == "rlcore.ops", f"{path.name} uses {module}.{name}, which is not public"
+
+
+def test_algorithms_are_short():
+    for path in (ROOT / "algorithms").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 250, path.name
+    assert len((ROOT / "algorithms" / "rlcore_grpo.py").read_text().splitlines()) <= 120
+
+
+def test_no_algorithm_is_named_in_the_core():
+    names = [path.stem.removeprefix("rlcore_") for path in (ROOT / "algorithms").glob("*.py")]
+    for path in (ROOT / "rlcore").rglob("*.py"):
+        used = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        assert not used & set(names), f"{path.relative_to(ROOT)} names an algorithm"
+
+
+def test_every_public_name_is_there():
+    for name in rlcore.__all__:
+        assert getattr(rlcore, name) is not None
