@@ -23,7 +23,10 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
             "tracker": {"use": []},
             "reward": {"path": "my.py:score"},
         },
-        {"reward": {"functions": {"exact": 0.5, "dir/my.py:score": -1.0}}, "cluster": {"gpus_per_worker": 0.5}},
+        {
+            "reward": {"functions": {"exact": 0.5, "dir/my.py:score": -1.0, "arithmetic": 0}},
+            "cluster": {"gpus_per_worker": 0.5},
+        },
     ],
 )
 def test_a_sound_config_passes(sections, config, plugins):
@@ -42,7 +45,8 @@ def test_a_sound_config_passes(sections, config, plugins):
         ("engine", {"name": "fsdp3"}, r"engine.name = 'fsdp3' is not installed. Did you mean 'fsdp'\?"),
         ("tracker", {"use": ["console", "wandbb"]}, r"tracker.use = 'wandbb' is not installed. Did you mean 'wandb'\?"),
         ("reward", {"functions": {"exakt": 1}}, r"reward.functions = 'exakt' is not installed. Did you mean 'exact'\?"),
-        ("reward", {"functions": {"exact": 0}}, r"reward.functions.exact = 0 gives no reward"),
+        ("reward", {"functions": {"exact": 0}}, r"reward.functions has only weights of 0"),
+        ("trainer", {"eval_samples": 4, "eval_temperature": 0}, r"eval_samples = 4 greedy responses .* are all equal"),
         ("reward", {"functions": {"my.txt:score": 1}}, r"'my.txt:score' must be FILE.py:FUNCTION"),
         ("reward", {"path": "my.py"}, r"reward.path = 'my.py' must be FILE.py:FUNCTION"),
         ("reward", {"path": "my.py:f", "functions": {"exact": 1}}, r"'my.py:f' is used alone.*{my.py\\:f: 1.0}"),
