@@ -374,6 +374,22 @@ def test_code_from_a_file_travels_by_value(
         del sys.modules["only_on_the_driver"]
 
 
+class Counted:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        type(self).pickled += 1
+        return list, ()
+
+
+def test_what_all_ranks_get_is_pickled_once(group: WorkerGroup, is_ray: bool) -> None:
+    assert group.note(Counted()).get() == [[], [], []] or not is_ray
+    assert Counted.pickled == (1 if is_ray else 0)
+    group.take_seen()
+
+
 def test_arguments_that_cannot_be_sent_are_an_error_here(group: WorkerGroup, is_ray: bool) -> None:
     if not is_ray:
         pytest.skip("nothing is sent in process")

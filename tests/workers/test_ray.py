@@ -165,17 +165,18 @@ def test_what_ray_lacks_is_told(executor: Executor) -> None:
     small = make_executor(ClusterConfig(executor="ray", workers=2, cpus_per_worker=2000, start_timeout=1.0))
     with small, pytest.raises(WorkerError) as caught:
         small.worker_group(small.resource_pool(), ClassWithInitArgs(Member), name="member")
-    assert "no place for 2 workers within 1 s" in str(caught.value)
-    assert "Waited for 4000 CPU, as [2] processes of 2000 CPU each; Ray has 1024 CPU (1024 free)" in str(caught.value)
-    assert "missing: 2976 CPU. Use fewer workers (cluster.workers)" in str(caught.value)
+    message = str(caught.value)
+    assert "no place for 2 workers within 1 s" in message
+    assert "Waited for 4000 CPU, as [2] processes of 2000 CPU each; Ray has 1024 CPU (" in message
+    assert "on 1 node; missing: 2976 CPU. Use fewer workers (cluster.workers)" in message
 
 
 def test_processes_that_do_not_start_in_time_are_told(executor: Executor) -> None:
-    pool = executor.resource_pool(2)
+    pool = executor.resource_pool(1)
     with (
         make_executor(ClusterConfig(executor="ray", start_timeout=0.01)) as hasty,
         pytest.raises(
-            WorkerError, match=r"member: 2 of 2 worker processes \(ranks \[0, 1\]\) did not start within 0.01 s"
+            WorkerError, match=r"member: 1 of 1 worker processes \(ranks \[0\]\) did not start within 0.01 s"
         ),
     ):
         hasty.worker_group(pool, ClassWithInitArgs(Member), name="member")
@@ -251,15 +252,15 @@ class DPOActor(Worker):
 
 @ray.remote(num_cpus=1)
 def main_task(config: dict[str, int]) -> tuple[list[float], list[int], list[int]]:
+    sample_gen = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(SampleGenerator, config=config))
     resource_pool = RayResourcePool(process_on_nodes=[1] * 2)
-    sample_gen = RayWorkerGroup(resource_pool, RayClassWithInitArgs(SampleGenerator, config=config))
     fused = create_colocated_worker_cls(
         {"ref": RayClassWithInitArgs(ReferencePolicy), "dpo": RayClassWithInitArgs(cls=DPOActor)}
     )
     groups = RayWorkerGroup(resource_pool, fused).spawn(prefix_set={"ref", "dpo"})
     ref_policy, dpo_policy = groups["ref"], groups["dpo"]
     data = DataProto.from_dict(tensors={"prompts": torch.arange(4)})
-    output = [sample_gen._workers[i].generate_sequences.remote(part) for i, part in enumerate(data.chunk(2))]
+    output = [sample_gen._workers[i].generate_sequences.remote(part) for i, part in enumerate(data.chunk(1))]
     by_hand = torch.cat([part["sequences"] for part in ray.get(output)])
     data = sample_gen.generate_sequences(data)
     assert by_hand.tolist() == data["sequences"].tolist()
@@ -284,8 +285,10 @@ def test_spawn_of_a_role_that_was_not_fused(executor: Executor) -> None:
 
 # -- a driver of its own, with a Ray of its own
 
+RAY_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
+
 DRIVER = """
-import os, sys, time
+import os, signal, time
 from rlcore.config.schema import ClusterConfig
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
@@ -300,7 +303,9 @@ class Sleeper(Worker):
 
 if __name__ == "__main__":
     executor = make_executor(ClusterConfig(executor="ray", workers=1))
+    signal.signal(signal.SIGTERM, print)
     executor.start()
+    assert signal.getsignal(signal.SIGTERM) is print, "the program's own handler stays"
     group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Sleeper))
     try:
         print("ready", flush=True)
@@ -312,14 +317,14 @@ if __name__ == "__main__":
 """
 
 
-def processes_with(mark: str) -> list[int]:
-    """Return the processes that have `mark` in their environment."""
-    found = []
+def processes_with(mark: str) -> dict[int, str]:
+    """Return the processes that have `mark` in their environment, with their names."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 if mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                    found[int(folder.name)] = (folder / "comm").read_text().strip()
             except OSError:  # it ended while we looked
                 continue
     return found
@@ -346,10 +351,13 @@ def test_workers_outlive_an_interrupt_and_end_with_a_killed_driver(tmp_path: Pat
         assert driver.stdout.readline() == "interrupted\n"
         assert time.monotonic() - start < 2
         assert driver.stdout.readline() == "saved\n", "behind the call under way, on a worker that was not interrupted"
-        assert len(processes_with(mark)) > 3
+        assert {"raylet", "gcs_server", "ray::WorkerHost"} <= {name[:15] for name in processes_with(mark).values()}
         driver.kill()
         driver.wait()
-        deadline = time.monotonic() + 20
-        while left := processes_with(mark):
-            assert time.monotonic() < deadline, f"left behind: {left}"
-            time.sleep(0.2)
+    # Ray's two idle agents may try for 60 s (fixed in Ray) to report the raylet's death before they end, too
+    deadline = time.monotonic() + 20
+    while left := {pid: name for pid, name in processes_with(mark).items() if name not in RAY_AGENTS}:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.2)
+    for pid in processes_with(mark):
+        os.kill(pid, signal.SIGKILL)
