@@ -67,16 +67,17 @@ class Run:
             self._logged[name] = float(value)
 
     def begin_step(self, step: int) -> None:
-        """Move to a step and forget what the last one logged and scored. For the trainer, not for algorithms."""
+        """Move to a step. For the trainer, not for algorithms."""
         self._clock.start(step)
-        self._logged, self._scored = {}, []
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
-        """Wait for all calls, and return what was logged and every batch that was scored. For the trainer."""
+        """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
         for role in self.roles.values():
             role.group.drain()
         self._rewards.drain()
-        return self._logged, self._scored
+        logged, scored = self._logged, self._scored
+        self._logged, self._scored = {}, []
+        return logged, scored
 
 
 @contextmanager
