@@ -83,13 +83,14 @@ class InProcessExecutor(Executor):
     def resource_pool(
         self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
     ) -> ResourcePool:
-        """Return places for `workers` ranks."""
-        return ResourcePool([workers or self._cluster.workers])
+        """Return places for `workers` ranks; all run in this process, so cores are not counted."""
+        gpus = self._cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
+        return ResourcePool([self._cluster.workers if workers is None else workers], gpus_per_worker=gpus)
 
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
         """Make the workers of every rank, one after the other."""
         roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
-        processes = InProcess(pool.world_size, roles, self._cluster.gpus_per_worker)
+        processes = InProcess(pool.world_size, roles, pool.gpus_per_worker)
         self._started.append(processes)
         groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups

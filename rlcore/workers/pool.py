@@ -16,17 +16,23 @@ class ResourcePool:
     Raises ConfigError for a node without processes.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int]) -> None:
+    def __init__(self, process_on_nodes: Sequence[int], *, gpus_per_worker: float | None = 0.0) -> None:
         if not process_on_nodes or any(type(count) is not int or count < 1 for count in process_on_nodes):
             raise ConfigError(
                 f"process_on_nodes={process_on_nodes!r} must list the number of processes on each node, such as [8, 8]."
             )
         self.process_on_nodes = tuple(process_on_nodes)
+        self._gpus_per_worker = gpus_per_worker
 
     @property
     def world_size(self) -> int:
         """Processes on all nodes together."""
         return sum(self.process_on_nodes)
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs of each place."""
+        return self._gpus_per_worker or 0.0
 
 
 class ClassWithInitArgs:

@@ -33,9 +33,8 @@ class RayResourcePool(ResourcePool):
         start_timeout: float = 120.0,
         spread: bool = False,
     ) -> None:
-        super().__init__(process_on_nodes)
+        super().__init__(process_on_nodes, gpus_per_worker=gpus_per_worker)
         self.cpus_per_worker = cpus_per_worker
-        self._gpus_per_worker = gpus_per_worker
         self._start_timeout = start_timeout
         self._strategy = "PACK" if spread else "STRICT_PACK"
         self._groups: list[Any] = []

@@ -63,3 +63,23 @@ def test_it_works_where_ray_is_not_installed() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert done.stdout == "[3, 4]\n", done.stderr
+
+
+class Placed(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> str:
+        return str(self.device)
+
+
+def test_a_pool_without_gpus_has_workers_on_the_cpu_also_where_others_have_gpus() -> None:
+    with make_executor(ClusterConfig(executor="in_process", workers=1, gpus_per_worker=1.0)) as executor:
+        on_cpu = executor.worker_group(executor.resource_pool(gpus_per_worker=0.0), ClassWithInitArgs(Placed))
+        on_gpu = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Placed))
+        assert on_cpu.where() == ["cpu"]
+        assert on_gpu.where() == ["cuda:0"]
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_a_pool_has_workers(workers: int) -> None:
+    with make_executor(CLUSTER) as executor, pytest.raises(ConfigError, match="must list the number of processes"):
+        executor.resource_pool(workers)
