@@ -42,7 +42,7 @@ _FIELDS = (
     Field("prompts", _RAGGED, torch.int64, "token id", "the prompt as the model reads it, chat template included"),
     Field("prompt_text", _OBJECT, None, "str", "the prompt as reward functions see it"),
     Field("answer", _OBJECT, None, "any", "the reference answer that rewards compare with"),
-    Field("uid", _OBJECT, None, "str", "one per prompt: data row and epoch (`0:17`), never random"),
+    Field("uid", _OBJECT, None, "str", "one per prompt: epoch and data row (`0:17`, held out `eval:17`), never random"),
     Field("sample_index", _DENSE, torch.int64, "index", "which of its prompt's samples a row is, from 0"),
     Field("responses", _RAGGED, torch.int64, "token id", "what follows the prompt, the end-of-sequence token included"),
     Field(
@@ -60,8 +60,25 @@ _FIELDS = (
         "log-probability of each response token under the distribution that it was sampled from",
     ),
     Field("response_text", _OBJECT, None, "str", "the response decoded, as reward functions see it"),
+    Field("prompt_length", _DENSE, torch.int64, "token", "length of `prompts`"),
+    Field("response_length", _DENSE, torch.int64, "token", "length of `responses`"),
     Field("finished", _DENSE, torch.bool, "", "whether the response came to its end; False: cut at the length limit"),
     Field("weights_version", _DENSE, torch.int64, "optimizer step", "version of the weights that sampled the row"),
+    Field(
+        "exact_log_probs",
+        _DENSE,
+        torch.bool,
+        "",
+        "whether `rollout_log_probs` are what the train engine of `weights_version` would compute",
+    ),
+    Field(
+        "log_probs",
+        _RAGGED,
+        torch.float32,
+        "nat",
+        "log-probability of each response token under the role that was asked, at the rollout temperature",
+    ),
+    Field("entropy", _RAGGED, torch.float32, "nat", "entropy of that distribution at each response token"),
     Field(
         "old_log_probs",
         _RAGGED,
@@ -72,6 +89,16 @@ _FIELDS = (
     Field("ref_log_probs", _RAGGED, torch.float32, "nat", "log-probability of each response token under the reference"),
     Field("scores", _DENSE, torch.float32, "reward", "what the reward functions gave the whole response"),
     Field("reward_error", _DENSE, torch.bool, "", "whether the reward raised, hung, or gave no finite number"),
+    Field(
+        "reward_detail",
+        _OBJECT,
+        None,
+        "dict or None",
+        "of a sample without a reward: uid, sample_index, function, cause and traceback",
+    ),
+    Field(
+        "score/NAME", _DENSE, torch.float32, "reward", "what the reward NAME gave, unweighted; where there are several"
+    ),
     Field("rewards", _RAGGED, torch.float32, "reward", "reward of each response token"),
     Field("values", _RAGGED, torch.float32, "reward", "the critic's estimate of the return at each response token"),
     Field(
