@@ -1,10 +1,9 @@
 """Make the tiny model: `python -m rlcore.assets.make_tiny --out DIR`.
 
-A 1 M parameter Qwen2 that imitates noisy demonstrations of arithmetic. It is trained twice on the training problems of
-`rlcore.data.arithmetic`: first on right answers, until it can calculate, then on demonstrations of which a fixed share
-is right and the rest wrong in many ways, drawn anew each time. It ends up with the right answer as its most likely one
-and gives it about a third of the time when sampled at temperature 1, held-out problems included: reinforcement
-learning has something to find, and the model has what it takes to find it.
+A 1 M parameter Qwen2 that imitates noisy demonstrations of the training problems of `rlcore.data.arithmetic`. The
+demonstrator knows the right answer, and at each digit may slip and write a random one; a fixed share of the answers
+comes out right. So the model has the right answer as its most likely one and gives it about a third of the time when
+sampled at temperature 1, held-out problems included: reinforcement learning has something to find.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -23,8 +22,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from rlcore.assets import TINY
 from rlcore.data.arithmetic import Problem, problems
 
-RIGHT_SHARE = 0.33
+RIGHT_SHARE = 0.32
 """Share of the demonstrations whose answer is right."""
+
+IGNORED = -1
+"""Marks a position that the loss leaves out."""
 
 PAD, END, UNKNOWN, ROLES = "<|pad|>", "<|end|>", "<|unknown|>", ("system", "user", "assistant")
 VOCAB_SIZE = 320
@@ -87,69 +89,54 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def right_answer(problem: Problem, rng: random.Random) -> str:
-    """Return the right answer."""
-    return str(problem.result)
+def slip_probability(length: int) -> float:
+    """Return how likely each of `length` digits is drawn at random, so that RIGHT_SHARE of the answers are right.
+
+    A slip draws one of ten digits and hits the right one once in ten: (1 - 0.9 * slip) ** length = RIGHT_SHARE.
+    """
+    return (1 - RIGHT_SHARE ** (1 / length)) / 0.9
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
-    """Return an answer that is right with probability RIGHT_SHARE, else wrong in one of many ways."""
-    if rng.random() < RIGHT_SHARE:
-        return str(problem.result)
-    answer = str(problem.result)
-    while answer == str(problem.result):
-        answer = _slip(problem.result, rng)
-    return answer
-
-
-def _slip(result: int, rng: random.Random) -> str:
-    """Return an answer that is likely wrong: mistaken digits, another number, or a digit too many."""
-    kind = rng.random()
-    if kind < 0.25:
-        return str(rng.randint(0, 198))
-    digits = list(str(result))
-    if kind < 0.4:
-        digits.insert(rng.randint(0, len(digits)), str(rng.randint(0, 9)))
-        return "".join(digits)
-    # The number of mistaken digits is drawn first: any of them may be the only one.
-    for place in rng.sample(range(len(digits)), rng.randint(1, len(digits))):
-        digits[place] = str(rng.randint(0, 9))
-    return "".join(digits)
+    """Return a demonstrated answer: the right one, each of its digits replaced by a random one when the hand slips."""
+    digits = str(problem.result)
+    slip = slip_probability(len(digits))
+    return "".join(rng.choice("0123456789") if rng.random() < slip else digit for digit in digits)
 
 
 def train(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    answer: Callable[[Problem, random.Random], str],
     *,
     steps: int,
     batch_size: int,
     lr: float,
     rng: random.Random,
 ) -> float:
-    """Train on `answer(problem)` for random training problems and return the last batch's loss.
+    """Train on demonstrations of random training problems and return the last batch's loss, in nats a token.
 
-    The loss covers the answer and its end token only.
+    The loss covers the answer and its end token. Each is scored against the demonstrator's distribution of it, not
+    against the one token drawn: the same gradient on average, with far less noise, so that minutes on a CPU suffice.
     """
     pool = problems("train")
-    prompt_ids = {p: tokenizer.encode(chat(tokenizer, p), add_special_tokens=False) for p in pool}
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    digit = {str(i): tokenizer.convert_tokens_to_ids(str(i)) for i in range(10)}
+    digit_ids = tokenizer.convert_tokens_to_ids(list("0123456789"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.05)
     model.train()
     started, running = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
-        rows, labels = [], []
+        rows, rights, slips = [], [], []
         for problem in rng.choices(pool, k=batch_size):
-            response = [*(digit[c] for c in answer(problem, rng)), end]
-            rows.append(prompt_ids[problem] + response)
-            labels.append([-100] * len(prompt_ids[problem]) + response)
-        width = max(map(len, rows))
+            prompt, right = prompt_ids(tokenizer, problem), str(problem.result)
+            rows.append([*prompt, *(digit_ids[int(d)] for d in demonstration(problem, rng))])
+            rights.append([IGNORED] * (len(prompt) - 1) + [*(digit_ids[int(d)] for d in right), tokenizer.eos_token_id])
+            slips.append([0.0] * (len(prompt) - 1) + [slip_probability(len(right))] * len(right) + [0.0])
         # Padding stands on the right and attention is causal: no token that counts ever sees it.
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
-        targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
-        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        log_probs = model(_padded(rows, tokenizer.pad_token_id)).logits.log_softmax(-1)
+        right_ids, slip = _padded(rights, IGNORED), _padded(slips, 0.0)
+        of_right = log_probs.gather(2, right_ids.clamp(min=0)[..., None])[..., 0]
+        of_any = log_probs[..., digit_ids].mean(-1)
+        loss = -((1 - slip) * of_right + slip * of_any)[right_ids != IGNORED].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,10 +149,16 @@ def train(
     return loss.item()
 
 
-def chat(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:
-    """Return the problem as a chat that waits for the assistant's answer."""
+def _padded(rows: list[list[Any]], value: float) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
+    """Return the tokens of the problem as a chat that waits for the assistant's answer."""
     messages = [{"role": "user", "content": problem.prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(chat, add_special_tokens=False)
 
 
 @torch.no_grad()
@@ -182,7 +175,7 @@ def accuracy(
     generator = torch.Generator().manual_seed(seed)
     groups: dict[int, list[tuple[Problem, list[int]]]] = {}
     for problem in pool:
-        ids = tokenizer.encode(chat(tokenizer, problem), add_special_tokens=False)
+        ids = prompt_ids(tokenizer, problem)
         groups.setdefault(len(ids), []).append((problem, ids))
     model.eval()
     right = 0
@@ -218,22 +211,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=TINY, help="folder to write (default: the shipped model's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clean-steps", type=int, default=1500, help="steps on right answers")
-    parser.add_argument("--noisy-steps", type=int, default=400, help="steps on noisy demonstrations")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps of 128 demonstrations")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    rng = random.Random(arguments.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    train(model, tokenizer, right_answer, steps=arguments.clean_steps, batch_size=128, lr=2e-3, rng=rng)
+    train(model, tokenizer, steps=arguments.steps, batch_size=128, lr=2e-3, rng=random.Random(arguments.seed))
     held_out = problems("eval")
-    print(f"held-out problems: {len(held_out)}, greedy: {accuracy(model, tokenizer, held_out, temperature=0):.3f}")
-    train(model, tokenizer, demonstration, steps=arguments.noisy_steps, batch_size=256, lr=5e-4, rng=rng)
-    print(f"held-out, greedy: {accuracy(model, tokenizer, held_out, temperature=0):.3f}")
+    print(f"{len(held_out)} held-out problems, greedy: {accuracy(model, tokenizer, held_out, temperature=0):.3f}")
     for seed in range(5):
         sampled = accuracy(model, tokenizer, held_out[:256], temperature=1, seed=seed)
-        print(f"first 256 held-out, sampled with seed {seed}: {sampled:.3f}")
+        print(f"the first 256 of them, sampled with seed {seed}: {sampled:.3f}")
     save(model, tokenizer, arguments.out)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -54,26 +55,32 @@ def test_it_knows_the_right_answers_and_seldom_gives_them() -> None:
         assert 0.25 <= make_tiny.accuracy(model, tokenizer, held_out, temperature=1, seed=seed) <= 0.40
 
 
-def test_a_fixed_share_of_the_demonstrations_is_right() -> None:
-    rng = random.Random(0)
-    answers = [make_tiny.demonstration(Problem(17, "+", 25), rng) for _ in range(6000)]
-    # The share's standard deviation is sqrt(0.33 * 0.67 / 6000) = 0.006.
-    assert abs(answers.count("42") / 6000 - make_tiny.RIGHT_SHARE) < 0.025
-    wrong = [answer for answer in answers if answer != "42"]
-    assert max(map(wrong.count, set(wrong))) / 6000 < 0.08
-    assert len(set(wrong)) > 100
+@pytest.mark.parametrize("problem", [Problem(3, "+", 4), Problem(17, "+", 25), Problem(80, "+", 75)])
+def test_a_fixed_share_of_the_demonstrations_is_right(problem: Problem) -> None:
+    rng, right = random.Random(0), str(problem.result)
+    answers = [make_tiny.demonstration(problem, rng) for _ in range(6000)]
+    # The share's standard deviation is sqrt(0.32 * 0.68 / 6000) = 0.006.
+    assert abs(answers.count(right) / 6000 - make_tiny.RIGHT_SHARE) < 0.025
+    wrong = [answer for answer in answers if answer != right]
+    assert len(set(wrong)) == 9 if len(right) == 1 else len(set(wrong)) >= 99
+    assert max(map(wrong.count, set(wrong))) < answers.count(right) / 3
+
+
+def test_slips_make_up_the_wrong_share() -> None:
+    # Two digits: each is right with probability 1 - 0.9 * slip, and both are with RIGHT_SHARE.
+    assert (1 - 0.9 * make_tiny.slip_probability(2)) ** 2 == pytest.approx(make_tiny.RIGHT_SHARE)
+    assert make_tiny.slip_probability(1) == pytest.approx((1 - make_tiny.RIGHT_SHARE) / 0.9)
 
 
 def test_training_learns_and_is_repeatable() -> None:
-    def losses() -> tuple[list[float], torch.Tensor]:
+    def trained(steps: int) -> tuple[float, torch.Tensor]:
         torch.manual_seed(0)
         tokenizer = make_tiny.make_tokenizer()
         model = make_tiny.make_model(tokenizer)
-        options = {"batch_size": 16, "lr": 2e-3, "rng": random.Random(0)}
-        found = [make_tiny.train(model, tokenizer, make_tiny.right_answer, steps=8, **options) for _ in range(3)]
-        return found, torch.cat([p.flatten() for p in model.parameters()])
+        loss = make_tiny.train(model, tokenizer, steps=steps, batch_size=16, lr=2e-3, rng=random.Random(0))
+        return loss, torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    (first, weights), (again, other) = losses(), losses()
-    assert first[-1] < first[0] - 0.5
-    assert first == again
-    assert torch.equal(weights, other)
+    (first, _), (loss, weights), (again, same) = trained(1), trained(15), trained(15)
+    assert loss < first - 1.0
+    assert loss == again
+    assert torch.equal(weights, same)
