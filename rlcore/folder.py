@@ -63,11 +63,15 @@ def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
             raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
-        if existing.exists():
-            _check_resumable(path, config, plugins)
-        else:
-            (path / VERSIONS).write_text(json.dumps(versions(), indent=2) + "\n")
-            existing.write_text(to_yaml(config))
+        try:
+            if existing.exists():
+                _check_resumable(path, config, plugins)
+            else:
+                (path / VERSIONS).write_text(json.dumps(versions(), indent=2) + "\n")
+                existing.write_text(to_yaml(config))
+        except BaseException:
+            lock.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"the run folder {path} cannot be written: {error.strerror or error}; free space or rights, or set run.dir"

@@ -96,7 +96,12 @@ def open_run(
     and the errors of starting.
     """
     _check_names(roles)
-    executor = make_executor(config.cluster, log_dir=log_dir, by_value_modules=plugins.by_value_modules)
+    executor = make_executor(
+        config.cluster,
+        log_dir=log_dir,
+        by_value_modules=plugins.by_value_modules,
+        distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
+    )
     with executor:
         # Reward workers first: they start in a moment, and say at once if a user's function cannot be loaded.
         pool = executor.resource_pool(config.reward.workers, cpus_per_worker=1, gpus_per_worker=0.0)

@@ -79,6 +79,9 @@ class Trainer:
             self.plugins.run_start(self.run_)
             with _Interruption() as interruption:
                 status = self._loop(interruption)
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
             summary = self._summary(status)
             self.folder.write_summary(summary)

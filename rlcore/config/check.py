@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection
 
 from rlcore.config.installed import Installed
@@ -93,6 +94,10 @@ def _check_evaluation(config: Config) -> None:
 
 def _check_cluster(config: Config) -> None:
     cluster = config.cluster
+    if cluster.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.executor = ray, but ray is not installed: pip install ray, or choose cluster=in_process"
+        )
     if cluster.executor == "in_process":
         if cluster.workers != 1:
             raise ConfigError(

@@ -73,6 +73,15 @@ def require_column(rows: Sequence[Mapping[str, Any]], column: str, path: Path, k
             )
 
 
+def dataset_class() -> Any:
+    """Return `datasets.Dataset`; ConfigError when that library is not installed."""
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise ConfigError(f"this data needs Hugging Face datasets ({error}): pip install datasets") from error
+    return Dataset
+
+
 def _read_checked(path: Path, config: DataConfig) -> list[Row]:
     rows = read_rows(path)
     require_column(rows, config.prompt_key, path, "data.prompt_key")
@@ -124,13 +133,13 @@ def _read_json(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    dataset = dataset_class()
     import pyarrow  # type: ignore[import-untyped]  # comes with datasets
-    from datasets import Dataset
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     try:
         # Read here, not by `datasets` itself: it would leave a converted copy in the user's cache folder.
-        return Dataset(parquet.ParquetFile(path).read()).to_list()
+        return dataset(parquet.ParquetFile(path).read()).to_list()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 

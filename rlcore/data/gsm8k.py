@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.files import data_path, read_rows, require_column
+from rlcore.data.files import data_path, dataset_class, read_rows, require_column
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def load(config: DataConfig, split: str) -> Dataset:
                 f"{path}, row {number}: question and answer must be strings, and the answer must give its result after "
                 f"{MARK!r}, got {str(row['answer'])[-40:]!r}"
             )
-    from datasets import Dataset
-
-    return Dataset.from_dict(
+    return dataset_class().from_dict(
         {
             config.prompt_key: [f"{row['question']}\n{INSTRUCTION}" for row in rows],
             config.answer_key: [row["answer"].rpartition(MARK)[2].strip() for row in rows],

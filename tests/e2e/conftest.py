@@ -11,7 +11,12 @@ import pytest
 from rlcore.config import compose
 from rlcore.plugins import PluginManager
 
-QUICKSTART = ["experiment=quickstart", "tracker=none"]
+
+def base(overrides: tuple[str, ...]) -> list[str]:
+    """Return what every run here starts from: the quickstart, or nothing where another algorithm is chosen."""
+    chosen = any(override.startswith("algo=") for override in overrides)
+    return ["tracker=none", *([] if chosen else ["experiment=quickstart"])]
+
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
@@ -52,7 +57,7 @@ def train_here():
 
     def run(folder: Path, *overrides: str, plugins: PluginManager | None = None) -> Run:
         plugins = plugins or PluginManager.load()
-        train(compose([*QUICKSTART, f"run.dir={folder}", *overrides], plugins), plugins)
+        train(compose([*base(overrides), f"run.dir={folder}", *overrides], plugins), plugins)
         return Run(folder)
 
     return run
@@ -63,7 +68,7 @@ def start_command():
     """Start `rlcore train` as a process of its own; what it prints goes to the file `printed` beside the run."""
 
     def start(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
-        arguments = [*options, *QUICKSTART, f"run.dir={folder}", *overrides]
+        arguments = [*options, *base(overrides), f"run.dir={folder}", *overrides]
         with open(folder.parent / "printed", "w") as printed:
             return subprocess.Popen(
                 [sys.executable, "-m", "rlcore.cli", "train", *arguments],

@@ -40,7 +40,7 @@ def save_pretrained(hf: Any, full: dict[str, Tensor], model: ModelConfig, folder
 
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        _write(folder / "model.safetensors", weights)
         hf.config.save_pretrained(folder)
         if hf.generation_config is not None:
             hf.generation_config.save_pretrained(folder)
@@ -89,7 +89,7 @@ def save_engine_state(
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if moments:
-            save_file(moments, folder / "optimizer.safetensors")
+            _write(folder / "optimizer.safetensors", moments)
         (folder / "engine.json").write_text(json.dumps({"version": version, "random": random_states}))
     ranks.gather(None)
 
@@ -114,6 +114,13 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
     if ranks.rank < len(state["random"]):
         _set_random_state(state["random"][ranks.rank])
     return int(state["version"])
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -1,0 +1,61 @@
+"""Where ray, wandb and datasets are not installed, an algorithm still trains in process."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+ABSENT = ("ray", "wandb", "datasets")
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """A venv with links to all that is installed here but the three."""
+    venv = tmp_path_factory.mktemp("bare") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    here = Path(sysconfig.get_path("purelib"))
+    there = venv / here.relative_to(sys.prefix)
+    for entry in here.iterdir():
+        if entry.name.split("-")[0] not in ABSENT:
+            (there / entry.name).symlink_to(entry)
+    return venv / "bin" / "python"
+
+
+def run(python, *argv, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [python, *argv], capture_output=True, text=True, timeout=200, env=environment, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_the_venv_is_bare(bare_python, name):
+    assert "ModuleNotFoundError" in run(bare_python, "-c", f"import {name}").stderr
+
+
+def test_an_algorithm_trains_in_process(bare_python, tmp_path):
+    small = ["trainer.total_steps=2", "data.batch_size=4", "trainer.eval_every=2", "data.eval_size=8"]
+    command = ["train", "experiment=quickstart", "cluster=in_process", *small, "run.dir=run"]
+    done = run(bare_python, "-m", "rlcore.cli", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [(["cluster=local"], "ray"), (["tracker=wandb"], "wandb"), (["data=gsm8k", "data.path=."], "datasets")],
+)
+def test_what_is_missing_is_named_before_anything_starts(bare_python, tmp_path, overrides, hint):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    command = ["train", "algo=grpo", "cluster=in_process", *overrides, "data.batch_size=1", "run.dir=run"]
+    done = run(bare_python, "-m", "rlcore.cli", *command, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert hint in done.stderr
+    assert "pip install" in done.stderr
