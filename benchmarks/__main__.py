@@ -1,0 +1,24 @@
+"""`python -m benchmarks NAME`, or `all`. The exit status is 1 when a bar does not hold."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import learning
+
+BENCHMARKS = {"learning": learning.main}
+
+
+def main(argv: list[str]) -> int:
+    """Run the named benchmarks."""
+    names = list(BENCHMARKS) if argv in ([], ["all"]) else argv
+    for name in names:
+        if name not in BENCHMARKS:
+            print(f"no benchmark {name!r}; there are: all, {', '.join(BENCHMARKS)}", file=sys.stderr)
+            return 2
+    held = [BENCHMARKS[name]() for name in names]
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""How a benchmark's figures are written down: results/NAME.json, and the same as a Markdown table."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+DISTRIBUTIONS = ("rlcore", "torch", "transformers", "ray", "tensordict")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured quantity of one side, by run; `unit` is for people."""
+
+    side: str
+    name: str
+    unit: str
+    runs: Sequence[float]
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """Median, minimum, maximum and the runs themselves."""
+        median = statistics.median(self.runs)
+        return {**asdict(self), "median": median, "min": min(self.runs), "max": max(self.runs)}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bound that a figure has to keep: `at_least` or at most `bound`."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value keeps the bound."""
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+def write(name: str, command: str, figures: Sequence[Figure], bars: Sequence[Bar], notes: str) -> bool:
+    """Write both files, print the table, and return whether all bars hold."""
+    report = {
+        "name": name,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {each: importlib.metadata.version(each) for each in DISTRIBUTIONS},
+        "notes": notes,
+        "figures": [figure.summary for figure in figures],
+        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    table = markdown(report)
+    (RESULTS / f"{name}.md").write_text(table)
+    print(table)
+    return all(bar.holds for bar in bars)
+
+
+def machine() -> dict[str, object]:
+    """Return what the figures were measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def markdown(report: Mapping) -> str:
+    """Return the report as Markdown."""
+    where = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        f"# {report['name']}",
+        "",
+        report["notes"],
+        "",
+        f"`{report['command']}`, {report['date']}, {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, "
+        f"Python {where['python']}; {versions}",
+        "",
+        "| side | figure | median | min | max | runs |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["figures"]:
+        runs = ", ".join(f"{value:.4g}" for value in row["runs"])
+        cells = [row["side"], f"{row['name']} ({row['unit']})", *(f"{row[k]:.4g}" for k in ("median", "min", "max"))]
+        lines.append(f"| {' | '.join(cells)} | {runs} |")
+    lines += ["", "| bar | value | bound | holds |", "| --- | --- | --- | --- |"]
+    for bar in report["bars"]:
+        sign = "≥" if bar["at_least"] else "≤"
+        lines.append(f"| {bar['name']} | {bar['value']:.4g} | {sign} {bar['bound']:.4g} | {bar['holds']} |")
+    return "\n".join(lines) + "\n"
