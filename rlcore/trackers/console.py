@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,14 @@ def _duration(seconds: float | None) -> Text:
     return Text(f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}")
 
 
+def _command() -> str:
+    """Return how to call rlcore from here: by its name if it is on the PATH, else by its path (`make train`)."""
+    if shutil.which("rlcore"):
+        return "rlcore"
+    script = Path(sys.executable).with_name("rlcore")
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+
+
 def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return the lines of the closing summary: how it went, where it is, and three commands to go on with."""
     folder, config = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "config.yaml"))
@@ -135,14 +146,15 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
     if before is not None or after is not None:
         lines.append(f"held-out accuracy: {_number(before)} before, {_number(after)} after")
     lines.append(f"run folder: {run_dir}")
+    command = shlex.quote(_command())
     go_on = {
-        "finished": f"rlcore train --config {config} run.dir={folder}-again trainer.seed=1",
-        "interrupted": f"rlcore train --config {config} run.dir={folder}",
+        "finished": f"{command} train --config {config} run.dir={folder}-again trainer.seed=1",
+        "interrupted": f"{command} train --config {config} run.dir={folder}",
     }
     lines += [
         "next:",
-        f"  rlcore eval {folder}",
+        f"  {command} eval {folder}",
         "  " + go_on.get(status, f"less {folder}/rlcore.log"),
-        "  rlcore plugins",
+        f"  {command} plugins",
     ]
     return lines

@@ -18,7 +18,6 @@ def base(overrides: tuple[str, ...]) -> list[str]:
     return ["tracker=none", *([] if chosen else ["experiment=quickstart"])]
 
 
-
 def numbers(run: Path) -> list[dict[str, float]]:
     """Return a run's metrics without those of the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

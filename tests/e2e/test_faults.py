@@ -1,4 +1,4 @@
-"""What goes wrong in a run: interruption, a worker that dies, a folder that cannot be used, a reward that misbehaves."""
+"""What goes wrong in a run: interruption, a worker that dies, a folder that cannot be used, rewards that misbehave."""
 
 import json
 import os
@@ -126,8 +126,8 @@ def test_a_worker_that_dies_or_fails_mid_step_ends_the_run(ray_cluster, train_he
     (tmp_path / "dying.py").write_text(DYING)
     plugins = PluginManager.load([str(tmp_path / "dying.py")])
     folder = tmp_path / "run"
+    options = ["algo=dying", f"algo.how={how}", *HERE[1:], "cluster.workers=2"]
     with pytest.raises(WorkerError) as caught:
-        options = ["algo=dying", f"algo.how={how}", *HERE[1:], "cluster.workers=2"]
         train_here(folder, *options, plugins=plugins)
     ended = time.time()
     message = str(caught.value)

@@ -56,6 +56,39 @@ def test_loss_and_gradient_equal_the_formula_written_out(
     assert_close(gradients(engine), want)
 
 
+def by_padding(folder, batch: DataProto, side: str, extra: int):
+    """GRPO's gradient from one padded batch on the plain Hugging Face model, padded on one side by an amount."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [torch.cat([p, r]) for p, r in zip(batch["prompts"].to_list(), batch["responses"].to_list(), strict=True)]
+    width = max(len(row) for row in rows) + extra
+    ids, attention = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
+    starts = [width - len(row) if side == "left" else 0 for row in rows]
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[i, start : start + len(row)], attention[i, start : start + len(row)] = row, 1
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    log_p = hf(input_ids=ids, attention_mask=attention, position_ids=positions).logits.log_softmax(-1)
+    total, tokens = 0.0, 0
+    for i, response in enumerate(batch["responses"].to_list()):
+        first = starts[i] + len(batch["prompts"][i]) - 1
+        new = log_p[i, first : first + len(response)][range(len(response)), response]
+        old, ref, mask = (batch[name][i] for name in ("old_log_probs", "ref_log_probs", "response_mask"))
+        ratio, advantage = (new - old).exp(), batch["advantages"][i]
+        token = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        token = token + CONFIG.kl_coef * ((ref - new).exp() - (ref - new) - 1)
+        total, tokens = total + (token * mask).sum(), tokens + int(mask.sum())
+    (total / tokens).backward()
+    return {name: p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize(("side", "extra"), [("left", 0), ("left", 5), ("right", 0), ("right", 5)])
+def test_gradient_does_not_depend_on_padding_side_or_amount(
+    make_engine, model_folder, random_batch, gradients, assert_close, side, extra
+):
+    engine = make_engine()
+    update(engine, random_batch())
+    assert_close(gradients(engine), by_padding(model_folder(), random_batch(), side, extra))
+
+
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
 @pytest.mark.parametrize(
     "options",

@@ -1,6 +1,9 @@
 import io
+import os
+import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from rlcore.config.schema import Config, TrainerConfig
@@ -26,6 +29,17 @@ SUMMARY = {
     "accuracy_before": 0.31,
     "accuracy_after": 0.9,
 }
+
+
+@pytest.fixture(autouse=True)
+def _rlcore_on_the_path(monkeypatch):
+    scripts = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_commands_to_try_next_work_where_rlcore_is_not_on_the_path(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert f"  {Path(sys.executable).parent / 'rlcore'} plugins\n" in output(False, "finished", folder="runs/a")
 
 
 def output(terminal, status="finished", summary=SUMMARY, folder="runs/quick start"):
