@@ -36,8 +36,11 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one piece."""
         aside = self.path / (SUMMARY + ".writing")
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(aside, self.path / SUMMARY)
+        try:
+            aside.write_text(json.dumps(summary, indent=2) + "\n")
+            os.replace(aside, self.path / SUMMARY)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / SUMMARY} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Let go of the folder's lock."""

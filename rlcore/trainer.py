@@ -85,8 +85,10 @@ class Trainer:
         finally:
             summary = self._summary(status)
             self.folder.write_summary(summary)
-            self.plugins.run_end(self.run_, status)
-            self.trackers.finish(status, summary)
+            try:
+                self.plugins.run_end(self.run_, status)
+            finally:
+                self.trackers.finish(status, summary)
         return summary
 
     def _loop(self, interruption: _Interruption) -> str:

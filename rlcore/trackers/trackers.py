@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import Config
-from rlcore.errors import ConfigError, did_you_mean
+from rlcore.errors import ConfigError, DataError, did_you_mean
 from rlcore.plugins.specs import TrackerSpec
 from rlcore.trackers.base import Tracker
 from rlcore.trackers.jsonl import JsonlTracker
@@ -87,6 +87,11 @@ class Trackers:
 def _call(name: str, method: Callable[..., None], *args: Any) -> None:
     try:
         method(*args)
+    except OSError as error:
+        raise DataError(
+            f"the tracker {name!r} cannot write: {error}. What the last checkpoint holds is safe; free space and go on "
+            "with the same command."
+        ) from error
     except Exception as error:
         error.add_note(f"(in the tracker {name!r}; leave it out of tracker.use to run without it)")
         raise

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlcore.config.schema import Config, TrackerConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, DataError
 from rlcore.plugins.specs import TrackerSpec
 from rlcore.trackers import Tracker, Trackers
 
@@ -125,6 +125,16 @@ def test_an_error_in_a_tracker_ends_the_run_and_names_it(tmp_path):
     assert "'bad'" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="metric 'loss' is 'high', not a number"):
         trackers.log(2, {"loss": "high"})
+    trackers.finish("failed", {})
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path):
+    trackers = Trackers(config(), tmp_path, {})
+    trackers.start()
+    (tmp_path / "samples").mkdir(exist_ok=True)
+    (tmp_path / "samples" / "step_000001.jsonl").symlink_to("/dev/full")  # every write fails with "no space left"
+    with pytest.raises(DataError, match=r"'jsonl' cannot write: .*No space left.* What the last checkpoint holds is safe"):
+        trackers.samples(1, [{"uid": "0:1"}])
     trackers.finish("failed", {})
 
 
