@@ -1,0 +1,146 @@
+"""Every code block of README.md and docs/ runs, page by page, in the order in which it stands.
+
+A fence's info string says what its block is: `python` and `sh` run, `LANGUAGE file=NAME` is written to a file,
+`python run=grpo-step` runs inside a real run, `sh unfinished=RUN` finds RUN as a killed one, `text` is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlcore.assets import TINY
+from rlcore.cli import main
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SMALL = {
+    "cluster": "in_process",
+    "trainer.total_steps": "1",
+    "trainer.eval_every": "0",
+    "data.eval_size": "2",
+    "data.batch_size": "2",
+    "rollout.response_len": "4",
+}
+"""What is added to a command that trains or evaluates, where the command does not say otherwise."""
+
+NOT_RUN = {
+    r"make (train|test)": "tests of their own: each is longer than all of this; the Makefile is checked below",
+    r"pip install -e \. -c constraints\.txt": "installs what these tests run on",
+    r"python -m pdb .*": "waits at a prompt",
+    r"grep RemotePdb .*": "looks for a line that only a stopped Ray worker writes",
+    r"nc localhost \d+": "connects to that worker",
+    r"ps -eo .*": "looks at a run under way",
+    r"py-spy dump .*": "looks at a process under way; py-spy is no dependency",
+}
+"""Commands that are shown and not run, and why."""
+
+
+def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
+    """Return each block's language, options and text."""
+    found = FENCE.findall(page.read_text())
+    return [(language, dict(word.partition("=")[::2] for word in info.split()), text) for language, info, text in found]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_run(page, tmp_path, monkeypatch, capsys):
+    reader = Reader(tmp_path, monkeypatch)
+    for language, options, text in blocks(page):
+        if "file" in options:
+            reader.write(options["file"], text)
+        elif language == "sh":
+            if "unfinished" in options:
+                (tmp_path / options["unfinished"] / "summary.json").unlink()
+            for line in text.replace("\\\n", " ").splitlines():
+                reader.run(line)
+        elif language == "python":
+            if "run" not in options:  # else below
+                exec(compile(text, f"{page.name}", "exec"), reader.names)
+        else:
+            assert language == "text", f"{page.name}: a block of {language!r} neither runs nor is a file"
+
+
+class Reader:
+    """Someone who follows a page in an empty folder, with a model and GSM8K at hand."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.names: dict[str, object] = {"__name__": "__docs__"}
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+        (folder / "models").mkdir()
+        (folder / "models" / "my-model").symlink_to(TINY)
+        (folder / "data" / "gsm8k").mkdir(parents=True)
+        for name, count in (("train", 4), ("test", 2)):
+            rows = [{"question": f"{name} {i} + 1?", "answer": f"It is\n#### {i + 1}"} for i in range(count)]
+            (folder / "data" / "gsm8k" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def write(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(self, line: str) -> None:
+        if any(re.fullmatch(pattern, line) for pattern in NOT_RUN):
+            return
+        words = shlex.split(line)
+        while "=" in words[0]:
+            self.monkeypatch.setenv(*words.pop(0).split("=", 1))
+        program, *rest = words
+        if program == "rlcore":
+            assert main(small(rest)) == 0, line
+            self._forget_modules()
+        elif program == "mv":
+            shutil.move(*rest)
+        else:
+            assert [program, rest[0]] == ["pip", "install"], f"nobody knows how to run {line!r}"
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--no-build-isolation",
+                "--target",
+                "site",
+            ]
+            subprocess.run([*pip, *rest[1:]], check=True, env={**os.environ, "PIP_NO_INDEX": "1"})
+            self.monkeypatch.syspath_prepend(self.folder / "site")
+
+    def _forget_modules(self) -> None:
+        """Each command is a process of its own to a reader: what one has loaded is not there in the next."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(self.folder)):
+                del sys.modules[name]
+
+
+def small(argv: list[str]) -> list[str]:
+    """Add to a command that trains or evaluates what makes it short."""
+    if argv[0] not in ("train", "eval") or {"--help", "--cfg"} & set(argv):
+        return argv
+    given = {word.partition("=")[0] for word in argv}
+    return [*argv, *(f"{key}={value}" for key, value in SMALL.items() if key not in given)]
+
+
+def test_every_exemption_is_needed_and_the_makefile_has_what_the_readme_names():
+    lines = [
+        line for page in PAGES for language, _, text in blocks(page) if language == "sh" for line in text.split("\n")
+    ]
+    for pattern in NOT_RUN:
+        assert any(re.fullmatch(pattern, line) for line in lines), f"no page shows {pattern}"
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"\bmake (\w+)\b(?=`|\n)", "".join(page.read_text() for page in PAGES))
+    assert {"train", "test", "check"} <= set(named) <= set(targets)
