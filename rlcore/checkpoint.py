@@ -47,7 +47,7 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
             shutil.rmtree(stale)
         aside.mkdir()
         state = write(aside)
-        (aside / STATE).write_text(json.dumps(state, indent=1))
+        (aside / STATE).write_text(_as_json(state))
         _sync_tree(aside)
         os.rename(aside, final)
         _sync(folder)
@@ -57,6 +57,15 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
     return final
+
+
+def _as_json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of the run cannot be written as JSON: {error}; Algorithm.state_dict must return plain values"
+        ) from error
 
 
 def load(path: Path) -> dict[str, Any]:

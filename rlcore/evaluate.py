@@ -12,7 +12,7 @@ import numpy as np
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
-from rlcore.data.loader import PromptLoader
+from rlcore.data.loader import held_out_prompts
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
 from rlcore.ops import group_index
@@ -81,9 +81,8 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
             )
         config = replace(config, model=replace(config.model, path=str((found[-1] / "actor" / "model").resolve())))
     dataset = plugins.datasets()[config.data.name]
-    loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)
+    prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    prompts = loader.held_out(config.data.eval_size)
     with open_run(config, target.resolve(), plugins, {"actor": Role(generates=True)}, rewards) as run:
         metrics = evaluate_prompts(run, prompts).metrics
     for name, value in metrics.items():

@@ -19,6 +19,7 @@ from rlcore.config.installed import Installed
 from rlcore.errors import CheckpointError, ConfigError
 
 CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
+WRITING = ".writing"
 
 
 class RunFolder:
@@ -35,10 +36,8 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json in one piece."""
-        aside = self.path / (SUMMARY + ".writing")
         try:
-            aside.write_text(json.dumps(summary, indent=2) + "\n")
-            os.replace(aside, self.path / SUMMARY)
+            _write_whole(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             raise CheckpointError(f"{self.path / SUMMARY} cannot be written: {error}") from error
 
@@ -57,21 +56,23 @@ def default_path(config: Config) -> Path:
 def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
     """Make the folder and write config.yaml and versions.json, or get ready to resume what is there.
 
+    A folder in which a run was stopped before its first step or evaluation starts anew.
+
     Raises ConfigError for a folder that cannot be made or written, that another process is using, that holds a finished
     run or something else than a run, or whose config differs (naming the keys).
     """
     existing = path / CONFIG
     try:
-        if path.is_dir() and any(path.iterdir()) and not existing.exists():
+        if path.is_dir() and not existing.exists() and any(not _is_ours(file) for file in path.iterdir()):
             raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         try:
-            if existing.exists():
+            if existing.exists() and _has_begun(path):
                 _check_resumable(path, config, plugins)
             else:
-                (path / VERSIONS).write_text(json.dumps(versions(), indent=2) + "\n")
-                existing.write_text(to_yaml(config))
+                _write_whole(path / VERSIONS, json.dumps(versions(), indent=2) + "\n")
+                _write_whole(existing, to_yaml(config))
         except BaseException:
             lock.close()
             raise
@@ -81,6 +82,26 @@ def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
         ) from error
     found = checkpoints(path / "checkpoints")
     return RunFolder(path, found[-1] if found else None, lock)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file can be left over from a run that was stopped while it made its folder."""
+    return file.name in (".lock", VERSIONS) or file.name.endswith(WRITING)
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is anything of a run that another config could not go on with."""
+    return any((path / name).exists() for name in ("checkpoints", "metrics.jsonl", SUMMARY))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    aside = path.with_name(path.name + WRITING)
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def _lock(path: Path) -> IO[str]:

@@ -47,7 +47,7 @@ def step_metrics(
         {
             "reward/mean": float(scores.mean()),
             "reward/std": float(scores.std(correction=0)),
-            "reward/accuracy": float((scores >= pass_score).double().mean()),
+            "reward/accuracy": float(((scores >= pass_score) & ~errors).double().mean()),
             "reward/errors": float(errors.sum()),
             "response/mean_length": float(lengths.double().mean()),
             "health/equal_groups": float(equal.double().mean()),

@@ -33,7 +33,7 @@ class Run:
         self._clock = clock
         self._rewards = rewards
         self._logged: dict[str, float] = {}
-        self._scored: list[DataProto] = []
+        self._scored: list[tuple[DataProto, DataProto]] = []
 
     @property
     def step(self) -> int:
@@ -56,7 +56,7 @@ class Run:
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
         scored = self._rewards.score(batch.select(index, columns, []))
-        self._scored.append(batch.union(scored))
+        self._scored.append((batch, scored))
         return scored
 
     def log(self, **metrics: float) -> None:
@@ -77,7 +77,7 @@ class Run:
         self._rewards.drain()
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        return logged, scored
+        return logged, [batch.union(rewards) for batch, rewards in scored]
 
 
 @contextmanager
@@ -108,11 +108,7 @@ def open_run(
         scorers = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config.reward), name="reward")
         scorers.start()
         clock = StepClock()
-        run = Run(config, folder, clock, start_roles(config, executor, plugins, roles, clock), scorers)
-        try:
-            yield run
-        finally:
-            scorers.close()
+        yield Run(config, folder, clock, start_roles(config, executor, plugins, roles, clock), scorers)
 
 
 def _check_names(roles: Mapping[str, Role]) -> None:

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,12 +16,13 @@ from rlcore import checkpoint
 from rlcore.config import Config, check
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.errors import CheckpointError
+from rlcore.engine.train.state import ENGINE_STATE, random_state, set_random_state
+from rlcore.errors import CheckpointError, ConfigError
 from rlcore.evaluate import evaluate_prompts, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import step_metrics
-from rlcore.plugins import Algorithm, PluginManager
-from rlcore.rewards.compose import resolve
+from rlcore.plugins import Algorithm, PluginManager, Role
+from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.run import Run, open_run
 from rlcore.trackers import Trackers
@@ -32,42 +33,61 @@ log = logging.getLogger(__name__)
 def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     """Train, or go on with an unfinished run in the same folder, and return what summary.json holds.
 
-    Everything that can be wrong with config, data, model folder and run folder is found before Ray starts. Raises the
-    errors of rlcore.errors; the folder then holds a summary with status "failed".
+    Everything that can be wrong with config, data, model folder, rewards, trackers and run folder is found before Ray
+    starts. Raises the errors of rlcore.errors; where the loop had begun, summary.json then has the status "failed".
     """
     check(config, plugins)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     roles = algorithm.roles()
+    _check_roles(roles, config)
     dataset = plugins.datasets()[config.data.name]
     loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=config.trainer.seed)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
     check_rewards(rewards, config.reward)
-    folder = open_folder(default_path(config), config, plugins)
+    path = default_path(config)
+    trackers = Trackers(config, path, plugins.trackers())
+    folder = open_folder(path, config, plugins)
     try:
         with _logging_to(folder.path / LOG):
-            for name, (path, digest) in plugins.local_files.items():
-                log.info("plugin %s from %s, sha256 %s", name, path, digest)
+            for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
+                log.info("code from %s, sha256 %s", file, digest)
             place = folder.path.resolve()
             with open_run(config, place, plugins, roles, rewards, log_dir=place / "logs") as run:
-                return Trainer(run, algorithm, plugins, loader, folder).run()
+                return Trainer(run, algorithm, plugins, loader, folder, trackers).run()
     finally:
         folder.close()
+
+
+def _check_roles(roles: Mapping[str, Role], config: Config) -> None:
+    generates = [name for name, role in roles.items() if role.generates]
+    if config.trainer.eval_every and "actor" not in generates:
+        raise ConfigError(
+            f"an evaluation samples from the role `actor`, but algo={config.algorithm} lets {generates or 'no role'} "
+            "generate; set trainer.eval_every=0"
+        )
 
 
 class Trainer:
     """The loop of one run. `run()` is all of it; the other methods are its parts, in the order in which they come."""
 
     def __init__(
-        self, run: Run, algorithm: Algorithm, plugins: PluginManager, loader: PromptLoader, folder: RunFolder
+        self,
+        run: Run,
+        algorithm: Algorithm,
+        plugins: PluginManager,
+        loader: PromptLoader,
+        folder: RunFolder,
+        trackers: Trackers,
     ) -> None:
-        self.run_, self.algorithm, self.plugins, self.loader, self.folder = run, algorithm, plugins, loader, folder
+        self.run_, self.algorithm, self.plugins, self.loader = run, algorithm, plugins, loader
+        self.folder, self.trackers = folder, trackers
         self.config = run.config
+        self.started = False
         self.step = 0
         self.tokens = 0.0
         self.seconds = 0.0
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.saved_step: int | None = None
-        self.trackers = Trackers(self.config, folder.path, plugins.trackers())
         self.held_out = loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
 
     def run(self) -> dict[str, Any]:
@@ -76,20 +96,33 @@ class Trainer:
         try:
             self._restore()
             self.trackers.start(resume_step=self.step)
+            self.started = True
             self.plugins.run_start(self.run_)
             with _Interruption() as interruption:
                 status = self._loop(interruption)
-        except KeyboardInterrupt:
-            status = "interrupted"
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
+            for another in self._close(status):
+                log.error("and while closing the run: %s", another)
             raise
-        finally:
-            summary = self._summary(status)
-            self.folder.write_summary(summary)
+        if errors := self._close(status):
+            raise errors[0]
+        return self._summary(status)
+
+    def _close(self, status: str) -> list[Exception]:
+        """Write the summary and let hooks and trackers end, each of them whatever the others do; return the errors."""
+        summary = self._summary(status)
+        errors: list[Exception] = []
+        ending: list[Callable[[], None]] = [lambda: self.folder.write_summary(summary)]
+        if self.started:
+            ending.append(lambda: self.plugins.run_end(self.run_, status))
+        ending.append(lambda: self.trackers.finish(status, summary))
+        for end in ending:
             try:
-                self.plugins.run_end(self.run_, status)
-            finally:
-                self.trackers.finish(status, summary)
-        return summary
+                end()
+            except Exception as error:  # returned, once all have ended
+                errors.append(error)
+        return errors
 
     def _loop(self, interruption: _Interruption) -> str:
         total = self.config.trainer.total_steps
@@ -113,8 +146,7 @@ class Trainer:
         logged, scored = self.run_.end_step()
         self.step += 1
         metrics = step_metrics(returned, logged, scored, self.config.reward.pass_score)
-        for name, role in self.run_.roles.items():
-            metrics.update({f"time/{name}_{kind}": seconds for kind, seconds in role.seconds().items()})
+        metrics.update(self._seconds())
         elapsed = time.perf_counter() - start
         tokens = metrics.pop("tokens")
         self.tokens += tokens
@@ -130,6 +162,14 @@ class Trainer:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
         self.plugins.step_end(self.run_, self.step, metrics)
 
+    def _seconds(self, prefix: str = "") -> dict[str, float]:
+        """Return how long each role did what since the last call, of its slowest rank."""
+        return {
+            f"time/{prefix}{name}_{kind}": seconds
+            for name, role in self.run_.roles.items()
+            for kind, seconds in role.seconds().items()
+        }
+
     def _is_time_to_evaluate(self) -> bool:
         every = self.config.trainer.eval_every
         return bool(every) and (self.step % every == 0 or self.step == self.config.trainer.total_steps)
@@ -137,10 +177,11 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.held_out is None:
             return
-        found = evaluate_prompts(self.run_, self.held_out)
+        metrics = evaluate_prompts(self.run_, self.held_out).metrics
         self.run_.end_step()
-        self.accuracy["after"] = found.metrics["eval/accuracy"]
-        self.trackers.evaluated(self.step, found.metrics)
+        metrics.update(self._seconds("eval_"))
+        self.accuracy["after"] = metrics["eval/accuracy"]
+        self.trackers.evaluated(self.step, metrics)
 
     def _save(self) -> None:
         keep = self.config.trainer.keep_checkpoints
@@ -152,6 +193,11 @@ class Trainer:
         for name, role in self.run_.roles.items():
             if role.role.trains:
                 role.group.save_state(str(aside.resolve() / name))
+                if not (aside / name / ENGINE_STATE).is_file():
+                    raise CheckpointError(
+                        f"role {name!r} wrote its state, but not into {aside.resolve()} as this process sees it; "
+                        "run.dir must be on a file system that all nodes share"
+                    )
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -159,6 +205,7 @@ class Trainer:
             "accuracy": self.accuracy,
             "loader": self.loader.state_dict(),
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
+            "random": random_state(),
         }
         self.plugins.checkpoint(self.run_, aside)
         return state
@@ -173,6 +220,7 @@ class Trainer:
             self.accuracy = state["accuracy"]
             self.loader.load_state_dict(state["loader"])
             self.algorithm.load_state_dict(state["algorithm"]["state"])
+            set_random_state(state["random"])
         except KeyError as error:
             raise CheckpointError(
                 f"{path / checkpoint.STATE} lacks {error}; it is of another version of rlcore"
@@ -193,6 +241,7 @@ class Trainer:
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "run_dir": str(self.folder.path),
+            "plugin_files": [str(path) for path, _ in self.plugins.local_files.values()],
         }
 
 
@@ -228,10 +277,14 @@ def _logging_to(path: Path) -> Iterator[None]:
     logger = logging.getLogger("rlcore")
     before = logger.level
     logger.addHandler(handler)
+    # A handler of our own turns off the one that prints warnings where there is no other.
+    assert logging.lastResort is not None
+    logger.addHandler(logging.lastResort)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(before)
+        logger.removeHandler(logging.lastResort)
         logger.removeHandler(handler)
         handler.close()

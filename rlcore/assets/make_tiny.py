@@ -89,19 +89,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def slip_probability(length: int) -> float:
-    """Return how likely each of `length` digits is drawn at random, so that RIGHT_SHARE of the answers are right.
+def slip_probability(length: int, right_share: float) -> float:
+    """Return how likely each of `length` digits is drawn at random, so that `right_share` of the answers are right.
 
-    A slip draws one of ten digits and hits the right one once in ten: (1 - 0.9 * slip) ** length = RIGHT_SHARE.
+    A slip draws one of ten digits and hits the right one once in ten: (1 - 0.9 * slip) ** length = right_share.
     """
-    return (1 - RIGHT_SHARE ** (1 / length)) / 0.9
+    return (1 - right_share ** (1 / length)) / 0.9
 
 
-def demonstration(problem: Problem, rng: random.Random) -> str:
+def demonstration(right: str, right_share: float, rng: random.Random) -> str:
     """Return a demonstrated answer: the right one, each of its digits replaced by a random one when the hand slips."""
-    digits = str(problem.result)
-    slip = slip_probability(len(digits))
-    return "".join(rng.choice("0123456789") if rng.random() < slip else digit for digit in digits)
+    slip = slip_probability(len(right), right_share)
+    return "".join(rng.choice("0123456789") if rng.random() < slip else digit for digit in right)
 
 
 def train(
@@ -111,6 +110,7 @@ def train(
     steps: int,
     batch_size: int,
     lr: float,
+    right_share: float,
     rng: random.Random,
 ) -> float:
     """Train on demonstrations of random training problems and return the last batch's loss, in nats a token.
@@ -125,18 +125,19 @@ def train(
     model.train()
     started, running = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
-        rows, rights, slips = [], [], []
+        rows, targets, slips = [], [], []
         for problem in rng.choices(pool, k=batch_size):
             prompt, right = prompt_ids(tokenizer, problem), str(problem.result)
-            rows.append([*prompt, *(digit_ids[int(d)] for d in demonstration(problem, rng))])
-            rights.append([IGNORED] * (len(prompt) - 1) + [*(digit_ids[int(d)] for d in right), tokenizer.eos_token_id])
-            slips.append([0.0] * (len(prompt) - 1) + [slip_probability(len(right))] * len(right) + [0.0])
+            before = len(prompt) - 1
+            rows.append([*prompt, *(digit_ids[int(d)] for d in demonstration(right, right_share, rng))])
+            targets.append([IGNORED] * before + [*(digit_ids[int(d)] for d in right), tokenizer.eos_token_id])
+            slips.append([0.0] * before + [slip_probability(len(right), right_share)] * len(right) + [0.0])
         # Padding stands on the right and attention is causal: no token that counts ever sees it.
         log_probs = model(_padded(rows, tokenizer.pad_token_id)).logits.log_softmax(-1)
-        right_ids, slip = _padded(rights, IGNORED), _padded(slips, 0.0)
-        of_right = log_probs.gather(2, right_ids.clamp(min=0)[..., None])[..., 0]
+        target, slip = _padded(targets, IGNORED), _padded(slips, 0.0)
+        of_right = log_probs.gather(2, target.clamp(min=0)[..., None])[..., 0]
         of_any = log_probs[..., digit_ids].mean(-1)
-        loss = -((1 - slip) * of_right + slip * of_any)[right_ids != IGNORED].mean()
+        loss = -((1 - slip) * of_right + slip * of_any)[target != IGNORED].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -91,7 +91,7 @@ class EngineConfig:
     name: str = option("fsdp", "train engine: one of the installed ones")
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up", min=0)
+    warmup_steps: int = option(0, "steps of linear warm-up", min=0)
     min_lr_ratio: float = option(0.0, "the schedule ends at this share of `lr`", min=0.0, max=1.0)
     weight_decay: float = option(0.0, "AdamW weight decay", min=0.0)
     betas: list[float] = option([0.9, 0.999], "AdamW betas")

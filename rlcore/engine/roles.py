@@ -100,13 +100,17 @@ class RoleHandle:
     ) -> dict[str, float]:
         """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
 
-        `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. Reads
-        `prompts`, `responses`, and the columns that the losses touch. Rows with equal values in column `keep_together`
-        are in one mini-batch, on one rank and in one micro-batch. Mini-batches are consecutive runs of rows. Raises
-        DataError for a frozen role, ConfigError for more mini-batches than groups.
+        `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
+        losses get its tensor columns, of which `prompts` and `responses` are needed, and `uid` and `keep_together`.
+        Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
+        Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
+        role and for a loss or gradient that is not finite.
         """
         if not self.role.trains:
             raise DataError(f"role {self.name!r} is frozen; declare it with Role(trains=True) to update it")
+        for option, value in (("epochs", epochs), ("mini_batches", mini_batches)):
+            if value < 1:
+                raise DataError(f"update({option}={value}): there must be at least 1")
         if isinstance(batch, DataProto):
             if loss is None:
                 raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import inspect
 import math
@@ -62,6 +63,13 @@ def resolve(
             raise ConfigError(f"reward.functions: two rewards are called {reward.name!r}; rename a file or a function")
         rewards.append(reward)
     return rewards
+
+
+def reward_files(config: RewardConfig) -> list[tuple[Path, str]]:
+    """Return path and sha256 (hex) of each file that the configuration names as FILE.py:FUNCTION."""
+    references = [config.path] if config.path is not None else list(config.functions)
+    files = [Path(each.rpartition(":")[0]).expanduser() for each in references if ":" in each]
+    return [(file, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
 
 
 def _resolve(

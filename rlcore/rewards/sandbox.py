@@ -194,15 +194,23 @@ class _Pipe:
                 raise TimeoutError
 
 
+_KEPT = frozenset(
+    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "TEMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"}
+)
+
+
 def _environment() -> dict[str, str]:
-    """Return the child's environment: this process's import path, and one thread for numeric libraries.
+    """Return the child's environment: what programs need to run, this process's import path, one thread for numerics.
+
+    Nothing else passes, so that code that a model wrote finds no keys or tokens there.
 
     The threads of those libraries reserve address space, which the memory limit counts, and would compete with the
     engines for cores.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {**os.environ, **threads, "PYTHONPATH": path}
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+    return {**kept, **threads, "PYTHONPATH": path}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -57,9 +57,8 @@ class RewardWorker(Worker):
                 result[f"score/{name}"] = torch.tensor(scores, dtype=torch.float32)
         return result
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close(self) -> None:
-        """Kill the process; it starts again when needed."""
+    def shutdown(self) -> None:
+        """Kill the process. On Ray, where this worker is killed, the process ends with it."""
         self._rewards.close()
 
 

@@ -147,14 +147,15 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
         lines.append(f"held-out accuracy: {_number(before)} before, {_number(after)} after")
     lines.append(f"run folder: {run_dir}")
     command = shlex.quote(_command())
+    files = "".join(f" -p {shlex.quote(file)}" for file in summary.get("plugin_files", []))
     go_on = {
-        "finished": f"{command} train --config {config} run.dir={folder}-again trainer.seed=1",
-        "interrupted": f"{command} train --config {config} run.dir={folder}",
+        "finished": f"{command} train{files} --config {config} run.dir={folder}-again trainer.seed=1",
+        "interrupted": f"{command} train{files} --config {config} run.dir={folder}",
     }
     lines += [
         "next:",
-        f"  {command} eval {folder}",
+        f"  {command} eval{files} {folder}",
         "  " + go_on.get(status, f"less {folder}/rlcore.log"),
-        f"  {command} plugins",
+        f"  {command} plugins{files}",
     ]
     return lines

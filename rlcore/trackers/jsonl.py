@@ -45,6 +45,7 @@ class JsonlTracker(Tracker):
         line = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **line}) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint of this step must not outlive its line
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the rows to the step's file; what JSON cannot hold is written as text."""

@@ -63,8 +63,10 @@ class InProcess(Processes):
         return Finished(outputs, None)
 
     def shutdown(self) -> None:
-        """Let the workers go."""
+        """Shut the workers down and let them go."""
         for workers in self._workers.values():
+            for worker in workers:
+                worker.shutdown()
             workers.clear()
 
 

@@ -168,6 +168,9 @@ class Worker:
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=wait)
 
+    def shutdown(self) -> None:
+        """Let go of what this process holds outside itself; called in process alone, a worker on Ray is killed."""
+
     def _coordinates(self) -> Mapping[str, int]:
         return self._mesh_coords or {"dp": self.rank}
 

@@ -33,7 +33,7 @@ def steps(folder: Path) -> int:
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_checkpoints_and_leaves_and_the_run_can_go_on(start_command, train_here, tmp_path, stop):
     folder = tmp_path / "run"
-    more = [*HERE, "trainer.total_steps=1000"]
+    more = [*HERE, "trainer.total_steps=60"]
     process = start_command(folder, *more)
     wait_for(lambda: steps(folder) >= 2, process, tmp_path / "printed")
     os.kill(process.pid, stop)
@@ -42,10 +42,15 @@ def test_the_first_signal_checkpoints_and_leaves_and_the_run_can_go_on(start_com
     assert summary["status"] == "interrupted"
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("step_")) == summary["steps"] == steps(folder)
-    assert "a checkpoint follows after this step" in (folder / "rlcore.log").read_text()
+    assert 2 <= summary["steps"] < 60
+    for log in (folder / "rlcore.log", tmp_path / "printed"):
+        assert "a checkpoint follows after this step" in log.read_text()
     # Only the same run may go on in this folder.
     with pytest.raises(ConfigError, match=r"another config; differing: trainer\.total_steps"):
-        train_here(folder, *HERE, f"trainer.total_steps={summary['steps'] + 1}")
+        train_here(folder, *HERE, "trainer.total_steps=61")
+    resumed = train_here(folder, *more)
+    assert resumed.summary["status"] == "finished"
+    assert [row["step"] for row in resumed.numbers] == list(range(1, 61))
 
 
 SLOW_REWARD = """
@@ -57,10 +62,12 @@ def score(prompt, response, answer):
 """
 
 
-def test_the_second_signal_leaves_now(start_command, tmp_path):
+@pytest.mark.parametrize("cluster", ["in_process", pytest.param("local", marks=pytest.mark.ray)])
+def test_the_second_signal_leaves_now(start_command, tmp_path, cluster):
     folder = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW_REWARD)
-    process = start_command(folder, *HERE, "trainer.total_steps=9", "reward.path=slow.py:score")
+    options = [f"cluster={cluster}", *HERE[1:], "trainer.total_steps=9", "reward.path=slow.py:score"]
+    process = start_command(folder, *options)
     wait_for(lambda: (folder / "heartbeat.json").exists(), process, tmp_path / "printed")
     time.sleep(2)  # into the step, which takes 32 rows times 5 seconds
     start = time.monotonic()

@@ -38,6 +38,7 @@ def make_model(kind: str, folder: Path) -> Path:
         "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
         "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "head_dim": 16}),
         "mistral-window": (transformers.MistralConfig, {"sliding_window": 4, "head_dim": 12}),
+        "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),
         "gemma2": (transformers.Gemma2Config, {"head_dim": 12, "sliding_window": 8, "query_pre_attn_scalar": 12}),
     }
     cls, extra = configs[kind]

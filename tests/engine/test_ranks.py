@@ -28,6 +28,11 @@ class ProbedWorker(ModelWorker):
         return {name: state.whole(p.grad).clone() for name, p in self.train.model.hf.named_parameters()}
 
     @register(Dispatch.ONE_TO_ALL)
+    def draw(self) -> list[float]:
+        """Return numbers from this rank's global random generator."""
+        return torch.rand(3).tolist()
+
+    @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
         return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
@@ -177,6 +182,76 @@ def test_state_saved_by_two_ranks_goes_on_in_one_and_back(fresh, random_batch, t
     two.group.load_state(str(tmp_path / "one"))
     a, b = one.group.weights()[0], two.group.weights()[0]
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_every_rank_gets_its_random_state_back(fresh, tmp_path):
+    _, two = fresh
+    two.group.draw()
+    two.group.save_state(str(tmp_path))
+    went_on = two.group.draw()
+    assert went_on[0] != went_on[1]
+    two.group.load_state(str(tmp_path))
+    assert two.group.draw() == went_on
+
+
+def test_mini_batches_that_no_group_fills_are_skipped(fresh, random_batch):
+    for actor in fresh:
+        metrics = actor.update(random_batch(2, 2), loss=grpo_loss, keep_together="uid", mini_batches=3)
+        assert (metrics["train/optimizer_steps"], metrics["train/skipped_updates"]) == (2, 1)
+
+
+def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, assert_close):
+    """Untied embeddings, padded rows, recomputed activations; and the same model in bf16."""
+    import sys
+
+    model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
+    plain = RoleSetup(ACTOR, model, engine, RolloutConfig(response_len=6), create_fsdp, create_hf, 0, 10)
+    other = dataclasses.replace(
+        plain, engine=dataclasses.replace(engine, padding_free=False, activation_checkpointing=True)
+    )
+    half = dataclasses.replace(plain, model=dataclasses.replace(model, dtype="bf16"))
+    config = Config(algorithm="grpo", algo=GRPOConfig(kl_coef=0.1))
+
+    def handle(group):
+        return RoleHandle("actor", ACTOR, group, config, StepClock(step=1))
+
+    one = make_executor(ClusterConfig(executor="in_process", workers=1))
+    two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[sys.modules[__name__]])
+    with one, two:
+        alone = one.worker_group(one.resource_pool(), ClassWithInitArgs(ProbedWorker, plain))
+        classes = {name: ClassWithInitArgs(ProbedWorker, setup) for name, setup in (("other", other), ("half", half))}
+        groups = two.worker_group(two.resource_pool(), classes, name="layouts")
+        for group in (alone, *groups.values()):
+            group.start()
+        actors = [handle(alone), handle(groups["other"])]
+        same_update(actors, assert_close, random_batch())
+        in_bf16 = handle(groups["half"]).log_probs(random_batch())["log_probs"].values
+        # The forward leaves gathered bf16 parameters behind; what is synced and saved are the fp32 ones.
+        assert {tensor.dtype for tensor in groups["half"].weights()[0].values()} == {torch.float32}
+        untrained = one.worker_group(one.resource_pool(), ClassWithInitArgs(ProbedWorker, plain))
+        untrained.start()
+        exact = handle(untrained).log_probs(random_batch())["log_probs"].values
+        assert 1e-4 < (in_bf16 - exact).abs().max() < 0.3
+
+
+def test_a_state_saved_after_a_forward_is_whole(fresh, random_batch, tmp_path):
+    """Log-probs leave FSDP's root parameters gathered; their moments must be saved and loaded all the same."""
+    from safetensors.torch import load_file
+
+    one, two = fresh
+    for actor in fresh:
+        actor.update(random_batch(seed=1), loss=grpo_loss)
+        actor.log_probs(random_batch(seed=2))
+        actor.group.drain()
+    one.group.save_state(str(tmp_path / "one"))
+    two.group.save_state(str(tmp_path / "two"))
+    a, b = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("one", "two"))
+    assert a.keys() == b.keys()
+    for actor in fresh:
+        actor.log_probs(random_batch(seed=2))
+        actor.group.load_state(str(tmp_path / "two"))
+    metrics = [actor.update(random_batch(seed=3), loss=grpo_loss) for actor in fresh]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-6)
 
 
 def test_roles_say_what_they_cannot_do(fresh, random_batch):

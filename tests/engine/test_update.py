@@ -308,7 +308,16 @@ def test_log_probs_come_in_row_order_and_for_zero_rows(make_engine, random_batch
     assert len(one.log_probs(batch[:0])["log_probs"]) == 0
 
 
-def test_a_model_in_bf16_trains_with_fp32_weights(model_folder, random_batch):
+def test_recomputing_activations_turns_no_dropout_on(make_engine, random_batch, gradients, assert_close):
+    plain, recomputing = make_engine("gpt2"), make_engine("gpt2", activation_checkpointing=True)
+    for engine in (plain, recomputing):
+        update(engine, random_batch())
+    assert_close(gradients(recomputing), gradients(plain))
+    a, b = (engine.log_probs(random_batch())["log_probs"].values for engine in (plain, recomputing))
+    torch.testing.assert_close(a, b)
+
+
+def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, random_batch):
     from rlcore.config import EngineConfig, ModelConfig
     from rlcore.engine.ranks import Ranks
     from rlcore.engine.train.fsdp import FSDPEngine
@@ -316,6 +325,11 @@ def test_a_model_in_bf16_trains_with_fp32_weights(model_folder, random_batch):
     engine = FSDPEngine(
         ModelConfig(path=str(model_folder()), dtype="bf16"), EngineConfig(lr=1e-3), ranks=Ranks(), trains=True
     )
+    off = (
+        engine.log_probs(random_batch())["log_probs"].values
+        - make_engine().log_probs(random_batch())["log_probs"].values
+    )
+    assert 1e-4 < off.abs().max() < 0.3
     metrics = update(engine, random_batch())
     assert math.isfinite(metrics["loss/policy"])
     assert all(tensor.dtype is torch.float32 for _, tensor in engine.full_parameters())

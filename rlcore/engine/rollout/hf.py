@@ -103,7 +103,7 @@ class HFRollout(RolloutEngine):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Hold the module in the state for decoding; a shared one goes back to what training set."""
-        trained = self.hf.training
+        training = [module for module in self.hf.modules() if module.training]
         implementation = self.hf.config._attn_implementation
         self.hf.config._attn_implementation = self.attention
         self.hf.eval()
@@ -112,7 +112,8 @@ class HFRollout(RolloutEngine):
                 yield
         finally:
             self.hf.config._attn_implementation = implementation
-            self.hf.train(trained)
+            for module in training:
+                module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.owns_module or self.dtype is torch.float32:

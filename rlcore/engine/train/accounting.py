@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,13 +74,21 @@ def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.de
     return terms
 
 
-def count_terms(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device) -> dict[str, float]:
-    """Return the count of each term over `batch`, found by running the loss on made-up outputs.
+def sum_counts(
+    item: UpdateItem, parts: Sequence[DataProto | None], vocab: int, device: torch.device
+) -> dict[str, float]:
+    """Return the count of each term over all `parts`, found by running the loss on made-up outputs.
 
     It runs on two of them. Raises DataError when a count differs between the two, or is negative or not finite.
     """
-    if not len(batch):
-        return {}
+    counts: dict[str, float] = {}
+    for part in parts:
+        for key, count in _counts(item, part, vocab, device).items() if part is not None and len(part) else ():
+            counts[key] = counts.get(key, 0.0) + count
+    return counts
+
+
+def _counts(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device) -> dict[str, float]:
     tokens = int(batch.view("responses").lengths.max())
     tries = []
     for fill in (0.0, -10.0):

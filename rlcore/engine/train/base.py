@@ -18,7 +18,8 @@ from rlcore.protocol import DataProto, Ragged
 class UpdateItem:
     """One batch with its loss; several may share an optimizer step, each weighted.
 
-    `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each. `config` is what
+    `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each, as many for all
+    items of an update. `config` is what
     the loss gets; `keep_together` names a column whose equal values no micro-batch may part.
     """
 

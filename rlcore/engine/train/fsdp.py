@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
-from rlcore.engine.train.accounting import Account, Totals, call_loss, count_terms, merge_totals, row_names
+from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
 from rlcore.engine.train.microbatch import column_values, micro_batches
 from rlcore.engine.train.model import load_causal_lm
@@ -54,7 +55,9 @@ class FSDPEngine(TrainEngine):
         self.model.requires_grad_(trains)
         if trains and engine.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.hf.train()
+            for layer in self.model.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.training = True  # of the layer alone: what is inside it keeps its dropout off
         if ranks.world_size > 1:
             self._shard()
         self.optimizer: torch.optim.AdamW | None = None
@@ -155,7 +158,7 @@ class FSDPEngine(TrainEngine):
         norms: list[float] = []
         skipped = 0
         for _ in range(epochs):
-            for index in range(max(len(item.sizes) for item in items)):
+            for index in range(len(items[0].sizes)):
                 done = self._optimizer_step([(item, _mini_batch(item, index)) for item in items])
                 if done is None:
                     skipped += 1
@@ -174,7 +177,13 @@ class FSDPEngine(TrainEngine):
     def _optimizer_step(self, work: Sequence[tuple[UpdateItem, DataProto]]) -> tuple[Totals, float] | None:
         """Accumulate the gradient of one mini-batch and step; None if no rank has anything to optimise."""
         assert self.optimizer is not None
-        counts = [count_terms(item, batch, self.model.vocab_size, self.ranks.device) for item, batch in work]
+        device = self.ranks.device
+        cuts = [self._cut(batch, item.keep_together) for item, batch in work]
+        counts = [
+            # On the whole, so that a count that depends on the cut is found out; logits of the whole are too many.
+            sum_counts(item, parts if "logits" in needs_of(item.loss) else [batch], self.model.vocab_size, device)
+            for (item, batch), parts in zip(work, cuts, strict=True)
+        ]
         everyone = self.ranks.gather(counts)
         global_counts: list[dict[str, float]] = []
         for index in range(len(work)):
@@ -183,7 +192,10 @@ class FSDPEngine(TrainEngine):
         if not any(count > 0 for counted in global_counts for count in counted.values()):
             return None
         self.optimizer.zero_grad(set_to_none=True)
-        accounts = [self._accumulate(*piece, counted) for piece, counted in zip(work, global_counts, strict=True)]
+        accounts = [
+            self._accumulate(item, parts, counted)
+            for (item, _), parts, counted in zip(work, cuts, global_counts, strict=True)
+        ]
         for account, counted in zip(accounts, counts, strict=True):
             account.check_counts(counted)
         reports = self.ranks.gather([(account.totals, account.bad) for account in accounts])
@@ -196,11 +208,13 @@ class FSDPEngine(TrainEngine):
         self.version += 1
         return merge_totals([totals for report in reports for totals, _ in report]), norm
 
-    def _accumulate(self, item: UpdateItem, batch: DataProto, global_counts: dict[str, float]) -> Account:
+    def _accumulate(
+        self, item: UpdateItem, parts: Sequence[DataProto | None], global_counts: dict[str, float]
+    ) -> Account:
         # FSDP divides gradients by the number of ranks; the counts are global already.
         account = Account(item, global_counts, scale=float(self.ranks.world_size))
         needs = needs_of(item.loss)
-        for part in self._cut(batch, item.keep_together):
+        for part in parts:
             flat = self._forward(part, needs)
             if part is None:
                 loss = sum(value.sum() for value in flat.values()) * 0.0
@@ -224,6 +238,17 @@ class FSDPEngine(TrainEngine):
 
     # Weights
 
+    def _reshard(self) -> None:
+        """Put the sharded parameters back in place.
+
+        After a forward without a backward FSDP leaves the gathered ones there, in the precision of the forward.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     @property
     def shared_module(self) -> nn.Module | None:
         """See TrainEngine."""
@@ -231,27 +256,29 @@ class FSDPEngine(TrainEngine):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
+        self._reshard()
         for name, parameter in self.model.hf.named_parameters():
             yield name, state.whole(parameter.detach())
 
     def save_pretrained(self, folder: Path) -> None:
         """See TrainEngine."""
-        state.save_pretrained(self.model.hf, dict(self.full_parameters()), self.model_config, folder, self.ranks)
+        state.save_pretrained(self.model.hf, self.full_parameters(), self.model_config, folder, self.ranks)
 
     def save_state(self, folder: Path) -> None:
         """See TrainEngine."""
         self.save_pretrained(folder / "model")
+        self._reshard()
         state.save_engine_state(self.model.hf, self.optimizer, self.version, folder, self.ranks)
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
+        self._reshard()
         state.load_weights(self.model.hf, folder / "model")
         self.version = state.load_engine_state(self.model.hf, self.optimizer, folder, self.ranks)
 
 
 def _mini_batch(item: UpdateItem, index: int) -> DataProto:
-    """Return this rank's rows of one mini-batch; an item with fewer mini-batches than others goes around again."""
-    index %= len(item.sizes)
+    """Return this rank's rows of one mini-batch."""
     start = sum(item.sizes[:index])
     return item.batch[start : start + item.sizes[index]]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlcore.errors import ConfigError
 from rlcore.protocol import DataProto
 
 
@@ -48,15 +47,10 @@ def update_plan(
 ) -> list[list[list[int]]]:
     """Return the row indices for each rank and mini-batch, `plan[rank][mini_batch]`.
 
-    Mini-batches are consecutive runs of rows and the same whatever the number of ranks. Raises ConfigError when there
-    are fewer units than mini-batches.
+    Mini-batches are consecutive runs of rows and the same whatever the number of ranks. With fewer units than
+    mini-batches some are empty; an update skips and counts those.
     """
     units = units_of(rows, together)
-    if rows and len(units) < mini_batches:
-        raise ConfigError(
-            f"an update of {rows} rows in {len(units)} groups that must stay together cannot be cut into "
-            f"{mini_batches} mini-batches; use at most {len(units)}"
-        )
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for mini_batch in split_evenly(units, mini_batches):
         for rank, run in enumerate(split_evenly(mini_batch, ranks)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.ranks import Ranks
 from rlcore.errors import CheckpointError
+
+ENGINE_STATE = "engine.json"
+"""The file of a saved state that is written last."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -33,13 +37,18 @@ def _like(full: Tensor, parameter: Any) -> Tensor:
     return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def save_pretrained(hf: Any, full: dict[str, Tensor], model: ModelConfig, folder: Path, ranks: Ranks) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` opens; rank 0 writes, `full` is needed there."""
+def save_pretrained(
+    hf: Any, full: Iterator[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` opens, from whole parameters one at a time.
+
+    Every rank has to go through `full`, which gathers them; rank 0 keeps them, in main memory, and writes.
+    """
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full if ranks.rank == 0}
     if ranks.rank == 0:
         from transformers import AutoTokenizer
 
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()}
         _write(folder / "model.safetensors", weights)
         hf.config.save_pretrained(folder)
         if hf.generation_config is not None:
@@ -85,12 +94,12 @@ def save_engine_state(
                 full = whole(value)
                 if ranks.rank == 0:
                     moments[f"{key}.{name}"] = full.detach().cpu().clone().contiguous()
-    random_states = ranks.gather(_random_state())
+    random_states = ranks.gather(random_state())
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if moments:
             _write(folder / "optimizer.safetensors", moments)
-        (folder / "engine.json").write_text(json.dumps({"version": version, "random": random_states}))
+        (folder / ENGINE_STATE).write_text(json.dumps({"version": version, "random": random_states}))
     ranks.gather(None)
 
 
@@ -101,7 +110,7 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
     are missing or do not fit.
     """
     try:
-        state = json.loads((folder / "engine.json").read_text())
+        state = json.loads((folder / ENGINE_STATE).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'engine.json'} cannot be read: {error}") from error
     if optimizer is not None and (folder / "optimizer.safetensors").exists():
@@ -109,10 +118,12 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
         for name, parameter in hf.named_parameters():
             mine = {key.split(".", 1)[0]: value for key, value in moments.items() if key.split(".", 1)[1] == name}
             optimizer.state[parameter] = {
-                key: value if key == "step" else _like(value, parameter) for key, value in mine.items()
+                # The fused optimizer keeps its step beside the parameter.
+                key: value.to(parameter.device) if key == "step" else _like(value, parameter)
+                for key, value in mine.items()
             }
     if ranks.rank < len(state["random"]):
-        _set_random_state(state["random"][ranks.rank])
+        set_random_state(state["random"][ranks.rank])
     return int(state["version"])
 
 
@@ -130,7 +141,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return the state of this process's global random generators as values that JSON can hold."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     version, internal, gauss_next = random.getstate()
     state = {
@@ -143,7 +155,8 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Take back what `random_state` returned."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
