@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from rlcore.assets import TINY, make_tiny, model_path
-from rlcore.data.arithmetic import Problem, problems
+from rlcore.data.arithmetic import problems
 
 
 def test_model_path() -> None:
@@ -55,21 +55,21 @@ def test_it_knows_the_right_answers_and_seldom_gives_them() -> None:
         assert 0.25 <= make_tiny.accuracy(model, tokenizer, held_out, temperature=1, seed=seed) <= 0.40
 
 
-@pytest.mark.parametrize("problem", [Problem(3, "+", 4), Problem(17, "+", 25), Problem(80, "+", 75)])
-def test_a_fixed_share_of_the_demonstrations_is_right(problem: Problem) -> None:
-    rng, right = random.Random(0), str(problem.result)
-    answers = [make_tiny.demonstration(problem, rng) for _ in range(6000)]
-    # The share's standard deviation is sqrt(0.32 * 0.68 / 6000) = 0.006.
-    assert abs(answers.count(right) / 6000 - make_tiny.RIGHT_SHARE) < 0.025
+@pytest.mark.parametrize("right", ["7", "42", "155"])
+def test_a_fixed_share_of_the_demonstrations_is_right(right: str) -> None:
+    rng = random.Random(0)
+    answers = [make_tiny.demonstration(right, 0.35, rng) for _ in range(6000)]
+    # The share's standard deviation is sqrt(0.35 * 0.65 / 6000) = 0.006.
+    assert abs(answers.count(right) / 6000 - 0.35) < 0.025
     wrong = [answer for answer in answers if answer != right]
-    assert len(set(wrong)) == 9 if len(right) == 1 else len(set(wrong)) >= 99
+    assert len(set(wrong)) > 0.9 * 10 ** len(right) - 2
     assert max(map(wrong.count, set(wrong))) < answers.count(right) / 3
 
 
 def test_slips_make_up_the_wrong_share() -> None:
-    # Two digits: each is right with probability 1 - 0.9 * slip, and both are with RIGHT_SHARE.
-    assert (1 - 0.9 * make_tiny.slip_probability(2)) ** 2 == pytest.approx(make_tiny.RIGHT_SHARE)
-    assert make_tiny.slip_probability(1) == pytest.approx((1 - make_tiny.RIGHT_SHARE) / 0.9)
+    # Two digits: each is right with probability 1 - 0.9 * slip, and both are with a quarter.
+    assert make_tiny.slip_probability(2, 0.25) == pytest.approx(0.5 / 0.9)
+    assert make_tiny.slip_probability(1, 0.55) == pytest.approx(0.5)
 
 
 def test_training_learns_and_is_repeatable() -> None:
@@ -77,7 +77,8 @@ def test_training_learns_and_is_repeatable() -> None:
         torch.manual_seed(0)
         tokenizer = make_tiny.make_tokenizer()
         model = make_tiny.make_model(tokenizer)
-        loss = make_tiny.train(model, tokenizer, steps=steps, batch_size=16, lr=2e-3, rng=random.Random(0))
+        rng = random.Random(0)
+        loss = make_tiny.train(model, tokenizer, steps=steps, batch_size=16, lr=2e-3, right_share=0.5, rng=rng)
         return loss, torch.cat([p.detach().flatten() for p in model.parameters()])
 
     (first, _), (loss, weights), (again, same) = trained(1), trained(15), trained(15)

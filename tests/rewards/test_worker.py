@@ -36,18 +36,15 @@ def start(request):
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     with make_executor(ClusterConfig(executor=request.param)) as executor:
-        groups = []
 
         def build(config, workers):
             pool = executor.resource_pool(workers, cpus_per_worker=1, gpus_per_worker=0.0)
             rewards = resolve(config, "arithmetic", INSTALLED)
-            groups.append(executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config), name="reward"))
-            groups[-1].start()
-            return groups[-1]
+            group = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config), name="reward")
+            group.start()
+            return group
 
         yield build
-        for group in groups:
-            group.close()
 
 
 @pytest.mark.parametrize(
