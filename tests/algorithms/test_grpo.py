@@ -1,0 +1,208 @@
+"""GRPO: its loss by hand, and its settings end to end."""
+
+import math
+
+import pytest
+import torch
+from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
+
+from rlcore.config import check, compose
+from rlcore.errors import ConfigError
+from rlcore.ops import Outputs, group_index
+from rlcore.plugins import PluginManager
+
+LN2 = math.log(2)
+RATIO = torch.tensor([[1.5, 0.5, 9.0], [0.5, 1.5, 1.0]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+TO_REFERENCE = torch.tensor([[LN2, 0.0, 7.0], [0.0, LN2, 0.0]])  # log_probs - ref_log_probs
+ENTROPY = torch.tensor([[1.0, 2.0, 50.0], [3.0, 4.0, 5.0]])
+
+
+def loss(mask=MASK, **settings):
+    """Return the terms and log_probs [2, 3] of two responses with advantages 2 and -1, clipped to 0.8 and 1.3."""
+    old = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]])
+    log_probs = (old + RATIO.log()).requires_grad_()
+    batch = {
+        "response_mask": mask,
+        "advantages": torch.tensor([2.0, -1.0]),
+        "old_log_probs": old,
+        "ref_log_probs": log_probs.detach() - TO_REFERENCE,
+    }
+    config = GRPOConfig(**{"clip_low": 0.2, "clip_high": 0.3, "kl_coef": 0.0, **settings})
+    if not config.kl_coef:
+        del batch["ref_log_probs"]  # there is none when no reference was started
+    return grpo_loss(Outputs({"log_probs": log_probs, "entropy": ENTROPY}), batch, config), log_probs
+
+
+def gradient(term, log_probs):
+    (grad,) = torch.autograd.grad(term.total, log_probs)
+    return grad
+
+
+def test_policy_loss_is_clipped_on_the_side_that_the_advantage_pushes_to():
+    """Advantage 2: ratio 1.5 counts as 1.3, ratio 0.5 as itself. Advantage -1: 0.5 counts as 0.8, 1.5 as itself."""
+    terms, log_probs = loss()
+    policy = terms["policy"]
+    assert policy.total.item() == pytest.approx(-2.6 - 1.0 + 0.8 + 1.5 + 1.0)
+    assert policy.count == 5
+    assert policy.weight == 1.0
+    # d(-r A)/d(log_prob) = -r A: to a likelier token where the advantage is positive, exactly 0 where it is clipped.
+    grad = gradient(policy, log_probs)
+    torch.testing.assert_close(grad, torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.5, 1.0]]))
+    assert grad[0, 0] == 0
+    assert grad[1, 0] == 0
+    assert grad[0, 2] == 0  # masked
+
+
+@pytest.mark.parametrize(("low", "high", "clipped"), [(0.6, 0.6, 0), (0.6, 0.3, 1), (0.2, 0.6, 1), (0.2, 0.3, 2)])
+def test_each_clip_bound_acts_for_itself(low, high, clipped):
+    terms, _ = loss(clip_low=low, clip_high=high)
+    first, fourth = -2 * min(1.5, 1 + high), max(0.5, 1 - low)
+    assert terms["policy"].total.item() == pytest.approx(first - 1.0 + fourth + 1.5 + 1.0)
+    assert terms["clipped"].total == clipped
+    assert terms["clipped"].count == 5
+
+
+def test_sequence_mean_gives_every_response_the_same_weight():
+    terms, log_probs = loss(loss_mean="sequence")
+    policy = terms["policy"]
+    assert policy.total.item() == pytest.approx((-2.6 - 1.0) / 2 + (0.8 + 1.5 + 1.0) / 3)
+    assert policy.count == 2
+    expected = torch.tensor([[0.0, -0.5, 0.0], [0.0, 0.5, 1 / 3]])
+    torch.testing.assert_close(gradient(policy, log_probs), expected)
+
+
+@pytest.mark.parametrize(("loss_mean", "count"), [("token", 3), ("sequence", 1)])
+def test_a_response_without_tokens_is_not_counted(loss_mean, count):
+    terms, log_probs = loss(mask=torch.tensor([[0, 0, 0], [1, 1, 1]]), loss_mean=loss_mean, kl_coef=0.1)
+    assert terms["policy"].count == terms["kl"].count == count
+    assert terms["policy"].total.item() == pytest.approx(3.3 if loss_mean == "token" else 1.1)
+    assert not gradient(terms["policy"], log_probs)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_ln2", "slope"),
+    [
+        ("k1", LN2, [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+        ("k2", LN2**2 / 2, [[LN2, 0.0, 0.0], [0.0, LN2, 0.0]]),
+        ("k3", 0.5 - 1 + LN2, [[0.5, 0.0, 0.0], [0.0, 0.5, 0.0]]),
+    ],
+)
+def test_kl_to_the_reference(kind, at_ln2, slope):
+    """One token of two and one of three have a log-ratio of ln 2, the others of 0, where every estimate is 0."""
+    terms, log_probs = loss(kl_coef=0.25, kl_estimator=kind)
+    assert terms["kl"].total.item() == pytest.approx(2 * at_ln2)
+    assert (terms["kl"].count, terms["kl"].weight) == (5, 0.25)
+    torch.testing.assert_close(gradient(terms["kl"], log_probs), torch.tensor(slope))
+    sequence, _ = loss(kl_coef=0.25, kl_estimator=kind, loss_mean="sequence")
+    assert sequence["kl"].total.item() == pytest.approx(at_ln2 / 2 + at_ln2 / 3)
+    assert sequence["kl"].count == 2
+
+
+def test_metrics_are_reported_and_not_optimised():
+    terms, _ = loss()
+    assert set(terms) == {"policy", "entropy", "clipped", "kl_old"}
+    for name in ("entropy", "clipped", "kl_old"):
+        assert terms[name].weight is None
+        assert not terms[name].total.requires_grad
+        assert terms[name].count == 5
+    assert terms["entropy"].total == 1 + 2 + 3 + 4 + 5
+    # KL(old || new) of a token sampled by old: r - 1 - ln r; over ratios 1.5, 0.5, 0.5, 1.5, 1.
+    assert terms["kl_old"].total.item() == pytest.approx(2 * (0.5 - math.log(1.5)) + 2 * (LN2 - 0.5), rel=1e-5)
+
+
+def hand_advantages(batch, divide_by_std):
+    """Return the advantages in the module's docstring, group by group."""
+    group, scores = group_index(batch["uid"]), batch["scores"]
+    advantages = torch.zeros_like(scores)
+    for number in group.unique():
+        own = scores[group == number]
+        advantages[group == number] = (own - own.mean()) / (own.std() + 1e-6 if divide_by_std else 1.0)
+    return advantages
+
+
+def test_without_kl_no_reference_is_started_and_the_first_loss_is_that_of_the_advantages(take_steps, tmp_path):
+    """At ratio 1 the loss is minus the mean advantage: over tokens, so that of a longer response weighs more."""
+    (tmp_path / "length.py").write_text("def score(prompt, response, answer):\n    return len(response)\n")
+    options = ["algo.kl_coef=0", "rollout.temperature=2", f"reward.path={tmp_path / 'length.py'}:score"]
+    (metrics,), (batch,), roles = take_steps("algo.group_size=4", *options)
+    assert roles == {"actor"}
+    assert "loss/kl" not in metrics
+    assert not any(name.startswith("ref") for name in batch.keys())  # noqa: SIM118 (a batch is not a dict)
+    assert len(batch) == 16
+    assert batch["sample_index"].tolist() == [0, 1, 2, 3] * 4
+    lengths = batch["response_length"].float()
+    expected = -(hand_advantages(batch, True) * lengths).sum() / lengths.sum()
+    assert abs(expected) > 1e-3
+    assert metrics["loss/policy"] == pytest.approx(float(expected), abs=1e-6)
+    assert metrics["loss/entropy"] > 0
+    assert metrics["loss/clipped"] == 0
+    assert metrics["loss/kl_old"] == pytest.approx(0, abs=1e-6)
+    assert metrics["train/optimizer_steps"] == 1
+
+
+def test_sequence_mean_and_no_division_by_std_end_to_end(take_steps):
+    """Groups of two whose rewards are 0 and 1 have advantages -0.5 and 0.5, or divided by sqrt(1/2)."""
+    first = ["algo.group_size=2", "algo.kl_coef=0", "algo.loss_mean=sequence", "engine.clip_grad=0"]
+    (divided,), (batch,), _ = take_steps(*first)
+    (plain,), (same,), _ = take_steps(*first, "algo.divide_by_std=false")
+    assert batch["response_text"].tolist() == same["response_text"].tolist()
+    assert hand_advantages(batch, False).tolist() == [-0.5, 0.5] * 4
+    # Advantages of a group add up to 0, and so does their mean over responses.
+    assert divided["loss/policy"] == pytest.approx(0, abs=1e-6)
+    assert plain["train/grad_norm"] > 0
+    assert divided["train/grad_norm"] / plain["train/grad_norm"] == pytest.approx(math.sqrt(2), rel=1e-4)
+
+
+def test_kl_estimators_end_to_end(take_steps):
+    """Before the first update the reference is the policy: each KL is 0, and of the three only k1 has a slope there."""
+    found = {}
+    for kind in ("k1", "k2", "k3"):
+        options = ["algo.group_size=2", "algo.kl_coef=1", f"algo.kl_estimator={kind}"]
+        metrics, _, roles = take_steps(*options, steps=2)
+        assert roles == {"actor", "ref"}
+        assert metrics[0]["loss/kl"] == pytest.approx(0, abs=1e-6)
+        found[kind] = metrics
+    k1, k2, k3 = found.values()
+    assert k2[0]["train/grad_norm"] == pytest.approx(k3[0]["train/grad_norm"], rel=1e-4)
+    assert abs(k1[0]["train/grad_norm"] - k3[0]["train/grad_norm"]) > 0.01 * k3[0]["train/grad_norm"]
+    # After it k2 and k3 see the same weights and samples, and estimate differently.
+    assert k2[1]["loss/kl"] > 0
+    assert k3[1]["loss/kl"] > 0
+    assert abs(k2[1]["loss/kl"] - k3[1]["loss/kl"]) > 1e-4 * k3[1]["loss/kl"]
+
+
+def test_epochs_and_mini_batches_are_optimizer_steps_that_the_next_rollout_sees(take_steps):
+    options = ["algo.group_size=2", "algo.epochs=2", "algo.mini_batches=2"]
+    metrics, batches, _ = take_steps(*options, steps=2)
+    assert [row["train/optimizer_steps"] + row["train/skipped_updates"] for row in metrics] == [4, 4]
+    assert [set(batch["weights_version"].tolist()) for batch in batches] == [{0}, {metrics[0]["train/optimizer_steps"]}]
+    assert metrics[0]["train/optimizer_steps"] == 4
+    assert metrics[0]["loss/kl_old"] > 1e-6  # the policy moved away from the one that sampled
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3, 4])
+def test_fewer_prompts_than_mini_batches_are_refused(mini_batches):
+    plugins = PluginManager.load()
+    overrides = ["algo=grpo", "cluster=in_process", "data.batch_size=3", f"algo.mini_batches={mini_batches}"]
+    config = compose(overrides, plugins)
+    if mini_batches <= 3:
+        check(config, plugins)
+        return
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 4, but .*data\.batch_size = 3"):
+        check(config, plugins)
+
+
+@pytest.mark.parametrize(
+    "override", ["group_size=1", "clip_low=-0.1", "clip_low=1.5", "kl_coef=-1", "kl_estimator=k4", "epochs=0", "beta=1"]
+)
+def test_settings_out_of_range_are_refused(override):
+    with pytest.raises(ConfigError, match=override.split("=")[0]):
+        compose(["algo=grpo", f"algo.{override}"], PluginManager.load())
+
+
+def test_roles_follow_the_kl():
+    assert set(GRPO(GRPOConfig(kl_coef=0.0)).roles()) == {"actor"}
+    roles = GRPO(GRPOConfig(kl_coef=0.1)).roles()
+    assert (roles["actor"].trains, roles["actor"].generates) == (True, True)
+    assert (roles["ref"].trains, roles["ref"].generates) == (False, False)
