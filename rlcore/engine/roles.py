@@ -18,6 +18,7 @@ from rlcore.errors import DataError
 from rlcore.ops import Loss
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.protocol.glossary import check_fields
 from rlcore.workers import ClassWithInitArgs, Executor, WorkerGroup
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RoleHandle:
         """
         if not self.role.generates:
             raise DataError(f"role {self.name!r} does not generate; declare it with Role(generates=True)")
+        check_fields(prompts)
         sampling = self._sampling(options)
         self._clock.calls += 1
         batch = prompts[:]
@@ -84,6 +86,7 @@ class RoleHandle:
         `entropy=True` adds the column `entropy`. For old_log_probs the rollout's own may be given where they are the
         same numbers. Both are at the rollout temperature.
         """
+        check_fields(batch)
         columns = ["prompts", "responses"]
         if name == "old_log_probs" and "exact_log_probs" in batch:
             columns += ["rollout_log_probs", "exact_log_probs", "weights_version"]
@@ -118,6 +121,7 @@ class RoleHandle:
         ranks = self.group.world_size
         shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
         for rows, function, weight in batch:
+            check_fields(rows)
             named = {"uid", keep_together} & set(rows.non_tensor_batch.keys())
             sent = rows.select(list(rows.batch.keys()), sorted(name for name in named if name), [])
             together = column_values(rows, keep_together)

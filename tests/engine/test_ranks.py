@@ -261,6 +261,12 @@ def test_roles_say_what_they_cannot_do(fresh, random_batch):
         handle.update(random_batch(), loss=grpo_loss)
     with pytest.raises(DataError, match="'ref' does not generate"):
         handle.generate(random_batch())
+    wrong = random_batch()
+    wrong["advantages"] = wrong["advantages"].double()
+    with pytest.raises(DataError, match=r"column 'advantages' is .*; the glossary says"):
+        fresh[0].update(wrong, loss=grpo_loss)
+    with pytest.raises(DataError, match=r"update\(epochs=0\): there must be at least 1"):
+        fresh[0].update(random_batch(), loss=grpo_loss, epochs=0)
     with pytest.raises(DataError, match="needs a loss"):
         fresh[0].update(random_batch())
     with pytest.raises(DataError, match="unexpected keyword argument 'heat'"):
