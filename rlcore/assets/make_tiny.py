@@ -176,8 +176,8 @@ def accuracy(
     generator = torch.Generator().manual_seed(seed)
     groups: dict[int, list[tuple[Problem, list[int]]]] = {}
     for problem in pool:
-        ids = prompt_ids(tokenizer, problem)
-        groups.setdefault(len(ids), []).append((problem, ids))
+        prompt = prompt_ids(tokenizer, problem)
+        groups.setdefault(len(prompt), []).append((problem, prompt))
     model.eval()
     right = 0
     for length, group in groups.items():
