@@ -59,6 +59,12 @@ def test_accuracy_is_the_share_of_scores_from_the_pass_score_on(pass_score, shar
     assert step_metrics({}, {}, [six_rows()], pass_score)["reward/accuracy"] == pytest.approx(share)
 
 
+def test_a_failed_reward_is_no_right_answer_whatever_value_it_got():
+    batch = scored([1.0, 1.0], ["a", "b"], [1, 1], errors=[False, True])
+    metrics = step_metrics({}, {}, [batch], pass_score=1.0)
+    assert (metrics["reward/accuracy"], metrics["reward/mean"], metrics["reward/errors"]) == (0.5, 1.0, 1)
+
+
 def test_batches_of_different_sizes_weigh_by_their_rows():
     one = scored([1.0], ["a"], [2], prompt_length=10, score__length=[4.0])
     three = scored([0.0, 0.0, 0.0], ["b", "b", "c"], [6, 6, 6], finished=[False, False, True], score__length=[0.0] * 3)
