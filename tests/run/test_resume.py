@@ -40,8 +40,8 @@ class Counting(Algorithm):
 
     def step(self, run, prompts):
         self.count += 1
-        run.log(count=self.count)
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
+        run.log(count=self.count, version=int(batch["weights_version"].max()))
         batch = batch.union(run.reward(batch))
         batch["counting_weight"] = torch.full((len(batch),), float(self.count))
         return run.actor.update(batch, loss=loss)
@@ -118,9 +118,10 @@ def resumed(run_counting, tmp_path_factory):
 
 
 def test_the_algorithm_goes_on_with_its_own_state(resumed, straight, metrics_of):
-    """Its count, and a loss that grows with it: the metrics are equal to the last bit."""
+    """Its count, and a loss that grows with it: the metrics are equal to the last bit. So does the weights' version."""
     metrics = metrics_of(resumed[0])
     assert [row.get("count") for row in metrics] == [None, 1, 2, 3, 4, 5, 6]
+    assert [row.get("version") for row in metrics] == [None, 0, 1, 2, 3, 4, 5]
     assert metrics == metrics_of(straight)
     assert all(row["train/grad_norm"] > 0 for row in metrics[1:])
     assert any("eval/accuracy" in row for row in metrics[4:])
