@@ -45,6 +45,8 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(_ASIDE + "*"):
             shutil.rmtree(stale)
+        if final.is_dir() and not (final / STATE).is_file():
+            shutil.rmtree(final)  # a partial copy, of no use to anybody
         aside.mkdir()
         state = write(aside)
         (aside / STATE).write_text(_as_json(state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def step_metrics(
             metrics["kl/mean"] = metrics[name]
             break
     metrics["tokens"] = 0.0
+    scored = [batch for batch in scored if len(batch)]
     if not scored:
         return metrics
     scores = torch.cat([batch["scores"] for batch in scored]).double()
@@ -68,6 +70,6 @@ def _numbers(returned: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise DataError(f"the algorithm's step returned {type(returned).__name__}; it must return metrics by name")
     for name, value in returned.items():
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, Real):
             raise DataError(f"the algorithm's step returned {name}={value!r}; a metric is a number")
     return {name: float(value) for name, value in returned.items()}

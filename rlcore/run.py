@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ class Run:
     def reward(self, batch: DataProto) -> DataProto:
         """Return each row's `scores` (fp32), `reward_error` and `reward_detail`; with several rewards `score/NAME` too.
 
-        Reads `prompt_text`, `response_text`, `answer`; the reward functions also get all other object columns.
+        Reads `prompt_text`, `response_text`, `answer`; the reward functions also get all other object columns. The
+        step's metrics also read what `generate` gives with the responses.
         """
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
@@ -62,7 +64,7 @@ class Run:
     def log(self, **metrics: float) -> None:
         """Add numbers to the step's metrics. Raises DataError for what is not a number."""
         for name, value in metrics.items():
-            if not isinstance(value, (int, float)):
+            if not isinstance(value, Real):
                 raise DataError(f"run.log: {name}={value!r} is a {type(value).__name__}, not a number")
             self._logged[name] = float(value)
 

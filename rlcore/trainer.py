@@ -126,7 +126,7 @@ class Trainer:
 
     def _loop(self, interruption: _Interruption) -> str:
         total = self.config.trainer.total_steps
-        if self.step == 0 and self.accuracy["before"] is None:
+        if self.step == 0:  # also when resumed from a checkpoint of step 0: the trackers begin anew
             self._evaluate()
             self.accuracy["before"] = self.accuracy["after"]
         while self.step < total and not interruption.asked:
@@ -229,6 +229,7 @@ class Trainer:
             if role.role.trains:
                 role.group.load_state(str((path / name).resolve()))
         self.saved_step = self.step
+        self.run_.begin_step(self.step)
         log.info("resumed from %s", path)
 
     def _summary(self, status: str) -> dict[str, Any]:

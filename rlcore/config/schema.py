@@ -101,6 +101,9 @@ class EngineConfig:
     micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
     logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1)
     padding_free: bool = option(True, "pack sequences without padding where the model's attention allows it")
+    layerwise_above: int = option(
+        50_000_000, "a model of more parameters is sharded layer by layer, a smaller one in one piece", min=0
+    )
     activation_checkpointing: bool = option(
         False, "recompute each layer in backward instead of keeping its activations"
     )

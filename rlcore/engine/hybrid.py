@@ -86,7 +86,7 @@ class ModelWorker(Worker):
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
         if self.rollout.version != self.train.version:
             with self._timed("sync"):
-                self.rollout.sync(self.train.full_parameters(), self.train.version)
+                self.rollout.sync(self.train.rollout_weights(), self.train.version)
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature

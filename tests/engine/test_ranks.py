@@ -201,13 +201,13 @@ def test_mini_batches_that_no_group_fills_are_skipped(fresh, random_batch):
 
 
 def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, assert_close):
-    """Untied embeddings, padded rows, recomputed activations; and the same model in bf16."""
+    """Untied embeddings, padded rows, recomputed activations, layers sharded one by one; and the same model in bf16."""
     import sys
 
     model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
     plain = RoleSetup(ACTOR, model, engine, RolloutConfig(response_len=6), create_fsdp, create_hf, 0, 10)
     other = dataclasses.replace(
-        plain, engine=dataclasses.replace(engine, padding_free=False, activation_checkpointing=True)
+        plain, engine=dataclasses.replace(engine, padding_free=False, activation_checkpointing=True, layerwise_above=0)
     )
     half = dataclasses.replace(plain, model=dataclasses.replace(model, dtype="bf16"))
     config = Config(algorithm="grpo", algo=GRPOConfig(kl_coef=0.1))
@@ -225,6 +225,8 @@ def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, ass
             group.start()
         actors = [handle(alone), handle(groups["other"])]
         same_update(actors, assert_close, random_batch())
+        prompts = prompts_of(random_batch())
+        assert actors[0].generate(prompts)["responses"].equal(actors[1].generate(prompts)["responses"])
         in_bf16 = handle(groups["half"]).log_probs(random_batch())["log_probs"].values
         # The forward leaves gathered bf16 parameters behind; what is synced and saved are the fp32 ones.
         assert {tensor.dtype for tensor in groups["half"].weights()[0].values()} == {torch.float32}

@@ -57,8 +57,15 @@ class TrainEngine(ABC):
         """The Hugging Face module if a rollout engine in this process may use it as it stands, else None."""
 
     @abstractmethod
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter whole, in the precision of the forward, by its Hugging Face name, tied ones once.
+
+        Empty where `shared_module` is there. What was yielded is valid until the next.
+        """
+
+    @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter whole, by its Hugging Face name, tied ones once."""
+        """Yield every parameter whole and in full precision, by its Hugging Face name, tied ones once."""
 
     @abstractmethod
     def save_pretrained(self, folder: Path) -> None:

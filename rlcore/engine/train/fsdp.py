@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -77,10 +78,13 @@ class FSDPEngine(TrainEngine):
 
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        # Layers apart, so that only one is whole at a time; a small model in one piece, which gathers once, not a dozen
+        # times.
         layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
-        for module in self.model.modules():
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+        if sum(parameter.numel() for parameter in self.model.parameters()) > self.config.layerwise_above:
+            for module in self.model.modules():
+                if type(module).__name__ in layers:
+                    fully_shard(module, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
     # Forward
@@ -226,10 +230,16 @@ class FSDPEngine(TrainEngine):
         return account
 
     def _clip(self, batches: Sequence[DataProto]) -> float:
-        limit = self.config.clip_grad if self.config.clip_grad > 0 else float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not torch.isfinite(torch.tensor(value)):
+        # torch's clip_grad_norm_ reduces each sharded gradient's norm by itself; this reduces all of them at once.
+        grads = [state.local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if self.ranks.world_size > 1:
+            torch.distributed.all_reduce(squares)
+        value = float(squares.sqrt())
+        limit = self.config.clip_grad
+        if 0 < limit < value:
+            torch._foreach_mul_(grads, limit / value)
+        if not math.isfinite(value):
             assert self.optimizer is not None
             self.optimizer.zero_grad(set_to_none=True)
             rows = " | ".join(self.ranks.gather("; ".join(row_names(b) for b in batches if len(b))))
@@ -253,6 +263,20 @@ class FSDPEngine(TrainEngine):
     def shared_module(self) -> nn.Module | None:
         """See TrainEngine."""
         return self.model.hf if self.ranks.world_size == 1 else None
+
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        from torch.distributed.fsdp import FSDPModule
+
+        self._reshard()
+        for prefix, module in self.model.named_modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.unshard()  # one gather for all of its parameters; those of modules inside it stay sharded
+            for name, parameter in nn.Module.named_parameters(module):  # type: ignore[arg-type]
+                if not state.is_sharded(parameter):
+                    yield f"{prefix}.{name}".removeprefix(".").removeprefix("hf."), parameter.detach()
+            module.reshard()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""

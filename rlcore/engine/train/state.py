@@ -28,6 +28,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether only a part of the tensor is on this rank."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, or a plain one as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def _like(full: Tensor, parameter: Any) -> Tensor:
     """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
     if not hasattr(parameter, "device_mesh"):
