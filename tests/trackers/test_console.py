@@ -37,8 +37,9 @@ def _rlcore_on_the_path(monkeypatch):
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_the_commands_to_try_next_work_where_rlcore_is_not_on_the_path(monkeypatch):
+def test_the_commands_to_try_next_work_where_rlcore_is_not_on_the_path(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.chdir(tmp_path)  # from the folder that holds the venv the path is a relative one
     assert f"  {Path(sys.executable).parent / 'rlcore'} plugins\n" in output(False, "finished", folder="runs/a")
 
 
