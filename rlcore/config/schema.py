@@ -153,6 +153,13 @@ class TrainerConfig:
     checkpoint_every: int = option(0, "steps between checkpoints; 0: only at the end and when interrupted", min=0)
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0 for all", min=0)
     samples_per_step: int = option(8, "samples that each step writes to samples/", min=0)
+    rollouts_ahead: int = option(
+        0, "steps that sampling may run ahead of training, on a pool `rollout` of its own; 0: in turn", min=0, max=1
+    )
+    importance_cap: float = option(
+        2.0, "truncation of the importance weights that correct for samples of older weights (rollouts_ahead)", min=0.0
+    )
+    trace: bool = option(False, "write timeline.json, which shows who ran when in Perfetto or chrome://tracing")
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,12 @@ class ClusterConfig:
     workers: int = option(2, "data-parallel processes of the actor (and of what shares its pool)", min=1)
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
     gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
+    pools: dict[str, Any] = option(
+        {}, "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md)"
+    )
+    colocate: Literal["fused", "fractional"] = option(
+        "fused", "roles of one pool share a process, or are processes that share its places and take turns"
+    )
     inline_kb: float = option(
         100.0, "columns of a result up to this many kB travel in the call's reply; larger ones stay where they are made"
     )
