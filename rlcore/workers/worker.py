@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import ConfigError, WorkerError
-from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode
+from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode, check_axes
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,8 @@ class Worker:
     def set_mesh(self, **coordinates: int) -> None:
         """Declare this rank's place in the mesh, once, such as `set_mesh(pp=0, tp=1, dp=0)`; without it, dp = rank.
 
-        Every rank names the same axes. Raises ConfigError when the group has already split data by the mesh.
+        Axes are pp, tp, dp and micro_dp; every rank names the same ones, and those that none names have one place.
+        Raises ConfigError for another axis, and when the group has already split data by the mesh.
         """
         if self._mesh_was_read:
             raise ConfigError(
@@ -147,6 +148,7 @@ class Worker:
             )
         if not coordinates or any(type(at) is not int or at < 0 for at in coordinates.values()):
             raise ConfigError(f"{self._context}: set_mesh({coordinates}) needs integers from 0, such as dp=0.")
+        check_axes(coordinates)
         self._mesh_coords = coordinates
 
     def init_process_group(self, timeout: float = 1800.0) -> None:

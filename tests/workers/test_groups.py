@@ -136,7 +136,7 @@ class Meshed(Worker):
     """Ranks 0 and 1 at the first data-parallel place, rank 2 at the second."""
 
     def __init__(self) -> None:
-        self.set_mesh(dp=self.rank // 2, tp=self.rank % 2)
+        self.set_mesh(dp=self.rank // 2)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def rows(self, batch: DataProto) -> DataProto:
@@ -325,7 +325,7 @@ def test_the_mesh_that_workers_declare_decides(groups: dict[str, WorkerGroup]) -
     out = group.rows(batch_of(3))
     assert out["x"].tolist() == [0, 1, 2]
     assert out["rank"].tolist() == [0, 0, 2]
-    assert group.mesh.coordinates[2] == {"dp": 1, "tp": 0}
+    assert group.mesh.coordinates[2] == {"dp": 1}
     with pytest.raises(ConfigError, match="comes too late"):
         group.move()
 
