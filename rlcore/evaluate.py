@@ -13,6 +13,7 @@ from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
+from rlcore.engine.placement import only
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
 from rlcore.ops import group_index
@@ -96,7 +97,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     dataset = plugins.datasets()[config.data.name]
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    with open_run(config, target.resolve(), plugins, roles, rewards) as run:
+    with open_run(only(config, roles), target.resolve(), plugins, roles, rewards) as run:
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<16} {value:.4g}")

@@ -12,6 +12,7 @@ from rlcore.workers.pool import (
     RayClassWithInitArgs,
     ResourcePool,
     create_colocated_worker_cls,
+    split_resource_pool,
 )
 from rlcore.workers.worker import Worker, WorkerContext, register
 
@@ -36,6 +37,7 @@ __all__ = [
     "create_colocated_worker_cls",
     "make_executor",
     "register",
+    "split_resource_pool",
 ]
 
 

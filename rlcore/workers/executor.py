@@ -22,9 +22,18 @@ class Executor(ABC):
 
     @abstractmethod
     def resource_pool(
-        self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
+        self,
+        workers: int | None = None,
+        *,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        node: str | None = None,
+        name: str = "a pool",
     ) -> ResourcePool:
-        """Return places for `workers` processes; what is None comes from the cluster's config."""
+        """Return places for `workers` processes; what is None comes from the cluster's config.
+
+        `node` is a resource of Ray that their nodes have to have, None any node; messages call the pool `name`.
+        """
 
     @overload
     def worker_group(self, pool: ResourcePool, classes: ClassWithInitArgs, name: str = "worker") -> WorkerGroup: ...

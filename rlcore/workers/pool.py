@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rlcore.errors import ConfigError
 from rlcore.workers.worker import Worker
@@ -23,6 +24,7 @@ class ResourcePool:
             )
         self.process_on_nodes = tuple(process_on_nodes)
         self._gpus_per_worker = gpus_per_worker
+        self._first = 0
 
     @property
     def world_size(self) -> int:
@@ -33,6 +35,53 @@ class ResourcePool:
     def gpus_per_worker(self) -> float:
         """GPUs of each place."""
         return self._gpus_per_worker or 0.0
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Return pools of `sizes` places that are this one's, in the order of its ranks: `split([1, 3])` of four.
+
+        Groups on two of them run at the same time, and take turns with groups on the whole. Raises ConfigError for
+        sizes below 1 or that do not add up to the pool's.
+        """
+        if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != self.world_size:
+            raise ConfigError(
+                f"split({list(sizes)}): the sizes must be 1 or more and add up to the pool's {self.world_size} places, "
+                f"as in split({[1] * self.world_size})."
+            )
+        parts, first = [], 0
+        for size in sizes:
+            part = copy.copy(self)
+            part.process_on_nodes = self._cut(first, size)
+            part._first = self._first + first
+            parts.append(part)
+            first += size
+        return parts
+
+    def on_cpu(self) -> Self:
+        """Return a pool of the same places for processes that use no GPU, and so take no turns with the others."""
+        part = copy.copy(self)
+        part._gpus_per_worker = 0.0
+        return part
+
+    def _cut(self, first: int, size: int) -> tuple[int, ...]:
+        """Return how many of the places from `first` on are on each node."""
+        counts, start = [], 0
+        for count in self.process_on_nodes:
+            here = min(start + count, first + size) - max(start, first)
+            if here > 0:
+                counts.append(here)
+            start += count
+        return tuple(counts)
+
+
+def split_resource_pool(resource_pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
+    """Return `resource_pool.split(split_size)`, or with a number pools of that many places each.
+
+    The name that programs for verl use. Raises ConfigError for sizes that do not add up.
+    """
+    if isinstance(split_size, int):
+        whole = max(1, resource_pool.world_size // max(1, split_size))
+        split_size = [split_size] * whole
+    return resource_pool.split(split_size)
 
 
 class ClassWithInitArgs:

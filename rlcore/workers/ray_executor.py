@@ -21,7 +21,7 @@ from rlcore.workers.executor import Executor
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.ray_group import RayProcesses
-from rlcore.workers.ray_pool import RayResourcePool
+from rlcore.workers.ray_pool import JOIN_SECONDS, RayResourcePool
 
 LOGICAL_CPUS = 1024
 """Cores that a Ray of our own believes in: a small machine then runs every worker, and never waits for a core."""
@@ -77,27 +77,27 @@ class RayExecutor(Executor):
         self._connected = True
 
     def resource_pool(
-        self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
+        self,
+        workers: int | None = None,
+        *,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        node: str | None = None,
+        name: str = "a pool",
     ) -> RayResourcePool:
-        """Return places for `workers` processes, close together where possible. Ray reserves them at first use.
-
-        Raises ConfigError for more GPUs than the machine has, where Ray is this run's own.
-        """
+        """Return places for `workers` processes, close together where possible. Ray reserves them at first use."""
         cluster = self._cluster
-        workers = cluster.workers if workers is None else workers
-        gpus = cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
-        has = ray.cluster_resources().get("GPU", 0.0)
-        if self._connected and cluster.address is None and gpus * workers > has:
-            raise ConfigError(
-                f"{workers} workers with gpus_per_worker={gpus:g} need {gpus * workers:g} GPUs, this machine has "
-                f"{has:g}. Lower cluster.gpus_per_worker or cluster.workers, or give cluster.address."
-            )
+        own = self._connected and cluster.address is None
         pool = RayResourcePool(
-            [workers],
+            [cluster.workers if workers is None else workers],
             cpus_per_worker=cluster.cpus_per_worker if cpus_per_worker is None else cpus_per_worker,
-            gpus_per_worker=gpus,
+            gpus_per_worker=cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker,
+            node=node,
             start_timeout=cluster.start_timeout,
+            join_seconds=0.0 if own else JOIN_SECONDS,  # no node joins a Ray of our own
             spread=True,
+            beside=self._pools,
+            name=name,
         )
         self._pools.append(pool)
         return pool

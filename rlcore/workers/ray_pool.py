@@ -3,25 +3,83 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlcore.errors import WorkerError
+from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.pool import ResourcePool
+from rlcore.workers.ray_nodes import Demand, alive_nodes, impossible, waited_in_vain, what_ray_has  # noqa: F401
 
 GROUPS_PER_PLACE = 10
 """Groups that can share one place when its workers have a GPU or a part of one."""
+JOIN_SECONDS = 10.0
+"""How long a pool that the cluster cannot hold waits for further nodes to join it."""
+SLIVER = 0.001
+"""Part of a node's mark that each place takes, so that a mark of 1 holds a thousand places."""
+ADVICE = "Use fewer workers, fewer cpus_per_worker or gpus_per_worker, other nodes, or a larger cluster."
+
+
+class Reservation:
+    """The placement groups of a pool and of its parts, and who used each of its places last."""
+
+    def __init__(self, start_timeout: float, join_seconds: float) -> None:
+        self.groups: list[Any] = []
+        self._start_timeout = start_timeout
+        self._join_seconds = min(join_seconds, start_timeout)
+        self._with_gpu: Counter[int] = Counter()
+        self._last: dict[int, tuple[Any, int]] = {}
+
+    def make(self, demand: Demand, beside: Iterable[Demand]) -> None:
+        """Wait for the places. ConfigError when the cluster can never hold all the pools, WorkerError after a while."""
+        if self.groups:
+            return
+        deadline = time.monotonic() + self._join_seconds
+        while (why := impossible([demand, *beside], alive_nodes())) is not None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"{why}\n{ADVICE}")
+            time.sleep(0.2)
+        strategy = "PACK" if demand.spread else "STRICT_PACK"
+        self.groups = [placement_group([dict(demand.bundle)] * n, strategy=strategy) for n in demand.process_on_nodes]
+        deadline = time.monotonic() + self._start_timeout
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups):
+            why = waited_in_vain(demand, alive_nodes())
+            self.release()
+            raise WorkerError(f"Ray found no place within {self._start_timeout:g} s: {why}\n{ADVICE}")
+
+    def add_gpu_user(self, place: int, gpus: float) -> None:
+        """Count one more process with a GPU on a place; ConfigError where Ray would never start it."""
+        most = 1 if gpus > 1 else GROUPS_PER_PLACE
+        if self._with_gpu[place] == most:
+            raise ConfigError(
+                f"a place of {gpus:g} GPUs holds at most {most} processes that use them, and one more is to start "
+                "there; fuse the roles into one process, or give them pools of their own"
+            )
+        self._with_gpu[place] += 1
+
+    def take(self, place: int, user: Any, rank: int) -> tuple[Any, int] | None:
+        """Give a place to processes, and return those that it is taken from, with their rank there."""
+        before = self._last.get(place)
+        self._last[place] = user, rank
+        return None if before is None or before[0] is user else before
+
+    def release(self) -> None:
+        """Give the places back. Does nothing the second time."""
+        for group in self.groups:
+            remove_placement_group(group)
+        self.groups.clear()
 
 
 class RayResourcePool(ResourcePool):
     """Places on Ray: `process_on_nodes=[8, 8]` asks for two nodes' worth of 8 processes, each kept on one node.
 
-    Each place has `cpus_per_worker` cores and `gpus_per_worker` GPUs (None: one where the cluster has any). They are
-    reserved when the first group is put there, which waits up to `start_timeout` seconds. `spread=True` lets the
-    processes of an entry lie on several nodes where they do not fit on one.
+    Each place has `cpus_per_worker` cores and `gpus_per_worker` GPUs (None: one where the cluster has any), on nodes
+    with the resource `node` (None: any). They are reserved when the first group is put there, which waits up to
+    `start_timeout` seconds, but fails after `join_seconds` when the cluster has no room for this pool and those
+    `beside` it. `spread=True` lets the processes of an entry lie on several nodes where they do not fit on one.
     """
 
     def __init__(
@@ -30,14 +88,22 @@ class RayResourcePool(ResourcePool):
         *,
         cpus_per_worker: int = 1,
         gpus_per_worker: float | None = None,
+        node: str | None = None,
         start_timeout: float = 120.0,
+        join_seconds: float = JOIN_SECONDS,
         spread: bool = False,
+        beside: Sequence[RayResourcePool] = (),
+        name: str = "a pool",
     ) -> None:
         super().__init__(process_on_nodes, gpus_per_worker=gpus_per_worker)
         self.cpus_per_worker = cpus_per_worker
-        self._start_timeout = start_timeout
-        self._strategy = "PACK" if spread else "STRICT_PACK"
-        self._groups: list[Any] = []
+        self._whole = self
+        self._node = node
+        self._spread = spread
+        self._beside = beside
+        self._name = name
+        self._takes_turns = True
+        self._reservation = Reservation(start_timeout, join_seconds)
 
     @property
     def gpus_per_worker(self) -> float:
@@ -46,65 +112,47 @@ class RayResourcePool(ResourcePool):
             self._gpus_per_worker = 1.0 if ray.cluster_resources().get("GPU", 0) > 0 else 0.0
         return self._gpus_per_worker
 
+    def demand(self) -> Demand:
+        """Return what the whole pool asks of the cluster."""
+        bundle = {"CPU": float(self.cpus_per_worker), "GPU": self._whole.gpus_per_worker}
+        if self._node is not None:
+            bundle[self._node] = SLIVER
+        bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
+        return Demand(self._name, self._whole.process_on_nodes, bundle, self._spread, self._node)
+
     def actor_options(self) -> list[dict[str, Any]]:
         """Return, for each rank, the options that put an actor on its place; reserves the places first.
 
-        Raises WorkerError when Ray cannot provide them in time.
+        Raises ConfigError when the cluster can never provide them, WorkerError when it does not in time.
         """
-        self._reserve()
+        self._reservation.make(self.demand(), (pool.demand() for pool in self._beside if pool is not self._whole))
         gpus = self.gpus_per_worker
         share = {"num_cpus": 0, "num_gpus": gpus if gpus > 1 else gpus / GROUPS_PER_PLACE}
-        bundles = [(group, index) for group in self._groups for index in range(group.bundle_count)]
+        bundles = [(group, index) for group in self._reservation.groups for index in range(group.bundle_count)]
+        places = range(self._first, self._first + self.world_size)
+        for place in places:
+            if gpus > 0:
+                self._reservation.add_gpu_user(place, gpus)
         return [
             share
             | {
                 "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=index
+                    placement_group=bundles[place][0], placement_group_bundle_index=bundles[place][1]
                 )
             }
-            for group, index in bundles
+            for place in places
         ]
 
+    def take(self, user: Any, rank: int) -> tuple[Any, int] | None:
+        """Give a rank's place to processes, and return those whose calls there come first, with their rank."""
+        return self._reservation.take(self._first + rank, user, rank) if self._takes_turns else None
+
+    def on_cpu(self) -> Self:
+        """Return a pool of the same places for processes that use no GPU, and so take no turns with the others."""
+        part = super().on_cpu()
+        part._takes_turns = False
+        return part
+
     def release(self) -> None:
-        """Give the places back. Does nothing the second time."""
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups.clear()
-
-    def _reserve(self) -> None:
-        if self._groups:
-            return
-        bundle = {"CPU": float(self.cpus_per_worker), "GPU": self.gpus_per_worker}
-        bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
-        self._groups = [placement_group([bundle] * n, strategy=self._strategy) for n in self.process_on_nodes]
-        deadline = time.monotonic() + self._start_timeout
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups):
-            message = self._shortage(bundle)
-            self.release()
-            raise WorkerError(message)
-
-    def _shortage(self, bundle: dict[str, float]) -> str:
-        need = {kind: amount * self.world_size for kind, amount in bundle.items()}
-        total = ray.cluster_resources()
-        lacking = {kind: amount - total.get(kind, 0.0) for kind, amount in need.items()}
-        lacking = {kind: amount for kind, amount in lacking.items() if amount > 0}
-        missing = f"missing: {amounts(lacking)}" if lacking else "others hold too much of it, or no one node has room"
-        return (
-            f"Ray found no place for {self.world_size} workers within {self._start_timeout:g} s. Waited for "
-            f"{amounts(need)}, as {list(self.process_on_nodes)} processes of {amounts(bundle)} each; {what_ray_has()}; "
-            f"{missing}. Use fewer workers (cluster.workers), fewer cluster.cpus_per_worker or gpus_per_worker, or a "
-            "larger cluster."
-        )
-
-
-def what_ray_has() -> str:
-    """Return Ray's nodes, cores and GPUs, in all and free, as part of a message."""
-    total, free = ray.cluster_resources(), ray.available_resources()
-    has = [f"{total.get(kind, 0.0):g} {kind} ({free.get(kind, 0.0):g} free)" for kind in ("CPU", "GPU")]
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    return f"Ray has {' and '.join(has)} on {nodes} node{'s' if nodes != 1 else ''}"
-
-
-def amounts(resources: dict[str, float]) -> str:
-    """Return resources in words, such as `2 CPU and 1 GPU`."""
-    return " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
+        """Give the places back, those of the whole pool. Does nothing the second time."""
+        self._reservation.release()
