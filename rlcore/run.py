@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +15,7 @@ import torch
 from rlcore.config import Config
 from rlcore.data.chat import ResponseEncoder, check_role_folder, load_tokenizer, same_tokenizer
 from rlcore.data.loader import PromptLoader
+from rlcore.engine.placement import REWARD, ROLLOUT, plan
 from rlcore.engine.roles import RoleHandle, StepClock, start_roles
 from rlcore.engine.train.base import GIVES
 from rlcore.errors import ConfigError, DataError, NoRoleError, did_you_mean
@@ -22,7 +23,7 @@ from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
-from rlcore.rewards.worker import RewardWorker
+from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.workers import ClassWithInitArgs, WorkerGroup, make_executor
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Run:
         rewards: WorkerGroup,
         judge: Judge,
         loaders: Mapping[str, PromptLoader],
+        named_scores: Sequence[str] = (),
     ) -> None:
         self.config, self.dir = config, folder
         self.roles = dict(roles)
@@ -55,6 +57,7 @@ class Run:
         self._clock = clock
         self._rewards = rewards
         self._judge = judge
+        self._named_scores = named_scores
         self._logged: dict[str, float] = {}
         self._scored: list[tuple[DataProto, DataProto]] = []
 
@@ -95,7 +98,7 @@ class Run:
         """
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
-        return self._rewards.score(batch.select(index, columns, []))
+        return self._rewards.score(batch.select(index, columns, []), self._named_scores)
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
@@ -175,12 +178,13 @@ def open_run(
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
 ) -> Iterator[Run]:
-    """Start the workers of all roles, fused into one process a rank, and those of the rewards; stop them at the end.
+    """Start the workers of all roles and of the rewards, where `cluster.pools` has them; stop them at the end.
 
     `loaders` are what `run.next_prompts` draws from. Each worker writes to a file of its own in `log_dir`. Raises
     ConfigError for roles that cannot be, and the errors of starting.
     """
     check_roles(roles, config)
+    plans = plan(config, roles)
     executor = make_executor(
         config.cluster,
         log_dir=log_dir,
@@ -188,13 +192,16 @@ def open_run(
         distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
     )
     with executor:
-        # Reward workers first: they start in a moment, and say at once if a user's function cannot be loaded.
-        pool = executor.resource_pool(config.reward.workers, cpus_per_worker=1, gpus_per_worker=0.0)
-        scorers = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config.reward), name="reward")
+        # All pools first, as the cluster has to hold them together. Then reward workers: they start in a moment, and
+        # say at once if a user's function cannot be loaded.
+        pools = [(planned, planned.open(executor)) for planned in plans]
+        place = next(pool for planned, pool in pools if REWARD in planned.roles).on_cpu()
+        scorers = executor.worker_group(place, ClassWithInitArgs(RewardWorker, rewards, config.reward), name=REWARD)
         scorers.start()
         clock = StepClock()
-        handles = start_roles(config, executor, plugins, roles, clock, by_text=_by_text(roles, config))
-        yield Run(config, folder, clock, handles, scorers, Judge(config.judge, executor), loaders or {})
+        handles = start_roles(config, executor, plugins, roles, clock, pools, by_text=_by_text(roles, config))
+        judge = Judge(config.judge, executor)
+        yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
 
 
 def _by_text(roles: Mapping[str, Role], config: Config) -> set[str]:
@@ -224,11 +231,13 @@ def with_reward_model(roles: Mapping[str, Role], config: Config) -> dict[str, Ro
 
 
 def check_roles(roles: Mapping[str, Role], config: Config) -> None:
-    """Raise ConfigError, before anything starts, for roles that cannot be: their names, kinds, leaders and folders."""
-    taken = set(vars(Run)) | {"config", "dir", "roles"}
+    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, leaders, pools and folders."""
+    taken = set(vars(Run)) | {"config", "dir", "roles", ROLLOUT}
     for name, role in roles.items():
         if name in taken or not name.isidentifier():
-            raise ConfigError(f"a role cannot be called {name!r}: it is no identifier, or a part of Run has that name")
+            raise ConfigError(
+                f"a role cannot be called {name!r}: it is no identifier, or a part of Run has that name, or of a pool"
+            )
         if role.kind not in GIVES:
             raise ConfigError(
                 f"role {name!r} is of kind {role.kind!r}, which nothing provides.{did_you_mean(role.kind, GIVES)} "
@@ -253,6 +262,8 @@ def check_roles(roles: Mapping[str, Role], config: Config) -> None:
                 f"role {name!r} is a {role.kind} and follows {role.follows!r}, a {roles[role.follows].kind}: they have "
                 "other weights; a policy follows a policy, a critic or reward model one of these"
             )
+    plan(config, roles)
+    for name, role in roles.items():
         if role.model is not None:
             by_setting = name == REWARD_MODEL and role.model == config.reward.model
             what = "reward.model=" if by_setting else f"the model of role {name!r}, "

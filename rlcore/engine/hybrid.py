@@ -16,17 +16,43 @@ from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.texts import TextEncoder
 from rlcore.engine.train.accounting import row_names
 from rlcore.engine.train.base import TrainEngine, UpdateItem
+from rlcore.engine.weights import Weights, pack, packed_forms
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Form
+from rlcore.protocol.glossary import forms
 from rlcore.workers import Dispatch, Worker, register
+
+TOKENS = ("prompts", "responses")
+GENERATED = forms(
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "response_text",
+    "prompt_length",
+    "response_length",
+    "finished",
+    "weights_version",
+    "exact_log_probs",
+)
+"""What `generate` gives."""
+
+
+def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, Form]:
+    return {name: Form.ragged(torch.float32), **(forms("entropy") if entropy else {})}
+
+
+def _score_gives(batch: DataProto, name: str) -> dict[str, Form]:
+    return {name: Form.dense(torch.float32)}
 
 
 @dataclass(frozen=True)
 class RoleSetup:
     """All that a model worker needs to start: the role, its configs, and who makes its engines.
 
-    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's.
+    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
+    a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
 
     role: Role
@@ -38,6 +64,7 @@ class RoleSetup:
     seed: int
     total_steps: int
     by_text: bool = False
+    samples_only: bool = False
 
 
 class ModelWorker(Worker):
@@ -54,11 +81,14 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
+        setup = self.setup
+        if setup.samples_only:
+            self.rollout = self._create_rollout(None)
+            return
         if self.world_size > 1:
             self.init_process_group()
-        torch.manual_seed(self.setup.seed + self.rank)
+        torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
-        setup = self.setup
         self.train = setup.create_train(
             model=setup.model,
             engine=setup.engine,
@@ -72,12 +102,13 @@ class ModelWorker(Worker):
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
-            self.rollout = setup.create_rollout(
-                model=setup.model,
-                batch_size=setup.rollout.batch_size,
-                device=self.device,
-                shared=self.train.shared_module,
-            )
+            self.rollout = self._create_rollout(self.train.shared_module)
+
+    def _create_rollout(self, shared: torch.nn.Module | None) -> RolloutEngine:
+        setup = self.setup
+        return setup.create_rollout(
+            model=setup.model, batch_size=setup.rollout.batch_size, device=self.device, shared=shared
+        )
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -85,18 +116,18 @@ class ModelWorker(Worker):
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
         """Return how long each kind of work took since the last call, and start anew."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for this rank's rows."""
         if self.rollout is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
-        if self.rollout.version != self.train.version:
+        if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
                 self.rollout.sync(self.train.rollout_weights(), self.train.version)
         with self._timed("generate"):
@@ -105,7 +136,7 @@ class ModelWorker(Worker):
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
         """Return the log-probs of the responses as column `name`, and `entropy` if asked.
 
@@ -119,13 +150,13 @@ class ModelWorker(Worker):
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=forms("values"))
     def values(self, batch: DataProto) -> DataProto:
         """Return the column `values`."""
         with self._timed("values"):
             return DataProto.from_single_dict(self.train.compute(batch, ["values"]))
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=_score_gives)
     def score(self, batch: DataProto, name: str) -> DataProto:
         """Return the scores as column `name`. Raises DataError naming the rows whose score is not finite."""
         with self._timed("score"):
@@ -140,14 +171,41 @@ class ModelWorker(Worker):
             )
         return DataProto.from_single_dict({name: scores})
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def follow(self, share: float) -> None:
-        """Move the weights by `share` of the way to those of the role that this one follows."""
+        """Move the weights by `share` of the way to those of the role that this one follows, in the same process."""
         assert self.setup.role.follows is not None
         with self._timed("follow"):
             leader = self.sibling(self.setup.role.follows)
             assert isinstance(leader, ModelWorker)
             self.train.follow(leader.train, share)
+
+    @register(Dispatch.RANK_ZERO)
+    def parameter_names(self) -> list[str]:
+        """Return the Hugging Face names of all parameters, tied ones once."""
+        return list(self.train.shapes)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
+        """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
+        forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32
+        with self._timed("send"):
+            weights = self.train.rollout_weights() if dtype is forward else self.train.full_parameters()
+            return pack(names.view("name").tolist(), weights, dtype, self.train.version)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
+        """Move the weights by `share` of the way to those of another role's `send_weights`; a copy takes them over.
+
+        Raises DataError naming the parameters that do not fit.
+        """
+        sent = Weights(weights)
+        if self.rollout is not None and self.setup.samples_only:
+            with self._timed("sync"):
+                self.rollout.sync(iter(sent.items()), sent.version)
+            return
+        with self._timed("follow"):
+            self.train.take(sent, share)
 
     def _rollout_serves(self, batch: DataProto) -> bool:
         if "rollout_log_probs" not in batch:
@@ -155,7 +213,7 @@ class ModelWorker(Worker):
         made_now = batch.view("weights_version") == self.train.version
         return bool((batch.view("exact_log_probs") & made_now).all())
 
-    @register(Dispatch.ALL_TO_ALL)
+    @register(Dispatch.ALL_TO_ALL, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on this rank's rows."""
         with self._timed("update"):

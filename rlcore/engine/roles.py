@@ -11,16 +11,20 @@ import torch
 
 from rlcore.config import Config
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.metrics import Metrics
+from rlcore.engine.placement import ROLLOUT, PoolPlan, sampled_role
 from rlcore.engine.rollout.base import Sampling
+from rlcore.engine.rollout_copy import RolloutCopy
 from rlcore.engine.texts import MESSAGES, TEXTS
 from rlcore.engine.train.base import GIVES, UpdateItem
 from rlcore.engine.train.microbatch import column_values, update_plan
+from rlcore.engine.weights import Sender
 from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import check_fields
-from rlcore.workers import ClassWithInitArgs, Executor, WorkerGroup
+from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -39,14 +43,47 @@ class StepClock:
 
 
 class RoleHandle:
-    """A model role. Each method states which columns it reads and gives; the batch may have any others."""
+    """A model role. Each method states which columns it reads and gives; the batch may have any others.
+
+    `leader` are the workers of the role that this one follows, where those are in other processes; `rollout` those that
+    sample in its place, where generation has processes of its own.
+    """
 
     def __init__(
-        self, name: str, role: Role, group: WorkerGroup, config: Config, clock: StepClock, *, by_text: bool = False
+        self,
+        name: str,
+        role: Role,
+        group: WorkerGroup,
+        config: Config,
+        clock: StepClock,
+        *,
+        by_text: bool = False,
+        leader: WorkerGroup | None = None,
+        rollout: WorkerGroup | None = None,
     ) -> None:
         self.name, self.role, self.group = name, role, group
         self._config, self._clock = config, clock
         self._by_text = by_text
+        self._leader = None if leader is None else Sender(leader, torch.float32)
+        self._copy: RolloutCopy | None = None
+        if rollout is not None:
+            forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+            self._copy = RolloutCopy(rollout, Sender(group, forward), config.trainer.rollouts_ahead)
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All workers of the role: its own, and those that sample in its place."""
+        return [self.group] if self._copy is None else [self.group, self._copy.group]
+
+    def end_step(self, step: int) -> None:
+        """Send the weights to where they are sampled from, for a later step. For the trainer; waits for nothing."""
+        if self._copy is not None:
+            self._copy.end_step(step)
+
+    def sync(self) -> None:
+        """Have what follows sample with the newest weights, also with rollouts ahead. For the trainer."""
+        if self._copy is not None:
+            self._copy.sync()
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """Return `prompts` with one sampled response a row.
@@ -64,7 +101,9 @@ class RoleHandle:
         if "sample_index" not in batch:
             batch["sample_index"] = _sample_index(batch.view("uid"))
         asked = batch.select(["prompts", "sample_index"], ["uid"], [])
-        return batch.union(self.group.generate(asked, sampling))
+        if self._copy is not None:
+            self._copy.before_generate(self._clock.step)
+        return batch.union(self.groups[-1].generate(asked, sampling))
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
         rollout = self._config.rollout
@@ -132,7 +171,10 @@ class RoleHandle:
             raise DataError(f"role {self.name!r} follows no other; declare it with Role(follows=NAME)")
         if not 0 <= share <= 1:
             raise DataError(f"{self.name}.follow({share}): the share must be from 0 to 1")
-        self.group.follow(share)
+        if self._leader is None:
+            self.group.follow(share)
+        else:
+            self.group.take_weights(self._leader.send(), share)
 
     def _check_kind(self, method: str, kind: str) -> None:
         if self.role.kind != kind:
@@ -149,8 +191,10 @@ class RoleHandle:
         epochs: int = 1,
         mini_batches: int = 1,
         keep_together: str | None = None,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
+
+        It returns at once; reading a metric waits.
 
         `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
         losses get its tensor columns, of which `prompts` and `responses` are needed, and `uid` and `keep_together`.
@@ -169,6 +213,8 @@ class RoleHandle:
             batch = [(batch, loss, 1.0)]
         for _, function, _ in batch:
             self._check_needs(function)
+        trainer = self._config.trainer
+        cap = trainer.importance_cap if trainer.rollouts_ahead and self.role.generates else None
         ranks = self.group.world_size
         shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
         for rows, function, weight in batch:
@@ -179,9 +225,12 @@ class RoleHandle:
             for share, cuts in zip(shares, update_plan(len(rows), together, mini_batches, ranks), strict=True):
                 indices = [row for cut in cuts for row in cut]
                 sizes = [len(cut) for cut in cuts]
-                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together)
+                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together, cap)
                 share.append(item)
-        return self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)[0]
+        if self._copy is not None:
+            self._copy.changed()
+        future = self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)
+        return Metrics(lambda: future.get()[0])
 
     def _check_needs(self, loss: Loss) -> None:
         gives = GIVES[self.role.kind]
@@ -191,11 +240,16 @@ class RoleHandle:
                 f"{self.role.kind}, which gives {', '.join(gives)}; state what it needs with @needs(...)"
             )
 
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each kind of work since the last call, of the slowest rank."""
-        by_rank = self.group.seconds()
-        kinds = {kind for seconds in by_rank for kind in seconds}
-        return {kind: max(seconds.get(kind, 0.0) for seconds in by_rank) for kind in sorted(kinds)}
+    def seconds(self) -> Metrics:
+        """Return the seconds of each kind of work since the last call, of the slowest rank; reading them waits."""
+        futures = [group.seconds() for group in self.groups]
+
+        def slowest() -> dict[str, float]:
+            by_rank = [seconds for future in futures for seconds in future.get()]
+            kinds = {kind for seconds in by_rank for kind in seconds}
+            return {kind: max(seconds.get(kind, 0.0) for seconds in by_rank) for kind in sorted(kinds)}
+
+        return Metrics(slowest)
 
 
 def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
@@ -214,10 +268,11 @@ def start_roles(
     plugins: PluginManager,
     roles: Mapping[str, Role],
     clock: StepClock,
+    pools: Sequence[tuple[PoolPlan, ResourcePool]],
     *,
     by_text: Collection[str] = (),
 ) -> dict[str, RoleHandle]:
-    """Start the workers of all roles, one process a rank for all of them, load their models, and return the handles.
+    """Start the workers of all roles on their pools, load their models, and return the handles.
 
     `by_text` names the reward models that read texts, as their tokenizer is another than the actor's.
     """
@@ -235,8 +290,28 @@ def start_roles(
         )
         for name, role in roles.items()
     }
-    classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
-    groups = executor.worker_group(executor.resource_pool(), classes, name="-".join(roles))
+    sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
+    if sampled is not None:
+        setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
+    groups: dict[str, WorkerGroup] = {}
+    beside: dict[str, tuple[str, ...]] = {}
+    for planned, pool in pools:
+        for together in planned.process_sets:
+            classes = {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in together}
+            groups |= executor.worker_group(pool, classes, name="-".join(together))
+            beside |= dict.fromkeys(together, together)
     for group in groups.values():
         group.start()
-    return {name: RoleHandle(name, roles[name], groups[name], config, clock, by_text=name in by_text) for name in roles}
+    return {
+        name: RoleHandle(
+            name,
+            role,
+            groups[name],
+            config,
+            clock,
+            by_text=name in by_text,
+            leader=groups[role.follows] if role.follows is not None and role.follows not in beside[name] else None,
+            rollout=groups[ROLLOUT] if name == sampled else None,
+        )
+        for name, role in roles.items()
+    }

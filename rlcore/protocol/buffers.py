@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +21,20 @@ def to_array(tensor: Tensor) -> tuple[str, np.ndarray]:
 
 
 def from_array(name: str, array: np.ndarray) -> Tensor:
-    """Return the tensor of `to_array`: on the CPU, writable; read-only memory (an object store's) is copied."""
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    """Return the tensor of `to_array`, on the CPU, over the same memory: writing to read-only memory is a crash.
+
+    An object store's memory is read-only. Columns over it are immutable like all others, and whoever writes reads a
+    private copy first.
+    """
+    tensor = torch.from_numpy(array if array.flags.writeable else _as_writable(array))
     dtype = getattr(torch, name)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _as_writable(array: np.ndarray) -> np.ndarray:
+    """Return the same memory as an array that says it can be written to, as torch takes no other without a warning."""
+    if not array.nbytes:
+        return array.copy()
+    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory._array = array  # type: ignore[attr-defined]  # keeps the memory alive
+    return np.frombuffer(memoryview(memory), dtype=array.dtype).reshape(array.shape)

@@ -9,6 +9,7 @@ nothing above this module changes.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -37,6 +38,27 @@ class Form(NamedTuple):
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     device: str
+
+    @classmethod
+    def ragged(cls, dtype: torch.dtype, *entry: int) -> Form:
+        """Return the form of rows of different length, of values of this shape."""
+        return cls("ragged", dtype, entry, "cpu")
+
+    @classmethod
+    def dense(cls, dtype: torch.dtype, *row: int) -> Form:
+        """Return the form of a tensor [rows, *row]."""
+        return cls("dense", dtype, row, "cpu")
+
+    @classmethod
+    def objects(cls) -> Form:
+        """Return the form of an object column."""
+        return cls("object", None, (), "cpu")
+
+    def guessed_bytes(self, rows: int) -> int:
+        """Return about how many bytes so many rows have: of objects and ragged rows it knows no more than a scale."""
+        if self.dtype is None:
+            return 100 * rows
+        return rows * math.prod(self.shape) * self.dtype.itemsize * (100 if self.kind == "ragged" else 1)
 
     def __str__(self) -> str:
         if self.dtype is None:

@@ -20,7 +20,7 @@ from rlcore.errors import DataError
 from rlcore.protocol.columns import Kind, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
 from rlcore.protocol.moments import Moments, combined, part_moments
-from rlcore.protocol.remote import home_of
+from rlcore.protocol.remote import RemoteColumn, home_of
 from rlcore.protocol.row_operations import RowOperations
 from rlcore.protocol.rows import Index, select_row, select_rows
 from rlcore.protocol.table import Deferred, Table, concat_tables, union_tables
@@ -107,12 +107,17 @@ class DataProto(RowOperations):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the batch is here: False for a deferred one until its fetch has succeeded. Never waits."""
-        return self._source.ready if isinstance(self._source, Deferred) else True
+        """Whether the batch is made: False while a call that makes a column of it is under way. Never waits."""
+        if isinstance(self._source, Deferred) and not self._source.ready:
+            return False
+        return all(column.is_made for column in self.table.columns.values() if isinstance(column, RemoteColumn))
 
     def materialize(self) -> Self:
-        """Fetch the batch if it is deferred, and return it; raises what the fetch raised."""
+        """Fetch all columns, and return the batch; raises what kept one of them from being made."""
         self._source = self.table
+        for name, column in self._source.columns.items():
+            if isinstance(column, RemoteColumn):
+                self._source.columns[name] = column.here()
         return self
 
     @property

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.errors import DataError
+from rlcore.errors import DataError, did_you_mean
+from rlcore.protocol.columns import Form, Kind
 
 if TYPE_CHECKING:
-    from rlcore.protocol.columns import Kind
     from rlcore.protocol.dataproto import DataProto
 
 
@@ -133,6 +133,18 @@ _FIELDS = (
 def fields() -> dict[str, Field]:
     """Return the standard fields by name, in the order in which a step makes them."""
     return {field.name: field for field in _FIELDS}
+
+
+def forms(*names: str) -> dict[str, Form]:
+    """Return the form of standard fields; DataError for a field that is no standard one, or has no one form."""
+    found: dict[str, Form] = {}
+    for name in names:
+        field = fields().get(name)
+        if field is None or len(field.shapes) != 1 or field.shapes in (_PADDED,):
+            raise DataError(f"{name!r} is no standard field of one form.{did_you_mean(name, fields())}")
+        (kind,) = field.shapes
+        found[name] = Form(kind, field.dtype, (), "cpu")
+    return found
 
 
 def check_fields(batch: DataProto) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,17 +24,29 @@ if TYPE_CHECKING:
 
 
 class Block(ABC):
-    """Some rows of one column, `nbytes` long, held by another process.
+    """Some rows of one column that another process holds, or will hold once it has made them.
 
-    `count_in` gets the bytes that a fetch brings here, by column name.
+    `nbytes` is their size, 0 while it is not known. `count_in` gets the bytes that a fetch brings here, by column name.
     """
 
     nbytes: int = 0
     count_in: Counter[str] | None = None
+    is_promise = False
 
     @abstractmethod
-    def fetch(self) -> Column:
-        """Return the rows, here; WorkerError when they are lost."""
+    def column(self) -> Column:
+        """Return the rows, here; of a promise, once it is kept, a column of what it became.
+
+        Raises WorkerError when they are lost, or what the call that should have made them raised.
+        """
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `column` would return at once and without bringing anything here."""
+        return False
+
+    def load(self, others: Sequence[Block]) -> None:
+        """Bring this block and others of its kind together, so that their `column` returns at once."""
 
 
 class Home(ABC):
@@ -56,53 +69,141 @@ class HeldBlock(Block):
     def __init__(self, column: Column) -> None:
         self._column = column
 
-    def fetch(self) -> Column:
+    @property
+    def is_here(self) -> bool:
+        return True
+
+    def column(self) -> Column:
         return self._column
 
 
-class RemoteColumn(Column):
-    """Row i is row `rows[i]` of block `blocks[owner[i]]`. Its form is known without a look at the contents."""
+class Layout:
+    """Which rows of which blocks: row i is row `rows[i]` of block number `owner[i]`; int64 [rows] each, never changed.
 
-    def __init__(
-        self, form: Form, blocks: Sequence[Block], owner: Tensor, rows: Tensor, home: Home | None = None
-    ) -> None:
+    The columns of one batch share a layout, so that choosing rows is worked out once for all of them.
+    """
+
+    __slots__ = ("_joined", "_taken", "owner", "rows")
+
+    def __init__(self, owner: Tensor, rows: Tensor) -> None:
+        self.owner, self.rows = owner, rows
+        self._taken: tuple[Rows, tuple[Layout, list[int]]] | None = None
+        self._joined: tuple[tuple[Layout, ...], tuple[int, ...], Layout] | None = None
+
+    @classmethod
+    def of_block(cls, rows: int) -> Layout:
+        """Return the layout of all rows of one block."""
+        return cls(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Rows, blocks: int) -> tuple[Layout, list[int]]:
+        """Return the layout of the selected rows of a column of so many blocks, and the blocks that it still needs.
+
+        They are numbered anew, in their order. Without any row the first is kept.
+        """
+        if self._taken is None or self._taken[0] is not rows:
+            owner = self.owner[rows]
+            used = torch.zeros(blocks, dtype=torch.bool)
+            used[owner] = True
+            kept = used.nonzero().flatten().tolist() or [0]
+            if len(kept) < blocks:
+                owner = (used.cumsum(0) - 1)[owner]
+            self._taken = rows, (Layout(owner, self.rows[rows]), kept)
+        return self._taken[1]
+
+    @staticmethod
+    def cat(layouts: Sequence[Layout], blocks: Sequence[int]) -> Layout:
+        """Return the layout of columns laid end to end, each of so many blocks."""
+        known = layouts[0]._joined
+        if known is not None and known[0] == tuple(layouts) and known[1] == tuple(blocks):
+            return known[2]
+        first = np.cumsum([0, *blocks]).tolist()
+        owner = torch.cat([layout.owner + start for layout, start in zip(layouts, first, strict=False)])
+        joined = Layout(owner, torch.cat([layout.rows for layout in layouts]))
+        layouts[0]._joined = tuple(layouts), tuple(blocks), joined
+        return joined
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_layout, (self.owner.numpy().astype(np.int32), self.rows.numpy().astype(np.int32))
+
+
+def _unpickle_layout(owner: np.ndarray, rows: np.ndarray) -> Layout:
+    return Layout(torch.from_numpy(owner.astype(np.int64)), torch.from_numpy(rows.astype(np.int64)))
+
+
+class RemoteColumn(Column):
+    """Row i is row `layout.rows[i]` of block `blocks[layout.owner[i]]`. Its form is known without the contents."""
+
+    def __init__(self, form: Form, blocks: Sequence[Block], layout: Layout, home: Home | None = None) -> None:
         self._form = form
         self.kind = form.kind
-        self._blocks, self._owner, self._rows = list(blocks), owner, rows
+        self.blocks, self.layout = list(blocks), layout
         self.home = home
         self._local: Column | None = None
 
     @classmethod
     def of_block(cls, form: Form, block: Block, rows: int) -> RemoteColumn:
         """Return the column of all rows of one block."""
-        return cls(form, [block], torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+        return cls(form, [block], Layout.of_block(rows))
 
     def claim(self, home: Home, counter: Counter[str]) -> None:
         """Learn where the rows live, and who counts what is fetched of them."""
         self.home = home
-        for block in self._blocks:
+        for block in self.blocks:
             block.count_in = counter
 
+    def wait(self) -> None:
+        """Wait until every block is made, and raise what kept one from it. Brings no contents here."""
+        promised = [block for block in self.blocks if block.is_promise]
+        if not promised:
+            return
+        promised[0].load(promised[1:])
+        columns: list[Column] = []
+        for number, block in enumerate(self.blocks):
+            rows = self.layout.rows[self.layout.owner == number]
+            if block.is_promise:
+                columns.append(block.column().take(_run(rows)))
+            else:
+                columns.append(RemoteColumn(self._form, [block], Layout(torch.zeros_like(rows), rows)))
+        place = self.layout.owner.argsort(stable=True).argsort()
+        settled = cat_columns(columns) if len(columns) > 1 else columns[0]
+        settled = settled.take(_run(place))
+        if not isinstance(settled, RemoteColumn):
+            self._local = settled
+            settled = RemoteColumn.of_block(self._form, HeldBlock(settled), len(settled))
+        self.blocks, self.layout = settled.blocks, settled.layout
+
     @property
-    def blocks(self) -> list[Block]:
-        """The blocks that hold the rows."""
-        return self._blocks
+    def is_made(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return all(block.is_here for block in self.blocks if block.is_promise)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks; guessed from the form where they are not made yet."""
+        if not any(block.is_promise for block in self.blocks):
+            return sum(block.nbytes for block in self.blocks)
+        return self._form.guessed_bytes(len(self))
 
     def here(self) -> Column:
         """Return the column with its contents, which are fetched once."""
         if self._local is None:
-            parts, places = [], []
-            for number, block in enumerate(self._blocks):
-                place = (self._owner == number).nonzero().flatten()
-                if len(place):
-                    parts.append(block.fetch().take(self._rows[place]))
-                    places.append(place)
-            if not parts:
-                self._local = self._blocks[0].fetch().take(slice(0, 0))
+            self.wait()
+        if self._local is None:
+            away = [block for block in self.blocks if not block.is_here]
+            if away:
+                away[0].load(away[1:])
+            if len(self.blocks) == 1:
+                self._local = self.blocks[0].column().take(_run(self.layout.rows))
             else:
-                joined = parts[0].cat(parts[1:]) if len(parts) > 1 else parts[0]
-                order = torch.cat(places).argsort()
-                self._local = joined if torch.equal(order, torch.arange(len(order))) else joined.take(order)
+                order = self.layout.owner.argsort(stable=True)
+                counts = torch.bincount(self.layout.owner, minlength=len(self.blocks)).tolist()
+                by_block = self.layout.rows[order].split(counts)
+                parts = [block.column().take(_run(rows)) for block, rows in zip(self.blocks, by_block, strict=True)]
+                joined = parts[0].cat(parts[1:])
+                self._local = joined.take(_run(order.argsort()))
         return self._local
 
     def same_as(self, other: Column) -> bool:
@@ -110,13 +211,13 @@ class RemoteColumn(Column):
         return self is other or (
             isinstance(other, RemoteColumn)
             and len(self) == len(other)
-            and [id(block) for block in self._blocks] == [id(block) for block in other._blocks]
-            and torch.equal(self._owner, other._owner)
-            and torch.equal(self._rows, other._rows)
+            and [id(block) for block in self.blocks] == [id(block) for block in other.blocks]
+            and torch.equal(self.layout.owner, other.layout.owner)
+            and torch.equal(self.layout.rows, other.layout.rows)
         )
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.layout)
 
     def form(self) -> Form:
         return self._form
@@ -134,13 +235,9 @@ class RemoteColumn(Column):
     def take(self, rows: Rows) -> Column:
         if self._local is not None:
             return self._local.take(rows)
-        owner, used = self._owner[rows], self._blocks
-        kept = owner.unique().tolist() or [0]
-        if len(kept) < len(used):
-            number = torch.zeros(len(used), dtype=torch.int64)
-            number[kept] = torch.arange(len(kept))
-            owner, used = number[owner], [used[i] for i in kept]
-        return RemoteColumn(self._form, used, owner, self._rows[rows], self.home)
+        layout, kept = self.layout.take(rows, len(self.blocks))
+        blocks = self.blocks if len(kept) == len(self.blocks) else [self.blocks[i] for i in kept]
+        return RemoteColumn(self._form, blocks, layout, self.home)
 
     def cat(self, others: Sequence[Column]) -> Column:
         return cat_columns([self, *others])
@@ -155,13 +252,18 @@ class RemoteColumn(Column):
         return self.here().deepcopy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rows, blocks = self._rows.clone(), list(self._blocks)
-        for number, block in enumerate(blocks):
-            if isinstance(block, HeldBlock):  # of what is here, only these rows travel
-                place = self._owner == number
-                blocks[number] = HeldBlock(block.fetch().take(rows[place]))
+        if any(block.is_promise for block in self.blocks) and self.is_made:
+            self.wait()  # what is small came with the reply, and now travels on without a reference
+        blocks, layout = list(self.blocks), self.layout
+        held = [number for number, block in enumerate(blocks) if isinstance(block, HeldBlock)]
+        if held:
+            rows = layout.rows.clone()
+            for number in held:  # of what is here, only these rows travel
+                place = layout.owner == number
+                blocks[number] = HeldBlock(blocks[number].column().take(_run(rows[place])))
                 rows[place] = torch.arange(int(place.sum()))
-        return RemoteColumn, (self._form, blocks, self._owner, rows)
+            layout = Layout(layout.owner, rows)
+        return RemoteColumn, (self._form, blocks, layout)
 
 
 def cat_columns(columns: Sequence[Column]) -> Column:
@@ -169,18 +271,25 @@ def cat_columns(columns: Sequence[Column]) -> Column:
     remote = [column for column in columns if isinstance(column, RemoteColumn)]
     if not remote:
         return columns[0].cat(columns[1:])
-    blocks: list[Block] = []
-    owners, rows = [], []
-    for column in columns:
-        if not isinstance(column, RemoteColumn):
-            column = RemoteColumn.of_block(column.form(), HeldBlock(column), len(column))
-        owners.append(column._owner + len(blocks))
-        rows.append(column._rows)
-        blocks += column.blocks
-    return RemoteColumn(remote[0].form(), blocks, torch.cat(owners), torch.cat(rows), remote[0].home)
+    parts = [
+        column
+        if isinstance(column, RemoteColumn)
+        else RemoteColumn.of_block(column.form(), HeldBlock(column), len(column))
+        for column in columns
+    ]
+    layout = Layout.cat([part.layout for part in parts], [len(part.blocks) for part in parts])
+    return RemoteColumn(remote[0].form(), [b for part in parts for b in part.blocks], layout, remote[0].home)
 
 
 def home_of(columns: Sequence[Column]) -> Home | None:
     """Return where the largest remote one of some columns lives, so that it need not move; None when all are here."""
     remote = [column for column in columns if isinstance(column, RemoteColumn) and column.home is not None]
-    return max(remote, key=lambda column: sum(block.nbytes for block in column.blocks)).home if remote else None
+    return max(remote, key=lambda column: column.nbytes).home if remote else None
+
+
+def _run(rows: Tensor) -> Rows:
+    """Return row numbers that follow one another as a slice, of which a column shares the storage."""
+    if not len(rows):
+        return slice(0, 0)
+    first = int(rows[0])
+    return slice(first, first + len(rows)) if torch.equal(rows, torch.arange(first, first + len(rows))) else rows

@@ -21,6 +21,7 @@ import torch
 from rlcore.config.schema import JudgeConfig
 from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.protocol import DataProto
+from rlcore.protocol.glossary import forms
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, register
 
 _log = logging.getLogger(__name__)
@@ -127,7 +128,12 @@ class JudgeWorker(Worker):
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=("prompt_text", "first_text", "second_text"),
+        gives=forms("preference", "judge_error"),
+    )
     def compare(self, batch: DataProto) -> DataProto:
         """Return each row's preference.
 

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 
 from rlcore.config.schema import RewardConfig
-from rlcore.errors import DataError
 from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Form
+from rlcore.protocol.glossary import forms
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.scoring import Rewards
 from rlcore.workers import Dispatch, Worker, register
 
-_NEEDED = ("prompt_text", "response_text", "answer")
+_READS = ("prompt_text", "response_text", "answer")
+
+
+def named_scores(functions: Sequence[WeightedReward], config: RewardConfig) -> tuple[str, ...]:
+    """Return the functions whose scores are shown apart: all when there are several, or a reward model beside them."""
+    return tuple(function.name for function in functions) if len(functions) > 1 or config.model is not None else ()
+
+
+def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, Form]:
+    by_name = {f"score/{name}": Form.dense(torch.float32) for name in named}
+    return {**forms("scores", "reward_error", "reward_detail"), **by_name}
 
 
 class RewardWorker(Worker):
@@ -23,30 +34,24 @@ class RewardWorker(Worker):
     def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
         """`functions` come from `rlcore.rewards.compose.resolve`."""
         self._rewards = Rewards(functions, config)
-        # One function is one of several rewards beside a reward model.
-        self._by_name = len(functions) > 1 or config.model is not None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self) -> None:
         """Start the process; ConfigError when a function cannot be loaded on this host."""
         self._rewards.start()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def score(self, batch: DataProto) -> DataProto:
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_READS, gives=_gives)
+    def score(self, batch: DataProto, named: Sequence[str] = ()) -> DataProto:
         """Return each row's reward.
 
-        Reads the object columns prompt_text, response_text and answer (DataError without one); functions that take them
-        also get the other object columns. Gives scores fp32 [rows]; reward_error bool [rows], where a function failed
+        Reads the object columns prompt_text, response_text and answer; functions that take them also get the other
+        object columns. Gives scores fp32 [rows]; reward_error bool [rows], where a function failed
         and the score is `reward.error_value`; reward_detail, object: None, or a dict with uid and sample_index (where
-        the batch has them), function, cause and traceback; and with several functions, or one beside a reward model,
-        score/NAME fp32 [rows] of each.
+        the batch has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`.
         A batched function is called once with all rows that this worker got.
         """
-        missing = [name for name in _NEEDED if name not in batch]
-        if missing and len(batch):
-            raise DataError(f"reward: the batch has no column {', '.join(missing)}; it has {', '.join(batch.keys())}")
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
-        prompts, responses, answers = (columns.pop(name, []) for name in _NEEDED)
+        prompts, responses, answers = (columns.pop(name) for name in _READS)
         scored = self._rewards.score(prompts, responses, answers, columns)
         result = DataProto(
             {
@@ -55,9 +60,8 @@ class RewardWorker(Worker):
             },
             {"reward_detail": _details(scored.failures, batch)},
         )
-        if self._by_name:
-            for name, scores in scored.by_function.items():
-                result[f"score/{name}"] = torch.tensor(scores, dtype=torch.float32)
+        for name in named:
+            result[f"score/{name}"] = torch.tensor(scored.by_function[name], dtype=torch.float32)
         return result
 
     def shutdown(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlcore.engine.metrics import Metrics
 from rlcore.engine.roles import RoleHandle
 from rlcore.ops import Loss, Outputs, Term, needs, needs_of
 from rlcore.plugins import AlgorithmSpec, PluginManager, Role
@@ -144,7 +145,7 @@ class WatchedHandle(RoleHandle):
         epochs: int = 1,
         mini_batches: int = 1,
         keep_together: str | None = None,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """See RoleHandle."""
         options: dict[str, Any] = {"epochs": epochs, "mini_batches": mini_batches, "keep_together": keep_together}
         if not isinstance(batch, DataProto):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.remote import Home, RemoteColumn
 from rlcore.protocol.units import split_evenly, units_of
+from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call, Execute, Mesh, calls_of, join_rows
 from rlcore.workers.worker import Registration, Worker, registered_methods, registration_of
 
@@ -22,13 +24,45 @@ from rlcore.workers.worker import Registration, Worker, registered_methods, regi
 class Pending(ABC):
     """One method call under way on some ranks."""
 
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._outputs: list[Any] | None = None
+        self._error: Exception | None = None
+
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Whether `get` would return or raise at once."""
 
     @abstractmethod
     def wait(self) -> list[Any]:
         """Return every rank's result (None for one that was not called), or raise the first failure of any rank."""
+
+    def get(self) -> list[Any]:
+        """Wait, and return or raise the same at every call."""
+        with self._lock:
+            if not self.was_read:
+                try:
+                    self._outputs = self.wait()
+                except Exception as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            assert self._outputs is not None
+            return self._outputs
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has waited, and so seen the results or the failure."""
+        return self._outputs is not None or self._error is not None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the results are here."""
+        return self._outputs is not None
+
+    def promised(self, rank: int, promised: Promised) -> DataProto | None:
+        """Return what a rank will return, by reference; None where results have no references."""
+        return None
 
 
 class Processes(ABC):
@@ -37,10 +71,13 @@ class Processes(ABC):
     world_size: int
 
     @abstractmethod
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> Pending:
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
+    ) -> Pending:
         """Call `method` of a role's worker on every rank whose entry in `calls` is not None, after all earlier calls.
 
-        Raises WorkerError at once when one of the processes is known to have died.
+        Each rank checks that it returns what was `promised` of it. Raises WorkerError at once when one of the
+        processes is known to have died.
         """
 
     @abstractmethod
@@ -54,9 +91,15 @@ class Future:
     def __init__(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> None:
         self._pending = pending
         self._collect = collect
+        self._lock = threading.RLock()
         self._result: Any = None
         self._error: Exception | None = None
-        self.was_read = False
+        self._collected = False
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has waited for the workers, and so seen their results or the failure."""
+        return self._pending.was_read
 
     def done(self) -> bool:
         """Whether `get` would return or raise at once."""
@@ -64,23 +107,24 @@ class Future:
 
     def get(self) -> Any:
         """Wait and return the collected result, or raise the first error of a worker; the same at every call."""
-        if not self.was_read:
-            try:
-                self._result = self._collect(self._pending.wait())
-            except Exception as error:
-                self._error = error
-            self.was_read = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._result
+        with self._lock:
+            if not self._collected:
+                try:
+                    self._result = self._collect(self._pending.get())
+                except Exception as error:
+                    self._error = error
+                self._collected = True
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            return self._result
 
 
 class WorkerGroup(Home):
     """The workers of one role, called as one: `group.method(...)` for every registered method of their class.
 
-    Calls run on each worker in the order in which they were made. Deferred arguments are waited for before they are
-    sent; columns that stay with the workers travel as references. `fetched` counts, by column, the bytes of those that
-    this process has read.
+    Calls run on each worker in the order in which they were made. Columns that are elsewhere, or not made yet, are sent
+    as references, and the worker that needs them waits for them; a Future or a deferred DataProto, of which nothing is
+    known yet, is waited for here. `fetched` counts, by column, the bytes of columns that this process has read.
     """
 
     def __init__(self, processes: Processes, role: str, worker_cls: type[Worker]) -> None:
@@ -141,14 +185,17 @@ class WorkerGroup(Home):
     def _future(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> Future:
         def collected(outputs: list[Any]) -> Any:
             result = collect(outputs)
-            for column in result.table.columns.values() if isinstance(result, DataProto) else ():
-                if isinstance(column, RemoteColumn):
-                    column.claim(self, self.fetched)
-            return result
+            return self._claimed(result) if isinstance(result, DataProto) else result
 
         future = Future(pending, collected)
         self._outstanding = [earlier for earlier in self._outstanding if not earlier.was_read] + [future]
         return future
+
+    def _claimed(self, batch: DataProto) -> DataProto:
+        for column in batch.table.columns.values():
+            if isinstance(column, RemoteColumn):
+                column.claim(self, self.fetched)
+        return batch
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         registration = None if name.startswith("_") else registration_of(self._worker_cls, name)
@@ -166,30 +213,53 @@ class WorkerGroup(Home):
         return [*super().__dir__(), *registered_methods(self._worker_cls)]
 
     def _call(self, name: str, registration: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        mode = registration.mode
-        here = [resolve(value) for value in args]
-        calls: list[Call | None] = [*calls_of(mode, self, here, {key: resolve(value) for key, value in kwargs.items()})]
+        mode, contract = registration.mode, registration.contract
+        args, kwargs = resolve(list(args)), resolve(dict(kwargs))
+        contract.check(f"{self.role}.{name}()", args, kwargs, _givers)
+        calls: list[Call | None] = [*calls_of(mode, self, args, kwargs)]
         rank_zero = registration.execute is Execute.RANK_ZERO
         if rank_zero or mode.only_rank_zero:
             calls[1:] = [None] * (self.world_size - 1)
-        pending = self._processes.submit(self.role, name, calls)
+        columns = contract.columns(args, kwargs)
+        promised: list[Promised | None] | None = None
+        if columns is not None:
+            promised = [None if call is None else contract.promised(columns, *call) for call in calls]
+        pending = self._processes.submit(self.role, name, calls, promised)
         collect = (lambda outputs: outputs[0]) if rank_zero else (lambda outputs: mode.collect(self, outputs))
+        joins = mode.joins_rows and not rank_zero
+        if promised is not None and joins and not registration.blocking:
+            batches = [None if p is None else pending.promised(rank, p) for rank, p in enumerate(promised)]
+            if all((batch is None) == (call is None) for batch, call in zip(batches, calls, strict=True)):
+                self._future(pending, lambda outputs: None)  # for `drain`
+                return self._claimed(mode.collect(self, batches))
         future = self._future(pending, collect)
         if registration.blocking:
             return future.get()
-        return DataProto.deferred(future.get) if mode.joins_rows and not rank_zero else future
+        return DataProto.deferred(future.get) if joins else future
+
+
+def _givers(name: str) -> str:
+    """Return in words which registered methods declare that they give a column."""
+    classes, found = [Worker], []
+    for cls in classes:
+        classes += [further for further in cls.__subclasses__() if further not in classes]
+        for method in registered_methods(cls):
+            registration = registration_of(cls, method)
+            gives = registration.contract.gives if registration else None
+            if isinstance(gives, Mapping) and name in gives:
+                found.append(f"{cls.__name__}.{method}()")
+    return f"It is given by {', '.join(dict.fromkeys(found))}." if found else "Bind it, or call what gives it, first."
 
 
 def resolve(value: Any) -> Any:
     """Return an argument with every Future in it, also inside lists, tuples and dicts, replaced by its result.
 
-    A deferred DataProto is waited for here, so that the error of the call that makes it surfaces at the controller.
+    A deferred DataProto is waited for here, as nothing is known of it; columns that are references are not.
     """
     if isinstance(value, Future):
         return value.get()
     if isinstance(value, DataProto):
-        if not value.is_ready:
-            value.materialize()
+        _ = value.table
         return value
     if type(value) in (list, tuple):
         return type(value)(resolve(item) for item in value)

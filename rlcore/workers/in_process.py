@@ -7,6 +7,7 @@ from typing import Any
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
+from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
 from rlcore.workers.executor import Executor
 from rlcore.workers.failure import with_worker
@@ -18,9 +19,10 @@ from rlcore.workers.worker import Worker, WorkerContext, construct
 class Finished(Pending):
     """A call that has run: results by rank, or the first failure."""
 
-    def __init__(self, outputs: list[Any], error: RLCoreError | None) -> None:
-        self._outputs = outputs
-        self._error = error
+    def __init__(self, results: list[Any], failure: RLCoreError | None) -> None:
+        super().__init__()
+        self._results = results
+        self._failure = failure
 
     def done(self) -> bool:
         """Return True."""
@@ -28,9 +30,9 @@ class Finished(Pending):
 
     def wait(self) -> list[Any]:
         """Return the results or raise the failure."""
-        if self._error is not None:
-            raise self._error
-        return self._outputs
+        if self._failure is not None:
+            raise self._failure
+        return self._results
 
 
 class InProcess(Processes):
@@ -50,7 +52,9 @@ class InProcess(Processes):
                 self._workers[role].append(worker)
                 by_rank[rank][role] = worker
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> Finished:
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
+    ) -> Finished:
         """Run the call now."""
         outputs: list[Any] = [None] * self.world_size
         for rank, call in enumerate(calls):
@@ -59,6 +63,8 @@ class InProcess(Processes):
             worker = self._workers[role][rank]
             try:
                 outputs[rank] = getattr(worker, method)(*call[0], **call[1])
+                if promised is not None and (what := promised[rank]) is not None:
+                    what.check(outputs[rank])
             except (Exception, SystemExit) as error:
                 failure = with_worker(error, worker._context, method)
                 failure.__cause__ = error
@@ -86,9 +92,15 @@ class InProcessExecutor(Executor):
         self._had_process_group = _process_group_exists()
 
     def resource_pool(
-        self, workers: int | None = None, *, cpus_per_worker: int | None = None, gpus_per_worker: float | None = None
+        self,
+        workers: int | None = None,
+        *,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        node: str | None = None,
+        name: str = "a pool",
     ) -> ResourcePool:
-        """Return places for `workers` ranks; all run in this process, so cores are not counted."""
+        """Return places for `workers` ranks; all run in this process, so cores are not counted and nodes not chosen."""
         gpus = self._cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
         return ResourcePool([self._cluster.workers if workers is None else workers], gpus_per_worker=gpus)
 

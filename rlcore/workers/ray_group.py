@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -13,13 +14,19 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
+from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Column
+from rlcore.protocol.remote import Layout, RemoteColumn
+from rlcore.protocol.table import Table
+from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
 from rlcore.workers.group import Pending, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.ray_pool import RayResourcePool, what_ray_has
-from rlcore.workers.ray_store import INLINE_BYTES
+from rlcore.workers.ray_store import INLINE_BYTES, Promise, Reply, received
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
 from rlcore.workers.worker import Worker
 
@@ -36,17 +43,34 @@ SENT_AS_THEY_ARE = (type(None), bool, int, float, ray.ObjectRef)
 
 
 class RayPending(Pending):
-    """One method call under way; `refs` are the results to come, with their ranks."""
+    """One method call under way; `refs` are the results to come, with their ranks.
 
-    def __init__(self, processes: RayProcesses, role: str, method: str, refs: Mapping[Any, int]) -> None:
+    `by_reference`: they are what WorkerHost.run gives, else plain results.
+    """
+
+    def __init__(
+        self, processes: RayProcesses, role: str, method: str, refs: Mapping[Any, int], *, by_reference: bool = True
+    ) -> None:
+        super().__init__()
         self._processes = processes
         self._role = role
         self._method = method
         self._refs = dict(refs)
+        self._by_reference = by_reference
 
     def done(self) -> bool:
         """Whether every rank has finished."""
-        return not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)[1]
+        return not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
+
+    def promised(self, rank: int, promised: Promised) -> DataProto:
+        """Return what a rank will return, by reference."""
+        by_rank = {rank: ref for ref, rank in self._refs.items()}
+        reply = Reply(by_rank[rank], f"{self._role} rank {rank}, in {self._method}(),", self, rank)
+        layout = Layout.of_block(promised.rows)
+        columns: dict[str, Column] = {
+            name: RemoteColumn(form, [Promise(reply, name)], layout) for name, form in promised.columns.items()
+        }
+        return DataProto._of(Table(columns))
 
     def wait(self) -> list[Any]:
         """Return the results by rank, or raise the first failure, even if other ranks never finish.
@@ -57,20 +81,31 @@ class RayPending(Pending):
         outputs: list[Any] = [None] * processes.world_size
         waiting, pings = dict(self._refs), dict[Any, int]()
         while waiting:
-            ready, _ = ray.wait([*waiting, *pings], num_returns=1, timeout=POLL_SECONDS)
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
             if not ready:
                 processes.check()
                 pings |= processes.ping({*waiting.values(), *pings.values()})
-            for ref in ready:
-                awaited = ref in waiting
-                rank = waiting.pop(ref) if awaited else pings.pop(ref)
-                try:
-                    value = ray.get(ref)
-                except Exception as error:
-                    raise processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
-                if awaited:
-                    outputs[rank] = value
+            try:
+                for ref, value in zip(ready, self._values(ready), strict=True):
+                    outputs[waiting[ref]] = value
+                waiting = {ref: rank for ref, rank in waiting.items() if ref not in set(ready)}
+            except Exception:  # of one of them; one by one says whose, and raises it
+                for ref in ready:
+                    self._one(ref, waiting.pop(ref), waiting)
+                raise
+            for ref in ray.wait(list(pings), num_returns=len(pings), timeout=0)[0] if pings else ():
+                self._one(ref, pings.pop(ref), waiting)
         return outputs
+
+    def _values(self, refs: Sequence[Any]) -> list[Any]:
+        values = ray.get(list(refs))
+        return received(values) if self._by_reference else values
+
+    def _one(self, ref: Any, rank: int, waiting: Mapping[Any, int]) -> None:
+        try:
+            received([ray.get(ref)]) if ref in self._refs and self._by_reference else ray.get(ref)
+        except Exception as error:
+            raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
 
 
 class Stragglers(NamedTuple):
@@ -102,6 +137,7 @@ class RayProcesses(Processes):
         self._stragglers: Stragglers | None = None
         self._infos: list[HostInfo] = []
         self.hosts: list[Any] = []
+        self._runs: list[Any] = []
         try:
             self._start(pool, log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
             self._place(pool.gpus_per_worker)
@@ -125,7 +161,11 @@ class RayProcesses(Processes):
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": env}, max_restarts=0, **options
             )
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
-            self.hosts.append(actor.remote(self.name, rank, log, distributions, inline_bytes))
+            host = actor.remote(self.name, rank, log, distributions, inline_bytes)
+            self.hosts.append(host)
+            with warnings.catch_warnings():  # see ray_store for why it is dynamic all the same
+                warnings.simplefilter("ignore", RayDeprecationWarning)
+                self._runs.append(host.run.options(num_returns="dynamic"))
         waiting = {host.describe.remote(): rank for rank, host in enumerate(self.hosts)}
         infos: dict[int, HostInfo] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -161,24 +201,28 @@ class RayProcesses(Processes):
         for role, made in classes.items():
             sent = ray.put((made.cls, made.args, made.kwargs))
             refs = {host.make.remote(role, sent): rank for rank, host in enumerate(self.hosts)}
-            started.append(RayPending(self, role, "__init__", refs))
+            started.append(RayPending(self, role, "__init__", refs, by_reference=False))
         for pending in started:
             pending.wait()
 
     # -- calls
 
-    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> RayPending:
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
+    ) -> RayPending:
         """Send the call. What several ranks get is put into Ray's object store once."""
         if self._stragglers is not None:
             refs = list(self._stragglers.ranks)
-            ray.wait(refs, num_returns=len(refs), timeout=max(0.0, self._stragglers.until - time.monotonic()))
+            left = max(0.0, self._stragglers.until - time.monotonic())
+            ray.wait(refs, num_returns=len(refs), timeout=left + 0.01)  # Ray cuts it to whole milliseconds
         self.check()
         refs_sent: dict[Any, int] = {}
         try:
             for rank, call in enumerate(_put_shared(calls)):
                 if call is not None:
-                    run = self.hosts[rank].call.options(name=f"{role}.{method}")
-                    refs_sent[run.remote(role, method, *call[0], **call[1])] = rank
+                    expected = promised[rank] if promised is not None else None
+                    run = self._runs[rank]
+                    refs_sent[run.remote(role, method, expected, *call[0], **call[1])] = rank
         except Exception as error:  # whatever pickling the arguments raises
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
@@ -259,6 +303,7 @@ class RayProcesses(Processes):
         for host in self.hosts:
             ray.kill(host)
         self.hosts.clear()
+        self._runs.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 

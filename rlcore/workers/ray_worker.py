@@ -10,7 +10,7 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import ray
 
 from rlcore.errors import WorkerError
+from rlcore.workers.contract import Promised
 from rlcore.workers.failure import with_worker
-from rlcore.workers.ray_store import keep_here
+from rlcore.workers.ray_store import await_inputs, kept_here
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
@@ -88,11 +89,26 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise with_worker(error, context, "__init__") from None
 
-    def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Return what a role's method returns, or raise what the controller is to see."""
+    def run(self, role: str, method: str, promised: Promised | None, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the blocks of what a role's method returns, and then the rest of it.
+
+        Raises what the controller is to see; also when the method returns other than it has `promised`.
+        """
         worker = self._workers[role]
         try:
-            return keep_here(getattr(worker, method)(*args, **kwargs), self._inline_bytes)
+            await_inputs([args, kwargs])
+            result = getattr(worker, method)(*args, **kwargs)
+            if promised is not None:
+                promised.check(result)
+            yield from kept_here(result, self._inline_bytes)
+        except (Exception, SystemExit) as error:
+            raise with_worker(error, worker._context, method) from None
+
+    def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Return what a role's method returns, whole, for whoever holds this process's handle."""
+        worker = self._workers[role]
+        try:
+            return getattr(worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import ConfigError, WorkerError
+from rlcore.workers.contract import Contract, Gives, Reads
 from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode, check_axes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Registration:
     dispatch: Dispatch | DispatchMode
     execute: Execute
     blocking: bool
+    contract: Contract
 
     @property
     def mode(self) -> DispatchMode:
@@ -37,6 +39,10 @@ def register(
     dispatch_mode: Dispatch | CustomDispatch = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
+    *,
+    reads: Reads = (),
+    gives: Gives | None = None,
+    rows: Callable[..., int] | None = None,
 ) -> Callable[[F], F]:
     """Open a worker method to the groups that hold the worker.
 
@@ -44,8 +50,16 @@ def register(
     With `blocking=False` it returns at once: a deferred DataProto in the modes that join DataProtos, else a `Future`.
     A custom mode is `{"dispatch_fn": f(group, *args, **kwargs), "collect_fn": g(group, outputs)}`, where f returns
     `(per-worker list for each argument, {name: per-worker list})`, or one list with each worker's only argument.
+
+    `reads` names columns that the first DataProto argument must have; `gives` the columns of the result, each with its
+    Form; either may be a function of the call's arguments. A batch without a column that is read is a DataError at the
+    call. A result that is declared is known before it is made: with `blocking=False`, in a mode that joins DataProtos,
+    its columns are references from the first and the controller waits for none of it. It has as many rows as the
+    DataProto that the worker was sent, or as `rows` makes of a worker's arguments; the worker raises a DataError when
+    it returns anything else.
     """
-    registration = Registration(as_mode(dispatch_mode), execute_mode, blocking)
+    contract = Contract(reads, gives, rows)
+    registration = Registration(as_mode(dispatch_mode), execute_mode, blocking, contract)
 
     def decorate(method: F) -> F:
         method._rlcore_registration = registration  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from rlcore.plugins.specs import RewardSpec
 from rlcore.protocol import DataProto
 from rlcore.rewards.arithmetic import arithmetic
 from rlcore.rewards.compose import resolve
-from rlcore.rewards.worker import RewardWorker
+from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 FILE = Path(__file__).parent / "functions.py"
@@ -58,7 +58,7 @@ def test_scores_errors_and_details_whatever_the_number_of_workers(start, workers
     )
     responses = ["fine", "raise", "hang", "bool", "nan"]
     expected = [0.25, -1.0, -1.0, 1.0, -1.0]
-    scored = start(config, workers).score(batch(responses))
+    scored = start(config, workers).score(batch(responses), ["arithmetic", "functions.misbehave", "functions.level"])
     assert scored["scores"].dtype == torch.float32
     assert scored["scores"].tolist() == expected
     assert scored["reward_error"].tolist() == [False, True, True, False, True]
@@ -75,13 +75,11 @@ def test_scores_errors_and_details_whatever_the_number_of_workers(start, workers
     }
 
 
-@pytest.mark.parametrize(("model", "named"), [(None, False), ("some/folder", True)])
-def test_one_function_alone_has_no_score_by_name_and_one_beside_a_reward_model_has(start, model, named):
-    scored = start(RewardConfig(functions={f"{FILE}:level": 0.0}, model=model), 1).score(batch(["a", "b"]))
-    assert scored["scores"].tolist() == [0.0, 0.0]
-    assert ("score/functions.level" in scored) == named
-    if named:
-        assert scored["score/functions.level"].tolist() == [0.0, 1.0]
+def test_one_function_alone_is_not_shown_by_name_and_one_beside_a_reward_model_or_another_is():
+    level = resolve(RewardConfig(functions={f"{FILE}:level": 0.0}), "arithmetic", INSTALLED)
+    assert named_scores(level, RewardConfig()) == ()
+    assert named_scores(level, RewardConfig(model="some/folder")) == ("functions.level",)
+    assert named_scores([*level, *level], RewardConfig()) == ("functions.level", "functions.level")
 
 
 def test_fewer_rows_than_workers_and_none(start):
@@ -97,7 +95,10 @@ def test_fewer_rows_than_workers_and_none(start):
 
 def test_a_batch_without_the_columns_that_rewards_read(start):
     group = start(RewardConfig(), 1)
-    with pytest.raises(DataError, match="no column answer; it has prompt_text, response_text"):
+    with pytest.raises(
+        DataError,
+        match=r"reads the column 'answer', which its batch lacks; the batch has \['prompt_text', 'response_text'\]",
+    ):
         group.score(batch(["4"]).select([], ["prompt_text", "response_text"], [])).materialize()
 
 

@@ -16,7 +16,7 @@ from rlcore.ops import Outputs, Term, needs_of
 from rlcore.protocol import DataProto, Ragged
 
 Totals = dict[str, tuple[float, float]]
-"""Sum and count of each term."""
+"""Sum and count of each mean, by the name of its metric."""
 
 
 class LossBatch(Mapping[str, Any]):
@@ -35,7 +35,7 @@ class LossBatch(Mapping[str, Any]):
             if isinstance(column, Ragged):
                 column = column.to_padded().to(self._device)
             elif isinstance(column, Tensor):
-                column = column.to(self._device)
+                column = column.to(self._device, copy=True)  # a loss may write to it
             self._read[name] = column
         return self._read[name]
 
@@ -126,17 +126,21 @@ class Account:
             total = float(term.total.detach())
             if not math.isfinite(total):
                 self.bad.append(f"loss term {key!r} is {total} over rows {row_names(batch)}")
-            before = self.totals.get(key, (0.0, 0.0))
-            self.totals[key] = (before[0] + total, before[1] + float(term.count))
+            self.book(f"loss/{key}", total, term.count)
             if term.weight is not None and self.global_counts[key] > 0:
                 share = term.total * (term.weight * self.item.weight * self.scale / self.global_counts[key])
                 loss = share if loss is None else loss + share
         return loss if loss is not None else sum(t.total for t in terms.values()) * 0.0  # type: ignore[return-value]
 
+    def book(self, metric: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add to the sum and count of a metric."""
+        before = self.totals.get(metric, (0.0, 0.0))
+        self.totals[metric] = (before[0] + float(total), before[1] + float(count))
+
     def check_counts(self, counted: Mapping[str, float]) -> None:
         """Raise DataError if the micro-batches' counts do not add up to those of the whole."""
         for key, count in counted.items():
-            got = self.totals.get(key, (0.0, 0.0))[1]
+            got = self.totals.get(f"loss/{key}", (0.0, 0.0))[1]
             if not math.isclose(got, count, rel_tol=1e-4, abs_tol=1e-6):
                 raise DataError(
                     f"the counts of loss term {key!r} add up to {got} over the micro-batches, but to {count} over the "
