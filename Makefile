@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/rlcore-plugin-*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 B ?= all
+# Processes that share the tests.
+TESTERS ?= 2
 # Two OpenMP pools that spin on two cores make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -18,8 +20,9 @@ train: $(VENV)/.installed
 	rm -rf runs/quickstart
 	$(BIN)/rlcore train experiment=quickstart run.dir=runs/quickstart
 
+# The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
