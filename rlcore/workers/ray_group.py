@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -25,7 +26,8 @@ from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
 from rlcore.workers.group import Pending, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs
-from rlcore.workers.ray_pool import RayResourcePool, what_ray_has
+from rlcore.workers.ray_nodes import what_ray_has
+from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES, Promise, Reply, received
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
 from rlcore.workers.worker import Worker
@@ -75,16 +77,20 @@ class RayPending(Pending):
     def wait(self) -> list[Any]:
         """Return the results by rank, or raise the first failure, even if other ranks never finish.
 
-        Ranks that this call does not wait for are pinged, as it may hang because one of them died.
+        Processes that this call does not wait for are pinged, as it may hang because one of them died: a rank of its
+        own group, or of another that is to make its inputs or has the turn before it.
         """
         processes = self._processes
         outputs: list[Any] = [None] * processes.world_size
-        waiting, pings = dict(self._refs), dict[Any, int]()
+        waiting, pings = dict(self._refs), dict[Any, tuple[RayProcesses, int]]()
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
             if not ready:
                 processes.check()
-                pings |= processes.ping({*waiting.values(), *pings.values()})
+                asked = {*pings.values(), *((processes, rank) for rank in waiting.values())}
+                for others in {processes, *_STARTED}:
+                    fresh = others.ping(rank for asker, rank in asked if asker is others)
+                    pings |= {ref: (others, rank) for ref, rank in fresh.items()}
             try:
                 for ref, value in zip(ready, self._values(ready), strict=True):
                     outputs[waiting[ref]] = value
@@ -94,7 +100,7 @@ class RayPending(Pending):
                     self._one(ref, waiting.pop(ref), waiting)
                 raise
             for ref in ray.wait(list(pings), num_returns=len(pings), timeout=0)[0] if pings else ():
-                self._one(ref, pings.pop(ref), waiting)
+                self._pinged(ref, *pings.pop(ref), waiting)
         return outputs
 
     def _values(self, refs: Sequence[Any]) -> list[Any]:
@@ -106,6 +112,17 @@ class RayPending(Pending):
             received([ray.get(ref)]) if ref in self._refs and self._by_reference else ray.get(ref)
         except Exception as error:
             raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
+
+    def _pinged(self, ref: Any, others: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
+        if others is self._processes:
+            self._one(ref, rank, waiting)
+            return
+        try:
+            ray.get(ref)
+        except RayActorError as error:
+            if others.is_usable:  # else it was told before
+                call = f"{self._role}.{self._method}()"
+                raise others.failure(error, rank, others.name, call, {}) from None
 
 
 class Stragglers(NamedTuple):
@@ -132,6 +149,7 @@ class RayProcesses(Processes):
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
+        self._pool = pool
         self._start_timeout = start_timeout
         self._broken: WorkerError | None = None
         self._stragglers: Stragglers | None = None
@@ -142,6 +160,7 @@ class RayProcesses(Processes):
             self._start(pool, log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
             self._place(pool.gpus_per_worker)
             self._make(classes)
+            _STARTED.add(self)
         except BaseException:
             self.shutdown()
             raise
@@ -221,8 +240,10 @@ class RayProcesses(Processes):
             for rank, call in enumerate(_put_shared(calls)):
                 if call is not None:
                     expected = promised[rank] if promised is not None else None
+                    before = self._pool.take(self, rank)
+                    after = before[0].ping_one(before[1]) if before is not None else []
                     run = self._runs[rank]
-                    refs_sent[run.remote(role, method, expected, *call[0], **call[1])] = rank
+                    refs_sent[run.remote(role, method, expected, after, *call[0], **call[1])] = rank
         except Exception as error:  # whatever pickling the arguments raises
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
@@ -233,7 +254,16 @@ class RayProcesses(Processes):
         """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
         return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in set(but)}
 
+    def ping_one(self, rank: int) -> list[Any]:
+        """Return a reference to the answer of one rank, which it gives after all calls so far; none after shutdown."""
+        return [host.ping.remote() for host in self.hosts[rank : rank + 1]]
+
     # -- failures
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no process is known to have died."""
+        return self._broken is None
 
     def check(self) -> None:
         """Raise WorkerError when the processes can no longer be used: one died, or hangs since another failed."""
@@ -305,6 +335,10 @@ class RayProcesses(Processes):
         self.hosts.clear()
         self._runs.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
+
+
+_STARTED: WeakSet[RayProcesses] = WeakSet()
+"""All processes that this one has started and not let go of."""
 
 
 class RankHandle:

@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.pool import ResourcePool
-from rlcore.workers.ray_nodes import Demand, alive_nodes, impossible, waited_in_vain, what_ray_has  # noqa: F401
+from rlcore.workers.ray_nodes import Demand, alive_nodes, impossible, waited_in_vain
 
 GROUPS_PER_PLACE = 10
 """Groups that can share one place when its workers have a GPU or a part of one."""

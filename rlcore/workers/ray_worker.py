@@ -89,13 +89,18 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise with_worker(error, context, "__init__") from None
 
-    def run(self, role: str, method: str, promised: Promised | None, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def run(
+        self, role: str, method: str, promised: Promised | None, after: list[Any], /, *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
         """Yield the blocks of what a role's method returns, and then the rest of it.
 
-        Raises what the controller is to see; also when the method returns other than it has `promised`.
+        Waits first until what `after` refers to is there: whoever has the turn before this process. Raises what the
+        controller is to see; also when the method returns other than it has `promised`.
         """
         worker = self._workers[role]
         try:
+            if after:
+                ray.wait(after, num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
             result = getattr(worker, method)(*args, **kwargs)
             if promised is not None:

@@ -1,0 +1,157 @@
+"""Pools of places: their parts, what a cluster lacks for them, and who runs at the same time as whom."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.errors import ConfigError, WorkerError
+from rlcore.workers import (
+    ClassWithInitArgs,
+    Dispatch,
+    Execute,
+    Executor,
+    Future,
+    ResourcePool,
+    Worker,
+    make_executor,
+    register,
+    split_resource_pool,
+)
+from rlcore.workers.ray_nodes import Demand, Node, impossible, waited_in_vain
+
+# Parts of a pool
+
+
+def test_a_split_pool_keeps_the_places_in_order() -> None:
+    """Five places on two nodes, two and three, cut after the first: one on the first node, and one and three."""
+    pool = ResourcePool([2, 3], gpus_per_worker=1.0)
+    first, rest = pool.split([1, 4])
+    assert (first.process_on_nodes, rest.process_on_nodes) == ((1,), (1, 3))
+    assert [part.process_on_nodes for part in rest.split([2, 2])] == [(1, 1), (2,)]
+    assert (pool.world_size, rest.gpus_per_worker, rest.on_cpu().gpus_per_worker) == (5, 1.0, 0.0)
+    assert [part.world_size for part in split_resource_pool(ResourcePool([4]), 2)] == [2, 2]
+    assert [part.world_size for part in split_resource_pool(ResourcePool([4]), [1, 3])] == [1, 3]
+
+
+@pytest.mark.parametrize("sizes", [[], [1, 2], [4, 1], [0, 4], [1.0, 3.0]])
+def test_sizes_that_do_not_add_up(sizes: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"the sizes must be 1 or more and add up to the pool's 4 places, as in"):
+        ResourcePool([4]).split(sizes)
+
+
+@pytest.mark.parametrize("size", [3, 5, 0, -1])
+def test_a_number_that_does_not_divide_the_pool(size: int) -> None:
+    with pytest.raises(ConfigError, match="add up to the pool's 4 places"):
+        split_resource_pool(ResourcePool([4]), size)
+
+
+# What a cluster lacks
+
+
+def node(name: str, free: float = 1.0, **total: float) -> Node:
+    return Node(name, total, {kind: amount * free for kind, amount in total.items()})
+
+
+def demand(
+    *places: int, cpus: float = 1, gpus: float = 0, mark: str | None = None, spread: bool = True, name: str = "main"
+) -> Demand:
+    bundle = {"CPU": cpus, "GPU": gpus, **({mark: 0.001} if mark else {})}
+    return Demand(name, places, {kind: amount for kind, amount in bundle.items() if amount}, spread, mark)
+
+
+EAST, WEST = node("a (10.0.0.1)", CPU=4, GPU=0), node("b (10.0.0.2)", CPU=8, GPU=2, west=1)
+
+
+@pytest.mark.parametrize(
+    ("demands", "why"),
+    [
+        ([demand(12)], None),
+        ([demand(8), demand(4, mark="west")], None),
+        ([demand(13)], "main asks for 13 places of 1 CPU, and the nodes have room for 12. The nodes:\n    a (10.0.0.1): "),
+        ([demand(3, gpus=1)], "main asks for 3 places of 1 CPU and 1 GPU, and the nodes have room for 2."),
+        ([demand(4, 4, spread=False)], None),
+        ([demand(9, spread=False)], "main asks for 9 places of 1 CPU, and no node has room for 9."),
+        ([demand(1, mark="wets")], "'wets', and no node has it. Did you mean 'west'? Start Ray there with --resources="),
+        ([demand(9, mark="west")], "main asks for 9 places of 1 CPU on nodes that have 'west', and the nodes have room"),
+        ([demand(8), demand(5, name="side")], "main asks for 8 places of 1 CPU; side asks for 5 places of 1 CPU; toget"),
+        ([demand(6, mark="west"), demand(3, mark="west", name="side")], "1 CPU more than what the nodes with 'west' h"),
+    ],
+)
+def test_what_a_cluster_can_never_hold(demands: list[Demand], why: str | None) -> None:
+    found = impossible(demands, [EAST, WEST])
+    assert found is None if why is None else found is not None and why in found, found
+
+
+def test_every_node_is_shown_with_what_it_lacks() -> None:
+    found = impossible([demand(3, cpus=2, gpus=1, mark="west")], [EAST, WEST])
+    assert found is not None
+    assert found.splitlines()[1:] == [
+        "    a (10.0.0.1): 4 CPU (4 free), 0 GPU (0 free); lacks 1 GPU and 'west'",
+        "    b (10.0.0.2): 8 CPU (8 free), 2 GPU (2 free), west; room for 2",
+    ]
+    busy = node("b (10.0.0.2)", 0.125, CPU=8, GPU=2)
+    assert waited_in_vain(demand(2, cpus=2), [busy]).splitlines() == [
+        "main asks for 2 places of 2 CPU; what is free has room for 0, others hold too much of the rest. The nodes:",
+        "    b (10.0.0.2): 8 CPU (1 free), 2 GPU (0.25 free); lacks 1 CPU",
+    ]
+    many = impossible([demand(99)], [node(f"n{at}", CPU=1) for at in range(20)])
+    assert many is not None
+    assert many.splitlines()[-1] == "    and 4 nodes more"
+
+
+# Who runs at the same time
+
+
+class Clocked(Worker):
+    """Says when it was at work, and where."""
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def work(self, seconds: float) -> tuple[float, float]:
+        start = time.monotonic()
+        time.sleep(seconds)
+        return start, time.monotonic()
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, blocking=False)
+    def work_on_zero(self, seconds: float) -> tuple[float, float]:
+        start = time.monotonic()
+        time.sleep(seconds)
+        return start, time.monotonic()
+
+
+@pytest.fixture
+def executor(ray_cluster: None) -> Iterator[Executor]:
+    cluster = ClusterConfig(executor="ray", workers=1)
+    with make_executor(cluster, by_value_modules=[sys.modules[__name__]]) as made:
+        yield made
+
+
+def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return min(one[1], other[1]) - max(one[0], other[0])
+
+
+@pytest.mark.ray
+def test_processes_on_one_pool_take_turns_in_the_order_of_the_calls_and_pools_overlap(executor: Executor) -> None:
+    """Three groups, two of them on the same place; each call is 0.3 s long, clocked in the workers.
+
+    `CLOCK_MONOTONIC` is one clock for all processes of a machine.
+    """
+    main, side = executor.resource_pool(), executor.resource_pool()
+    actor = executor.worker_group(main, ClassWithInitArgs(Clocked), name="actor")
+    ref = executor.worker_group(main, ClassWithInitArgs(Clocked), name="ref")
+    critic = executor.worker_group(side, ClassWithInitArgs(Clocked), name="critic")
+    scorer = executor.worker_group(main.on_cpu(), ClassWithInitArgs(Clocked), name="scorer")
+    start = time.monotonic()
+    calls: list[Future] = [group.work(0.3) for group in (actor, ref, actor, actor, ref, critic, scorer)]
+    assert time.monotonic() - start < 0.3, "the controller waits for none of them"
+    *shared, other, on_cpu = [call.get()[0] for call in calls]
+    assert shared == sorted(shared)
+    assert max(overlap(one, two) for one, two in combinations(shared, 2)) < 0
+    assert overlap(shared[0], other) > 0.1
+    assert overlap(shared[0], on_cpu) > 0.1
