@@ -55,6 +55,9 @@ class HFRollout(RolloutEngine):
                 for name, tensor in weights:
                     if name not in own:
                         raise DataError(f"weight {name!r} is not in the rollout model")
+                    if own[name].shape != tensor.shape:
+                        there = list(own[name].shape)
+                        raise DataError(f"weight {name!r} has shape {list(tensor.shape)}, the rollout model's {there}")
                     own.pop(name).copy_(tensor)
             if own:
                 raise DataError(f"no weights came for {sorted(own)[:5]} of the rollout model")

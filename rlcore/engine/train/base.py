@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlcore.engine.weights import Shapes, Weights
 from rlcore.ops import Loss, Need
 from rlcore.protocol import DataProto, Ragged
 
@@ -26,8 +27,8 @@ class UpdateItem:
     """One batch with its loss; several may share an optimizer step, each weighted.
 
     `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each, as many for all
-    items of an update. `config` is what
-    the loss gets; `keep_together` names a column whose equal values no micro-batch may part.
+    items of an update. `config` is what the loss gets; `keep_together` names a column whose equal values no micro-batch
+    may part. `importance_cap` truncates the weights that correct for samples of older weights; None: no correction.
     """
 
     batch: DataProto
@@ -36,6 +37,7 @@ class UpdateItem:
     config: Any
     weight: float = 1.0
     keep_together: str | None = None
+    importance_cap: float | None = None
 
 
 class TrainEngine(ABC):
@@ -62,12 +64,24 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def take(self, weights: Weights, share: float) -> None:
+        """Move every weight by `share` of the way to the given ones: `follow`, with whole parameters by name.
+
+        Raises DataError naming the parameters that do not fit, before any has changed.
+        """
+
+    @abstractmethod
     def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
         """Take one optimizer step for each mini-batch of each epoch and return the metrics.
 
         `step` is the run's step, by which the learning rate is scheduled. Raises DataError, before the optimizer step
         and on every rank, when a loss or gradient is not finite, naming the rows.
         """
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """The shape of each whole parameter by its Hugging Face name, tied ones once."""
 
     @property
     @abstractmethod
@@ -78,7 +92,7 @@ class TrainEngine(ABC):
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter whole, in the precision of the forward, by its Hugging Face name, tied ones once.
 
-        Empty where `shared_module` is there. What was yielded is valid until the next.
+        What was yielded is valid until the next.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,12 @@ from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
+from rlcore.engine.train.importance import correct, forward_needs, is_corrected, staleness
 from rlcore.engine.train.microbatch import column_values, micro_batches
 from rlcore.engine.train.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engine.train.packing import Packing
 from rlcore.engine.train.schedule import learning_rate
+from rlcore.engine.weights import Shapes, Weights, check_fit
 from rlcore.errors import DataError
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged
@@ -173,6 +175,7 @@ class FSDPEngine(TrainEngine):
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        behind = staleness(items, self.version, self.ranks)
         totals: list[Totals] = []
         norms: list[float] = []
         skipped = 0
@@ -186,7 +189,8 @@ class FSDPEngine(TrainEngine):
                 norms.append(done[1])
         metrics = {key: total / count for key, (total, count) in merge_totals(totals).items() if count > 0}
         return {
-            **{f"loss/{key}": value for key, value in metrics.items()},
+            **metrics,
+            **behind,
             "train/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "train/lr": lr,
             "train/optimizer_steps": float(len(norms)),
@@ -232,7 +236,7 @@ class FSDPEngine(TrainEngine):
     ) -> Account:
         # FSDP divides gradients by the number of ranks; the counts are global already.
         account = Account(item, global_counts, scale=float(self.ranks.world_size))
-        needs = needs_of(item.loss)
+        needs = forward_needs(item)
         for part in parts:
             flat = self._forward(part, needs)
             if part is None:
@@ -241,6 +245,8 @@ class FSDPEngine(TrainEngine):
                 responses = part.view("responses")
                 by_row = {name: _pad_rows(v, responses.lengths) for name, v in flat.items() if name != "scores"}
                 out = Outputs({**flat, **by_row})
+                if is_corrected(item):
+                    out = correct(out, part, account, self.ranks.device)
                 loss = account.add(call_loss(item, out, part, self.ranks.device), part)
             loss.backward()  # type: ignore[union-attr]
         return account
@@ -269,15 +275,22 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         if not isinstance(other, FSDPEngine):
             raise DataError(f"an FSDPEngine follows another one, not {type(other).__name__}")
-        self._reshard()
         other._reshard()
-        mine, theirs = dict(self.model.hf.named_parameters()), dict(other.model.hf.named_parameters())
-        if {name: p.shape for name, p in mine.items()} != {name: p.shape for name, p in theirs.items()}:
-            raise DataError("a role follows one with the same parameters; these two are of different models")
-        for name, parameter in mine.items():
-            target = state.local(theirs[name])
-            local = state.local(parameter)
-            local.copy_(target) if share == 1 else local.lerp_(target, share)
+        theirs = dict(other.model.hf.named_parameters())
+        self._move(other.shapes, lambda name, _: theirs[name], share)
+
+    @torch.no_grad()
+    def take(self, weights: Weights, share: float) -> None:
+        """See TrainEngine. Each rank copies its own part."""
+        self._move(weights.shapes, lambda name, mine: state.like(weights[name], mine), share)
+
+    def _move(self, shapes: Shapes, target: Callable[[str, Tensor], Tensor], share: float) -> None:
+        """Move each parameter by `share` of the way to `target(name, parameter)`, which is cut like the parameter."""
+        self._reshard()
+        check_fit(self.shapes, shapes)
+        for name, parameter in self.model.hf.named_parameters():
+            own, towards = state.local(parameter), state.local(target(name, parameter))
+            own.copy_(towards) if share == 1 else own.lerp_(towards, share)
         self.version += 1
 
     def _reshard(self) -> None:
@@ -292,6 +305,11 @@ class FSDPEngine(TrainEngine):
                 module.reshard()
 
     @property
+    def shapes(self) -> Shapes:
+        """See TrainEngine."""
+        return {name: tuple(parameter.shape) for name, parameter in self.model.hf.named_parameters()}
+
+    @property
     def shared_module(self) -> nn.Module | None:
         """See TrainEngine."""
         return self.model.hf if self.ranks.world_size == 1 else None
@@ -300,6 +318,9 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         from torch.distributed.fsdp import FSDPModule
 
+        if self.ranks.world_size == 1:
+            yield from ((name, parameter.to(self.dtype)) for name, parameter in self.full_parameters())
+            return
         self._reshard()
         for prefix, module in self.model.named_modules():
             if not isinstance(module, FSDPModule):

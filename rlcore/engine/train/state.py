@@ -38,7 +38,7 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def _like(full: Tensor, parameter: Any) -> Tensor:
+def like(full: Tensor, parameter: Any) -> Tensor:
     """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
     if not hasattr(parameter, "device_mesh"):
         return full.to(parameter.device)
@@ -92,7 +92,7 @@ def load_weights(hf: nn.Module, folder: Path) -> None:
                 raise CheckpointError(
                     f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {tuple(parameter.shape)}"
                 )
-            parameter.copy_(_like(saved[name], parameter))
+            parameter.copy_(like(saved[name], parameter))
 
 
 def save_engine_state(
@@ -131,7 +131,7 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
             mine = {key.split(".", 1)[0]: value for key, value in moments.items() if key.split(".", 1)[1] == name}
             optimizer.state[parameter] = {
                 # The fused optimizer keeps its step beside the parameter.
-                key: value.to(parameter.device) if key == "step" else _like(value, parameter)
+                key: value.to(parameter.device) if key == "step" else like(value, parameter)
                 for key, value in mine.items()
             }
     if ranks.rank < len(state["random"]):
