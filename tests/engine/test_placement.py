@@ -80,7 +80,7 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
         ({"main": ["actor", "ref"], "side": ["critic", "ref"]}, "'ref' is in pools main and side; it can be in one"),
         ({"main": ["actor", "ref", "critic", "ref"]}, "'ref' is in pool main twice"),
         ({"a": ["actor", "ref", "critic", "reward"], "b": ["reward"]}, "'reward' is in pools a and b"),
-        ({"main": ["actor", "ref", "critic", "rollout"]}, "main lists rollout beside actor, which samples there by its"),
+        ({"main": ["actor", "ref", "critic", "rollout"]}, "main lists rollout beside actor, which samples there "),
         (
             {"main": {"roles": ["actor", "ref", "critic"], "gpus_per_worker": 2, "colocate": "fractional"}},
             "main: actor, ref, critic are processes of their own .* cannot share places of 2 GPUs; set gpus_per_worker",

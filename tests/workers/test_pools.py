@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
-from itertools import combinations
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +15,6 @@ from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers import (
     ClassWithInitArgs,
     Dispatch,
-    Execute,
     Executor,
     Future,
     ResourcePool,
@@ -74,14 +73,14 @@ EAST, WEST = node("a (10.0.0.1)", CPU=4, GPU=0), node("b (10.0.0.2)", CPU=8, GPU
     [
         ([demand(12)], None),
         ([demand(8), demand(4, mark="west")], None),
-        ([demand(13)], "main asks for 13 places of 1 CPU, and the nodes have room for 12. The nodes:\n    a (10.0.0.1): "),
+        ([demand(13)], "main asks for 13 places of 1 CPU, and the nodes have room for 12. The nodes:\n    a (10"),
         ([demand(3, gpus=1)], "main asks for 3 places of 1 CPU and 1 GPU, and the nodes have room for 2."),
         ([demand(4, 4, spread=False)], None),
         ([demand(9, spread=False)], "main asks for 9 places of 1 CPU, and no node has room for 9."),
-        ([demand(1, mark="wets")], "'wets', and no node has it. Did you mean 'west'? Start Ray there with --resources="),
-        ([demand(9, mark="west")], "main asks for 9 places of 1 CPU on nodes that have 'west', and the nodes have room"),
-        ([demand(8), demand(5, name="side")], "main asks for 8 places of 1 CPU; side asks for 5 places of 1 CPU; toget"),
-        ([demand(6, mark="west"), demand(3, mark="west", name="side")], "1 CPU more than what the nodes with 'west' h"),
+        ([demand(1, mark="wets")], "'wets', and no node has it. Did you mean 'west'? Start Ray there with --reso"),
+        ([demand(9, mark="west")], "main asks for 9 places of 1 CPU on nodes that have 'west', and the nodes have"),
+        ([demand(8), demand(5, name="side")], "main asks for 8 places of 1 CPU; side asks for 5 places of 1 CPU; "),
+        ([demand(6, mark="west"), demand(3, mark="west", name="side")], "1 CPU more than what the nodes with 'west'"),
     ],
 )
 def test_what_a_cluster_can_never_hold(demands: list[Demand], why: str | None) -> None:
@@ -110,7 +109,7 @@ def test_every_node_is_shown_with_what_it_lacks() -> None:
 
 
 class Clocked(Worker):
-    """Says when it was at work, and where."""
+    """Says when it was at work. `CLOCK_MONOTONIC` is one clock for all processes of a machine."""
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def work(self, seconds: float) -> tuple[float, float]:
@@ -118,40 +117,51 @@ class Clocked(Worker):
         time.sleep(seconds)
         return start, time.monotonic()
 
-    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, blocking=False)
-    def work_on_zero(self, seconds: float) -> tuple[float, float]:
-        start = time.monotonic()
-        time.sleep(seconds)
-        return start, time.monotonic()
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def lose_rank_one(self) -> None:
+        if self.rank == 1:
+            os._exit(3)
+        time.sleep(60)
 
 
 @pytest.fixture
 def executor(ray_cluster: None) -> Iterator[Executor]:
-    cluster = ClusterConfig(executor="ray", workers=1)
+    cluster = ClusterConfig(executor="ray")
     with make_executor(cluster, by_value_modules=[sys.modules[__name__]]) as made:
         yield made
 
 
-def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return min(one[1], other[1]) - max(one[0], other[0])
+def overlap(*spans: tuple[float, float]) -> float:
+    """Return for how many seconds all were at work together; less than 0 is how long they were apart."""
+    return min(end for _, end in spans) - max(start for start, _ in spans)
 
 
 @pytest.mark.ray
-def test_processes_on_one_pool_take_turns_in_the_order_of_the_calls_and_pools_overlap(executor: Executor) -> None:
-    """Three groups, two of them on the same place; each call is 0.3 s long, clocked in the workers.
-
-    `CLOCK_MONOTONIC` is one clock for all processes of a machine.
-    """
-    main, side = executor.resource_pool(), executor.resource_pool()
-    actor = executor.worker_group(main, ClassWithInitArgs(Clocked), name="actor")
-    ref = executor.worker_group(main, ClassWithInitArgs(Clocked), name="ref")
-    critic = executor.worker_group(side, ClassWithInitArgs(Clocked), name="critic")
-    scorer = executor.worker_group(main.on_cpu(), ClassWithInitArgs(Clocked), name="scorer")
+def test_processes_on_the_same_places_take_turns_in_the_order_of_the_calls_and_pools_overlap(
+    executor: Executor,
+) -> None:
+    """`actor` is on two places, `ref` on the first and `critic` on the second of them, `other` elsewhere."""
+    main, side = executor.resource_pool(2), executor.resource_pool(1)
+    first, second = main.split([1, 1])
+    actor, ref, critic, other = (
+        executor.worker_group(pool, ClassWithInitArgs(Clocked), name=name)
+        for pool, name in ((main, "actor"), (first, "ref"), (second, "critic"), (side, "other"))
+    )
     start = time.monotonic()
-    calls: list[Future] = [group.work(0.3) for group in (actor, ref, actor, actor, ref, critic, scorer)]
-    assert time.monotonic() - start < 0.3, "the controller waits for none of them"
-    *shared, other, on_cpu = [call.get()[0] for call in calls]
-    assert shared == sorted(shared)
-    assert max(overlap(one, two) for one, two in combinations(shared, 2)) < 0
-    assert overlap(shared[0], other) > 0.1
-    assert overlap(shared[0], on_cpu) > 0.1
+    calls: list[Future] = [group.work(0.4) for group in (actor, ref, critic, actor, actor, ref, other)]
+    assert time.monotonic() - start < 0.4, "the controller waits for none of them"
+    before, by_ref, by_critic, after, again, last, elsewhere = (call.get() for call in calls)
+    for spans in (
+        [before[0], by_ref[0], after[0], again[0], last[0]],
+        [before[1], by_critic[0], after[1], again[1]],
+    ):
+        assert [overlap(*pair) < 0 for pair in pairwise(spans)] == [True] * (len(spans) - 1)
+        assert spans == sorted(spans)
+    assert overlap(by_ref[0], by_critic[0]) > 0.1, "parts of a pool are pools of their own"
+    assert overlap(before[0], elsewhere[0]) > 0.1
+
+    actor.lose_rank_one()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"actor rank 1 of 2 on .* died during ref.work\(\): "):
+        ref.work(0.1).get()  # its turn comes after that of the actor's rank 0, which is asleep
+    assert time.monotonic() - start < 30
