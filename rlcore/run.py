@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
-from rlcore.workers import ClassWithInitArgs, WorkerGroup, make_executor
+from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -156,15 +156,42 @@ class Run:
         """Move to a step. For the trainer, not for algorithms."""
         self._clock.start(step)
 
-    def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
-        """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
-        for role in self.roles.values():
-            role.group.drain()
-        self._rewards.drain()
-        self.log(**self._judge.end_step())
+    def close_step(self) -> EndedStep:
+        """Hand over what the step logged, scored and left under way, and wait for none of it. For the trainer."""
+        outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        return logged, [batch.union(rewards) for batch, rewards in scored]
+        return EndedStep(logged, scored, outstanding + self._judge.outstanding(), self._judge.end_step())
+
+    def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
+        """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
+        return self.close_step().wait()
+
+    def spans(self) -> list[Future]:
+        """Ask all processes who ran when since they were last asked. For the trainer."""
+        processes = {id(group.processes): group.processes for group in self._groups()}
+        return [
+            Future(each.spans(), lambda by_rank: [span for spans in by_rank for span in spans])
+            for each in processes.values()
+        ]
+
+    def _groups(self) -> list[WorkerGroup]:
+        return [*(group for role in self.roles.values() for group in role.groups), self._rewards]
+
+
+@dataclass
+class EndedStep:
+    """What a step left behind when its last call was made; some of these calls may still be under way."""
+
+    logged: dict[str, float]
+    scored: list[tuple[DataProto, DataProto]]
+    outstanding: list[Future]
+    judged: Callable[[], dict[str, float]]
+
+    def wait(self) -> tuple[dict[str, float], list[DataProto]]:
+        """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
+        wait_for(self.outstanding)
+        return {**self.logged, **self.judged()}, [batch.union(rewards) for batch, rewards in self.scored]
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import logging
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,8 +26,10 @@ from rlcore.health import step_metrics
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
-from rlcore.run import Run, check_roles, open_run, with_reward_model
+from rlcore.run import EndedStep, Run, check_roles, open_run, with_reward_model
+from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
+from rlcore.workers import Future
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +115,8 @@ class Trainer:
         self.seconds = 0.0
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.saved_step: int | None = None
+        self._last_end = 0.0
+        self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
         self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
 
     def run(self) -> dict[str, Any]:
@@ -152,61 +158,93 @@ class Trainer:
         if self.step == 0:  # also when resumed from a checkpoint of step 0: the trackers begin anew
             self._evaluate()
             self.accuracy["before"] = self.accuracy["after"]
-        while self.step < total and not interruption.asked:
-            self._one_step()
-            every = self.config.trainer.checkpoint_every
-            if every and self.step % every == 0 and self.step < total:
+        every = self.config.trainer.checkpoint_every
+        under_way: deque[_OpenStep] = deque()
+        while self.step + len(under_way) < total and not interruption.asked:
+            step = self.step + len(under_way) + 1
+            under_way.append(self._begin(step))
+            saves = bool(every) and step % every == 0 and step < total
+            drains = saves or self._is_time_to_evaluate(step)
+            while len(under_way) > (0 if drains else self.config.trainer.rollouts_ahead):
+                self._finish(under_way.popleft())
+            if saves:
                 self._save()
+        while under_way:
+            self._finish(under_way.popleft())
         if self.saved_step != self.step:
             self._save()
         return "finished" if self.step >= total else "interrupted"
 
-    def _one_step(self) -> None:
-        start = time.perf_counter()
-        self.run_.begin_step(self.step + 1)
+    def _begin(self, step: int) -> _OpenStep:
+        """Make all calls of a step. What the algorithm did not read may still be under way."""
+        started, began = time.time(), time.perf_counter()
+        self.run_.begin_step(step)
         prompts = self.loader.next_batch()
         returned = self.algorithm.step(self.run_, prompts)
-        logged, scored = self.run_.end_step()
-        self.step += 1
-        metrics = step_metrics(returned, logged, scored, self.config.reward.pass_score)
-        metrics.update(self._seconds())
-        elapsed = time.perf_counter() - start
+        for role in self.run_.roles.values():
+            role.end_step(step)
+        data = {f"data/{name}": float(count) for name, count in self.loader.counts.items()}
+        return _OpenStep(
+            step, started, began, returned, self.run_.close_step(), self._seconds(), self.run_.spans(), data
+        )
+
+    def _finish(self, opened: _OpenStep) -> None:
+        """Wait for a step's calls, and log it."""
+        logged, scored = opened.ended.wait()
+        self.step = opened.step
+        metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
+        metrics.update(opened.seconds())
+        # Where steps overlap, the time since the one before ended is what this one took.
+        now = time.perf_counter()
+        elapsed = now - max(opened.began, self._last_end)
+        self._last_end = now
+        spans = [span for future in opened.spans for span in future.get()]
+        metrics.update(timeline_metrics(spans, opened.started))
+        if self._trace is not None:
+            self._trace.add(self.step, opened.started, time.time(), spans)
         tokens = metrics.pop("tokens")
         self.tokens += tokens
         self.seconds += elapsed
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
-        metrics.update({f"data/{name}": float(count) for name, count in self.loader.counts.items()})
-        if self._is_time_to_evaluate():
+        metrics.update(opened.data)
+        if self._is_time_to_evaluate(self.step):
             self._evaluate()
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
         self.plugins.step_end(self.run_, self.step, metrics)
 
-    def _seconds(self, prefix: str = "") -> dict[str, float]:
-        """Return how long each role did what since the last call, of its slowest rank."""
-        return {
-            f"time/{prefix}{name}_{kind}": seconds
-            for name, role in self.run_.roles.items()
-            for kind, seconds in role.seconds().items()
+    def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:
+        """Ask how long each role did what since it was last asked, of its slowest rank; the answer is waited for."""
+        asked = {name: role.seconds() for name, role in self.run_.roles.items()}
+        return lambda: {
+            f"time/{prefix}{name}_{kind}": value for name, seconds in asked.items() for kind, value in seconds.items()
         }
 
-    def _is_time_to_evaluate(self) -> bool:
+    def _is_time_to_evaluate(self, step: int) -> bool:
         every = self.config.trainer.eval_every
-        return bool(every) and (self.step % every == 0 or self.step == self.config.trainer.total_steps)
+        return bool(every) and (step % every == 0 or step == self.config.trainer.total_steps)
 
     def _evaluate(self) -> None:
         if self.held_out is None:
             return
+        self._sync()
         metrics = held_out_metrics(self.run_, self.algorithm, self.held_out)
         self.run_.end_step()
-        metrics.update(self._seconds("eval_"))
+        metrics.update(self._seconds("eval_")())
+        self._last_end = time.perf_counter()  # the next step does not pay for it
         self.accuracy["after"] = metrics.get("eval/accuracy")
         self.trackers.evaluated(self.step, metrics)
 
+    def _sync(self) -> None:
+        """Have the next step sample with the newest weights, as one that starts from a checkpoint does."""
+        for role in self.run_.roles.values():
+            role.sync()
+
     def _save(self) -> None:
+        self._sync()
         keep = self.config.trainer.keep_checkpoints
         path = checkpoint.save(self.folder.checkpoints, self.step, self._write, keep)
         self.saved_step = self.step
@@ -268,6 +306,20 @@ class Trainer:
             "run_dir": str(self.folder.path),
             "plugin_files": [str(path) for path, _ in self.plugins.local_files.values()],
         }
+
+
+@dataclass
+class _OpenStep:
+    """A step whose calls are made, some of them perhaps still under way; `started` is its time since the epoch."""
+
+    step: int
+    started: float
+    began: float
+    returned: Mapping[str, Any]
+    ended: EndedStep
+    seconds: Callable[[], dict[str, float]]
+    spans: list[Future]
+    data: dict[str, float]
 
 
 class _Interruption:

@@ -45,7 +45,7 @@ class Block(ABC):
         """Whether `column` would return at once and without bringing anything here."""
         return False
 
-    def load(self, others: Sequence[Block]) -> None:
+    def load(self, others: Sequence[Block]) -> None:  # noqa: B027  (what is here need not be brought)
         """Bring this block and others of its kind together, so that their `column` returns at once."""
 
 

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlcore.config.schema import JudgeConfig
 from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import forms
-from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Future, Worker, WorkerGroup, register
 
 _log = logging.getLogger(__name__)
 
@@ -83,11 +84,16 @@ class Judge:
         self._compared.append(compared)
         return compared
 
-    def end_step(self) -> dict[str, float]:
-        """Wait for all questions and return the step's metrics; warn once where the judge decided nothing."""
-        if self._group is not None:
-            self._group.drain()
+    def outstanding(self) -> list[Future]:
+        """Hand over the calls that nobody has waited for yet."""
+        return [] if self._group is None else self._group.outstanding()
+
+    def end_step(self) -> Callable[[], dict[str, float]]:
+        """Return what waits for the step's questions and gives its metrics, and warns where the judge decided nothing."""
         compared, self._compared = self._compared, []
+        return partial(self._metrics, compared)
+
+    def _metrics(self, compared: Sequence[DataProto]) -> dict[str, float]:
         if not compared:
             return {}
         errors = torch.cat([batch["judge_error"] for batch in compared])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.workers.dispatch import Dispatch, Execute, Mesh
 from rlcore.workers.executor import Executor, make_executor
-from rlcore.workers.group import Future, WorkerGroup
+from rlcore.workers.group import Future, WorkerGroup, wait_for
 from rlcore.workers.pool import (
     ClassWithInitArgs,
     RayClassWithInitArgs,
@@ -14,6 +14,7 @@ from rlcore.workers.pool import (
     create_colocated_worker_cls,
     split_resource_pool,
 )
+from rlcore.workers.spans import Span
 from rlcore.workers.worker import Worker, WorkerContext, register
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "RayResourcePool",
     "RayWorkerGroup",
     "ResourcePool",
+    "Span",
     "Worker",
     "WorkerContext",
     "WorkerGroup",
@@ -38,6 +40,7 @@ __all__ = [
     "make_executor",
     "register",
     "split_resource_pool",
+    "wait_for",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from rlcore.errors import DataError, did_you_mean
 from rlcore.protocol import DataProto
+from rlcore.protocol.balance import Cut
 from rlcore.protocol.columns import Form
 
 Reads: TypeAlias = Sequence[str] | Callable[..., Iterable[str]]
@@ -80,4 +81,7 @@ class Contract:
 
 
 def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto | None:
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)), None)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (DataProto, Cut)):
+            return value if isinstance(value, DataProto) else value.parts[0]
+    return None

@@ -12,6 +12,9 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 
+Asked = tuple[ResourcePool, Mapping[str, ClassWithInitArgs], str]
+"""Processes to be started: on which pool, with which classes by role, and their name."""
+
 
 class Executor(ABC):
     """Starts worker processes in pools and gives out the groups that call them. A context manager: start, shutdown."""
@@ -52,6 +55,10 @@ class Executor(ABC):
         Several roles share the processes. `name` names processes and logs; with one class it is the role, too.
         Raises WorkerError when a process does not start in time or a worker's `__init__` fails.
         """
+
+    def worker_groups(self, asked: Sequence[Asked]) -> list[dict[str, WorkerGroup]]:
+        """Return what `worker_group` does for each of several sets of processes, which start at the same time."""
+        return [self.worker_group(*one) for one in asked]
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -81,6 +81,10 @@ class Processes(ABC):
         """
 
     @abstractmethod
+    def spans(self) -> Pending:
+        """Ask every rank for the spans of what it ran since it was last asked, after all earlier calls."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the processes. Does nothing the second time."""
 
@@ -148,12 +152,19 @@ class WorkerGroup(Home):
             self._mesh = Mesh(tuple(self._processes.submit(self.role, "_read_mesh", calls).wait()))
         return self._mesh
 
-    def drain(self) -> None:
-        """Wait for the calls that nobody has read yet, in order, and raise the first error."""
+    @property
+    def processes(self) -> Processes:
+        """The processes, which the groups of several roles may share."""
+        return self._processes
+
+    def outstanding(self) -> list[Future]:
+        """Hand over the calls that nobody has waited for yet, in order."""
         outstanding, self._outstanding = self._outstanding, []
-        for future in outstanding:
-            if not future.was_read:  # an error that was raised once need not be raised again
-                future.get()
+        return [future for future in outstanding if not future.was_read]
+
+    def drain(self) -> None:
+        """Wait for the calls that nobody has waited for yet, in order, and raise the first error."""
+        wait_for(self.outstanding())
 
     def map_rows(
         self, fn: Callable[[DataProto], Any], batch: DataProto, keep_together: Sequence[object] | None
@@ -249,6 +260,13 @@ def _givers(name: str) -> str:
             if isinstance(gives, Mapping) and name in gives:
                 found.append(f"{cls.__name__}.{method}()")
     return f"It is given by {', '.join(dict.fromkeys(found))}." if found else "Bind it, or call what gives it, first."
+
+
+def wait_for(futures: Sequence[Future]) -> None:
+    """Wait for calls, in order, and raise the first error that was not raised before."""
+    for future in futures:
+        if not future.was_read:
+            future.get()
 
 
 def resolve(value: Any) -> Any:

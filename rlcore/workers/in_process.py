@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from rlcore.workers.executor import Executor
 from rlcore.workers.failure import with_worker
 from rlcore.workers.group import Pending, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
+from rlcore.workers.spans import Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
@@ -40,6 +43,7 @@ class InProcess(Processes):
 
     def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
         self.world_size = world_size
+        self._spans: list[Span] = []
         self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
         by_rank: list[dict[str, Worker]] = [{} for _ in range(world_size)]
         for role, made in classes.items():
@@ -61,15 +65,22 @@ class InProcess(Processes):
             if call is None:
                 continue
             worker = self._workers[role][rank]
+            began = time.time()
             try:
                 outputs[rank] = getattr(worker, method)(*call[0], **call[1])
                 if promised is not None and (what := promised[rank]) is not None:
                     what.check(outputs[rank])
+                self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
             except (Exception, SystemExit) as error:
                 failure = with_worker(error, worker._context, method)
                 failure.__cause__ = error
                 return Finished(outputs, failure)
         return Finished(outputs, None)
+
+    def spans(self) -> Finished:
+        """See Processes."""
+        spans, self._spans = self._spans, []
+        return Finished([spans], None)
 
     def shutdown(self) -> None:
         """Shut the workers down and let them go."""

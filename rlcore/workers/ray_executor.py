@@ -17,7 +17,7 @@ import ray
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
-from rlcore.workers.executor import Executor
+from rlcore.workers.executor import Asked, Executor
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.ray_group import RayProcesses
@@ -31,6 +31,8 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # else Ray starts as many idle processes as it has cores
 }
 """Ray's settings, set in the environment from start to shutdown where the user has not set them."""
+SENT_VARIABLES = ("RLCORE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
+"""How the names of variables begin that a run takes along to the workers of a running cluster."""
 
 
 class RayExecutor(Executor):
@@ -104,9 +106,23 @@ class RayExecutor(Executor):
 
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
         """Start the processes and make their workers; waits until all are there."""
+        roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
+        (groups,) = self.worker_groups([(pool, roles, name)])
+        return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
+
+    def worker_groups(self, asked: Sequence[Asked]) -> list[dict[str, WorkerGroup]]:
+        """Start all processes, and then wait for them."""
+        started = [self._start_processes(*one) for one in asked]
+        for processes in started:
+            processes.wait_until_started()
+        return [
+            {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
+            for processes, (_, roles, _) in zip(started, asked, strict=True)
+        ]
+
+    def _start_processes(self, pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs], name: str) -> RayProcesses:
         if not isinstance(pool, RayResourcePool):
             raise ConfigError(f"{pool!r} is no place on Ray; use executor.resource_pool(...) or RayResourcePool(...).")
-        roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
         processes = RayProcesses(
             pool,
             roles,
@@ -115,10 +131,21 @@ class RayExecutor(Executor):
             distributions=self._distributions,
             start_timeout=self._cluster.start_timeout,
             inline_bytes=int(self._cluster.inline_kb * 1000),
+            env=self._env(),
         )
         self._processes.append(processes)
-        groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
-        return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
+        return processes
+
+    def _env(self) -> dict[str, str]:
+        """Return the variables that workers of a running cluster, which this process did not start, would not have."""
+        if self._cluster.address is None:
+            return {}
+        secret = ("TOKEN", "KEY", "SECRET")  # Ray shows a worker's environment to whoever asks
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(SENT_VARIABLES) and not any(word in name for word in secret)
+        }
 
     def shutdown(self) -> None:
         """Kill the workers, give their places back, and end Ray or the connection to it if `start` made it."""

@@ -134,7 +134,10 @@ class Stragglers(NamedTuple):
 
 
 class RayProcesses(Processes):
-    """One actor for each place of the pool, with a worker of every class in it."""
+    """One actor for each place of the pool, with a worker of every class in it once `wait_until_started` returns.
+
+    `env` is added to the environment of each.
+    """
 
     def __init__(
         self,
@@ -146,38 +149,43 @@ class RayProcesses(Processes):
         distributions: Mapping[str, str] | None = None,
         start_timeout: float = 120.0,
         inline_bytes: int = INLINE_BYTES,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
         self._pool = pool
+        self._classes = classes
         self._start_timeout = start_timeout
         self._broken: WorkerError | None = None
         self._stragglers: Stragglers | None = None
         self._infos: list[HostInfo] = []
         self.hosts: list[Any] = []
         self._runs: list[Any] = []
+        self._env = {**(env or {}), **_env(pool)}
         try:
-            self._start(pool, log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
-            self._place(pool.gpus_per_worker)
-            self._make(classes)
-            _STARTED.add(self)
+            self._create(log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
         except BaseException:
             self.shutdown()
             raise
 
     # -- start
 
-    def _start(
-        self, pool: RayResourcePool, log_dir: Path | None, distributions: Mapping[str, str], inline_bytes: int
-    ) -> None:
-        threads = str(pool.cpus_per_worker)
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        if pool.gpus_per_worker == 0:
-            env["CUDA_VISIBLE_DEVICES"] = ""
+    def wait_until_started(self) -> None:
+        """Wait for the processes and make the workers in them. Raises WorkerError, and what their `__init__` raises."""
+        try:
+            self._wait_for_hosts()
+            self._place(self._pool.gpus_per_worker)
+            self._make(self._classes)
+            _STARTED.add(self)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _create(self, log_dir: Path | None, distributions: Mapping[str, str], inline_bytes: int) -> None:
         token = os.urandom(3).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name a while
-        for rank, options in enumerate(pool.actor_options()):
+        for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
-                name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": env}, max_restarts=0, **options
+                name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
             host = actor.remote(self.name, rank, log, distributions, inline_bytes)
@@ -185,6 +193,8 @@ class RayProcesses(Processes):
             with warnings.catch_warnings():  # see ray_store for why it is dynamic all the same
                 warnings.simplefilter("ignore", RayDeprecationWarning)
                 self._runs.append(host.run.options(num_returns="dynamic"))
+
+    def _wait_for_hosts(self) -> None:
         waiting = {host.describe.remote(): rank for rank, host in enumerate(self.hosts)}
         infos: dict[int, HostInfo] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -253,6 +263,11 @@ class RayProcesses(Processes):
     def ping(self, but: Iterable[int]) -> dict[Any, int]:
         """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
         return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in set(but)}
+
+    def spans(self) -> RayPending:
+        """See Processes."""
+        refs = {host.spans.remote(): rank for rank, host in enumerate(self.hosts)}
+        return RayPending(self, self.name, "spans", refs, by_reference=False)
 
     def ping_one(self, rank: int) -> list[Any]:
         """Return a reference to the answer of one rank, which it gives after all calls so far; none after shutdown."""
@@ -371,6 +386,7 @@ class RayWorkerGroup(WorkerGroup):
         else:
             self._classes |= ray_cls_with_init
         processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
+        processes.wait_until_started()
         super().__init__(processes, name, own)
         self._hosts = processes.hosts
 
@@ -388,6 +404,12 @@ class RayWorkerGroup(WorkerGroup):
                 )
             groups[role] = WorkerGroup(self._processes, role, self._classes[role].cls)
         return groups
+
+
+def _env(pool: RayResourcePool) -> dict[str, str]:
+    threads = str(pool.cpus_per_worker)
+    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    return env | ({"CUDA_VISIBLE_DEVICES": ""} if pool.gpus_per_worker == 0 else {})
 
 
 def _put_shared(calls: Sequence[Call | None]) -> list[Call | None]:

@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlcore.errors import WorkerError
 from rlcore.workers.contract import Promised
 from rlcore.workers.failure import with_worker
 from rlcore.workers.ray_store import await_inputs, kept_here
+from rlcore.workers.spans import Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
@@ -52,6 +54,7 @@ class WorkerHost:
         self._address: str = ray.util.get_node_ip_address()
         self._held = _hold_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
+        self._spans: list[Span] = []
 
     def describe(self) -> HostInfo:
         """Return where this process runs. Raises WorkerError when the node lacks a distribution that the run needs."""
@@ -98,14 +101,17 @@ class WorkerHost:
         controller is to see; also when the method returns other than it has `promised`.
         """
         worker = self._workers[role]
+        arrived = time.time()
         try:
             if after:
                 ray.wait(after, num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
+            began = time.time()
             result = getattr(worker, method)(*args, **kwargs)
             if promised is not None:
                 promised.check(result)
             yield from kept_here(result, self._inline_bytes)
+            self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
 
@@ -116,6 +122,11 @@ class WorkerHost:
             return getattr(worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
+
+    def spans(self) -> list[Span]:
+        """Return what ran since the last call of this."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def ping(self) -> None:
         """Return, which a dead process does not."""

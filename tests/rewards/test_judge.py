@@ -107,7 +107,7 @@ def ask(endpoint, tmp_path):
             judge = Judge(JudgeConfig(**{**plain, **settings}), executor)
             compared = judge.compare(batch([first for first, _ in pairs]), batch([second for _, second in pairs]))
             check_fields(compared)
-            return compared["preference"].tolist(), compared["judge_error"].tolist(), judge.end_step()
+            return compared["preference"].tolist(), compared["judge_error"].tolist(), judge.end_step()()
 
     return compare
 
@@ -321,7 +321,7 @@ def test_what_cannot_be_compared(endpoint):
         other = DataProto.from_single_dict({"prompt_text": ["another"], "response_text": ["b"]})
         with pytest.raises(DataError, match="prompt_text"):
             judge.compare(batch(["a"]), other)
-        assert judge.end_step() == {}
+        assert judge.end_step()() == {}
         with pytest.raises(ConfigError, match=r"there is none; set judge\.url"):
             Judge(JudgeConfig(), executor).compare(batch(["a"]), batch(["b"]))
 
@@ -335,7 +335,7 @@ def test_the_judge_is_asked_from_a_worker_on_ray(endpoint, ray_cluster, tmp_path
         judge = Judge(config, executor)
         compared = judge.compare(batch(["long one"]), batch(["short"]))
         assert compared["preference"].equal(torch.tensor([1.0]))
-        assert judge.end_step() == {"judge/pairs": 1.0, "judge/errors": 0.0}
+        assert judge.end_step()() == {"judge/pairs": 1.0, "judge/errors": 0.0}
 
 
 @pytest.mark.parametrize(

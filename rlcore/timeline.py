@@ -1,0 +1,86 @@
+"""The timeline of a run: who ran when, as metrics of each step and as a trace for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.workers import Span
+
+BESIDE = ("seconds", "_read_mesh")
+"""Calls by which the controller asks workers about themselves: no work, and not shown."""
+CONTROLLER = 0
+"""The trace's process number of the controller, whose spans are the steps."""
+
+
+def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
+    """Return when each role's method first began and last ended, in seconds from `start`, and how much overlapped.
+
+    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds in which some process was at work; timeline/overlap:
+    the share of these in which processes of two or more roles were.
+    """
+    spans = [span for span in spans if span.method not in BESIDE and span.ended > start]
+    metrics: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.began):
+        name = f"timeline/{span.role}.{span.method}"
+        metrics.setdefault(f"{name}/began", span.began - start)
+        metrics[f"{name}/ended"] = max(metrics.get(f"{name}/ended", 0.0), span.ended - start)
+    busy = both = 0.0
+    edges = sorted([(span.began, 1, span.role) for span in spans] + [(span.ended, -1, span.role) for span in spans])
+    at_work: dict[str, int] = {}
+    before = start
+    for moment, change, role in edges:
+        roles = sum(1 for count in at_work.values() if count)
+        busy += (moment - before) * (roles > 0)
+        both += (moment - before) * (roles > 1)
+        at_work[role] = at_work.get(role, 0) + change
+        before = moment
+    if spans:
+        metrics["timeline/busy"] = busy
+        metrics["timeline/overlap"] = both / busy if busy > 0 else 0.0
+    return metrics
+
+
+class Trace:
+    """A file of Chrome's trace events in the array form, whose last bracket may be missing: also a run that died has one.
+
+    Each worker process is a track; a span shows what ran, and a paler one before it how long it waited for its inputs.
+    A resumed run goes on in the same file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tracks: dict[tuple[str, int], int] = {}
+        if not path.exists():
+            path.write_text("[\n", encoding="utf-8")
+
+    def add(self, step: int, start: float, end: float, spans: Sequence[Span]) -> None:
+        """Write one step, which the controller began and ended at these times, and what the workers did in it."""
+        events = [*self._events(step, start, end, spans)]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(event) + ",\n" for event in events)
+
+    def _events(self, step: int, start: float, end: float, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+        if not self._tracks:
+            yield _named(CONTROLLER, "controller")
+        yield _event(CONTROLLER, f"step {step}", "step", start, end)
+        for span in (span for span in spans if span.method not in BESIDE):
+            place = (span.host, span.pid)
+            if place not in self._tracks:
+                self._tracks[place] = len(self._tracks) + 1
+                yield _named(self._tracks[place], f"{span.role} rank {span.rank} ({span.pid} on {span.host})")
+            track = self._tracks[place]
+            if span.began - span.arrived > 1e-4:
+                yield _event(track, "waits for input", "wait", span.arrived, span.began)
+            yield _event(track, f"{span.role}.{span.method}", span.role, span.began, span.ended)
+
+
+def _event(track: int, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+    times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
+    return {"name": name, "cat": kind, "ph": "X", "pid": track, "tid": 0, **times}
+
+
+def _named(track: int, name: str) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": track, "args": {"name": name}}
