@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlcore.config import Config
+from rlcore.engine.cost import hidden_size, row_costs
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.metrics import Metrics
 from rlcore.engine.placement import ROLLOUT, PoolPlan, sampled_role
@@ -23,11 +24,16 @@ from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.protocol.balance import cut_by_cost
 from rlcore.protocol.glossary import check_fields
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
+
+
+LENGTHS = ("prompt_length", "response_length")
+"""Columns by which rows are spread over the ranks."""
 
 
 @dataclass
@@ -134,7 +140,12 @@ class RoleHandle:
         columns = ["prompts", "responses"]
         if name == "old_log_probs" and "exact_log_probs" in batch:
             columns += ["rollout_log_probs", "exact_log_probs", "weights_version"]
-        return self.group.log_probs(batch.select(columns, [], []), name, entropy)
+        sent = batch.select(columns, [], [])
+        # Rows that will most likely get the rollout's numbers back cost nothing, and are best left where they are.
+        may_be_served = len(columns) > 2 and not entropy and not self._config.trainer.rollouts_ahead
+        if self.group.world_size > 1 and may_be_served and bool(batch.view("exact_log_probs").all()):
+            return self.group.log_probs(sent, name, entropy)
+        return self._spread(self.group.log_probs, batch, sent, name, entropy)
 
     def values(self, batch: DataProto) -> DataProto:
         """Return the critic's `values`: ragged fp32, the return expected before each response token was chosen.
@@ -143,7 +154,7 @@ class RoleHandle:
         """
         self._check_kind("values", "critic")
         check_fields(batch)
-        return self.group.values(batch.select(["prompts", "responses"], [], []))
+        return self._spread(self.group.values, batch, batch.select(["prompts", "responses"], [], []))
 
     def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
         """Return the reward model's score of each row as fp32 column `name`.
@@ -160,7 +171,31 @@ class RoleHandle:
                 f"{self.name}.score() reads {', '.join([*tensors, *objects])}; the batch lacks {', '.join(lacking)}"
             )
         named = [column for column in (*([MESSAGES] if self._by_text else []), "uid") if column in batch]
-        return self.group.score(batch.select(tensors, [*objects, *named], []), name)
+        return self._spread(self.group.score, batch, batch.select(tensors, [*objects, *named], []), name)
+
+    def _costs(self, batch: DataProto, ranks: int) -> list[int] | None:
+        """Return what each row costs this role's model; None where that makes no difference or lengths are not there.
+
+        Reads LENGTHS alone, which are small and come here with the reply of the call that made them.
+        """
+        if ranks == 1 or any(name not in batch for name in LENGTHS):
+            return None
+        prompts, responses = (batch.view(name) for name in LENGTHS)
+        model = self._config.model
+        width = hidden_size(replace(model, path=self.role.model or model.path))
+        return row_costs((prompts + responses).tolist(), width)
+
+    def _spread(self, method: Callable[..., DataProto], batch: DataProto, sent: DataProto, *args: Any) -> DataProto:
+        """Call a method of the group on the columns `sent`, with the rows of `batch` spread over the ranks by cost.
+
+        The result comes in the batch's order.
+        """
+        ranks = self.group.mesh.size("dp")
+        costs = self._costs(batch, ranks)
+        if costs is None:
+            return method(sent, *args)
+        cut, back = cut_by_cost(sent, costs, ranks)
+        return method(cut, *args)[back]
 
     def follow(self, share: float = 1.0) -> None:
         """Move this role's weights by `share` of the way to those of the role that it `follows`; 1 copies them.
@@ -221,8 +256,10 @@ class RoleHandle:
             check_fields(rows)
             named = {"uid", keep_together} & set(rows.non_tensor_batch.keys())
             sent = rows.select(list(rows.batch.keys()), sorted(name for name in named if name), [])
-            together = column_values(rows, keep_together)
-            for share, cuts in zip(shares, update_plan(len(rows), together, mini_batches, ranks), strict=True):
+            plan = update_plan(
+                len(rows), column_values(rows, keep_together), mini_batches, ranks, self._costs(rows, ranks)
+            )
+            for share, cuts in zip(shares, plan, strict=True):
                 indices = [row for cut in cuts for row in cut]
                 sizes = [len(cut) for cut in cuts]
                 item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together, cap)
@@ -293,15 +330,15 @@ def start_roles(
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     if sampled is not None:
         setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
-    groups: dict[str, WorkerGroup] = {}
-    beside: dict[str, tuple[str, ...]] = {}
-    for planned, pool in pools:
-        for together in planned.process_sets:
-            classes = {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in together}
-            groups |= executor.worker_group(pool, classes, name="-".join(together))
-            beside |= dict.fromkeys(together, together)
-    for group in groups.values():
-        group.start()
+    classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
+    sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
+    started = executor.worker_groups(
+        [(pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets]
+    )
+    groups = {name: group for together in started for name, group in together.items()}
+    beside = {name: names for _, names in sets for name in names}
+    for loading in [group.start() for group in groups.values()]:
+        loading.get()
     return {
         name: RoleHandle(
             name,

@@ -21,6 +21,14 @@ def test_plan_by_hand():
     assert update_plan(0, None, 1, 2) == [[[]], [[]]]
 
 
+def test_costs_move_whole_units_between_ranks_and_not_between_mini_batches():
+    """Pairs cost 9, 8, 7, 1 and 1, 1, 6, 1. Each mini-batch of 4 pairs is dealt: 9 + 1 and 8 + 7; 6 and 1 + 1 + 1."""
+    costs = [4, 5, 4, 4, 3, 4, 0, 1, 1, 0, 0, 1, 3, 3, 1, 0]
+    plan = update_plan(16, [row // 2 for row in range(16)], 2, 2, costs)
+    assert plan == [[[0, 1, 6, 7], [12, 13]], [[2, 3, 4, 5], [8, 9, 10, 11, 14, 15]]]
+    assert update_plan(16, [row // 2 for row in range(16)], 2, 1, costs) == update_plan(16, None, 2, 1)
+
+
 def test_more_mini_batches_than_groups_leave_some_empty():
     assert update_plan(4, list("aabb"), 3, 1) == [[[0, 1], [], [2, 3]]]
 

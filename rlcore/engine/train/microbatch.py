@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlcore.protocol import DataProto
+from rlcore.protocol.balance import split_by_cost
 from rlcore.protocol.units import split_evenly, units_of
 
 
@@ -16,17 +17,23 @@ def column_values(batch: DataProto, name: str | None) -> list[object] | None:
 
 
 def update_plan(
-    rows: int, together: Sequence[object] | np.ndarray | None, mini_batches: int, ranks: int
+    rows: int,
+    together: Sequence[object] | np.ndarray | None,
+    mini_batches: int,
+    ranks: int,
+    costs: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Return the row indices for each rank and mini-batch, `plan[rank][mini_batch]`.
 
     Mini-batches are consecutive runs of rows and the same whatever the number of ranks. With fewer units than
-    mini-batches some are empty; an update skips and counts those.
+    mini-batches some are empty; an update skips and counts those. The units of each are spread over the ranks by the
+    rows' `costs`; without costs, by their number of rows.
     """
     units = units_of(rows, together)
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for mini_batch in split_evenly(units, mini_batches):
-        for rank, run in enumerate(split_evenly(mini_batch, ranks)):
+        runs = split_evenly(mini_batch, ranks) if costs is None else split_by_cost(mini_batch, costs, ranks)
+        for rank, run in enumerate(runs):
             plan[rank].append([row for unit in run for row in unit])
     return plan
 

@@ -1,0 +1,32 @@
+"""What a row costs a transformer, by which rows are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from rlcore.assets import model_path
+from rlcore.config import ModelConfig
+
+
+def row_costs(lengths: Sequence[int], hidden: int) -> list[int]:
+    """Return what rows of so many tokens cost a model of width `hidden`, in a unit of its own.
+
+    A layer of width d takes about 24 d^2 n floating-point operations for the matrices of n tokens, and 2 d n^2 for
+    their causal attention (Kaplan et al., arXiv 2001.08361, section 2.1, with 12 d^2 parameters a layer). Divided by
+    2 d that is n (12 d + n), whatever the number of layers; a backward pass takes twice as much of both.
+    """
+    return [length * (12 * hidden + length) for length in lengths]
+
+
+@cache
+def _hidden_size(path: str, trust_remote_code: bool) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
+    return int(config.get_text_config().hidden_size)
+
+
+def hidden_size(model: ModelConfig) -> int:
+    """Return the width of a model's layers; its config.json alone is read, once."""
+    return _hidden_size(model.path, model.trust_remote_code)
