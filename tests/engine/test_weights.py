@@ -1,0 +1,157 @@
+"""Whole parameters between processes: a follower beside its leader and on a pool of its own, and what does not fit."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.engine.rollout_copy import RolloutCopy
+from rlcore.engine.train import state
+from rlcore.engine.weights import Sender, Weights, pack, packed_forms
+from rlcore.errors import DataError
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto
+from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+
+ROLES = {"actor": Role(trains=True, generates=True), "average": Role(follows="actor")}
+
+
+class ProbedWorker(ModelWorker):
+    """A model worker whose weights can be looked at, and be made other ones."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def shake(self) -> None:
+        """Add noise to all weights, the same under any number of ranks."""
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.train.model.hf.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) / 7
+            parameter.data.add_(state.like(noise, parameter))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return every parameter whole."""
+        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+
+
+def made(setup, **roles):
+    return {name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(setup, role=r)) for name, r in roles.items()}
+
+
+def setup_of(folder) -> RoleSetup:
+    engine = EngineConfig(lr=1e-2)
+    return RoleSetup(Role(), ModelConfig(path=str(folder)), engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
+
+
+@pytest.mark.ray
+def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(ray_cluster, model_folder):
+    """Leader on 2 ranks; follower beside it on 2, then on a pool of 1. Shares 0.3 and 1, one after the other."""
+    setup = setup_of(model_folder())
+    config, clock = Config(algorithm="", algo=None, model=setup.model), StepClock()
+    seen = []
+    with make_executor(ClusterConfig(), by_value_modules=[sys.modules[__name__]]) as executor:
+        pools = executor.resource_pool(2), executor.resource_pool(1)
+        beside = executor.worker_group(pools[0], made(setup, **ROLES), name="beside")
+        apart = executor.worker_group(pools[1], made(setup, average=ROLES["average"]), name="apart")["average"]
+        for group in (*beside.values(), apart):
+            group.start()
+        beside["actor"].shake()
+        for group, leader in ((beside["average"], None), (apart, beside["actor"])):
+            follower = RoleHandle("average", ROLES["average"], group, config, clock, leader=leader)
+            before = group.weights()[0]
+            seen.append([])
+            for share in (0.3, 1.0):
+                follower.follow(share)
+                seen[-1].append(group.weights()[0])
+            assert group.version()[0] == 2
+        theirs = beside["actor"].weights()[0]
+        assert not apart.fetched
+        assert not beside["actor"].fetched
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(seen[0][0][name], before[name] + 0.3 * (tensor - before[name]))
+        assert torch.equal(seen[0][0][name], seen[1][0][name])
+        assert torch.equal(seen[0][1][name], tensor)
+        assert torch.equal(seen[1][1][name], tensor)
+
+
+def test_a_parameter_that_does_not_fit_is_named_and_nothing_is_changed(make_engine):
+    engine = make_engine()
+    weights = {name: tensor + 1 for name, tensor in engine.full_parameters()}
+    names = list(weights)
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    short = {name: t[:-1] if name == names[0] else t for name, t in weights.items() if name != names[-1]}
+    packed = pack([*short, "extra"], [*short.items(), ("extra", torch.zeros(2))], torch.float32, 7)
+    rows, width = before[names[0]].shape
+    with pytest.raises(
+        DataError,
+        match=rf"{names[-1]} is missing; extra is unknown; {names[0]} has shape \[{rows - 1}, {width}\], not \[{rows}",
+    ):
+        engine.take(Weights(packed), 1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_parameters())
+    assert engine.version == 0
+
+
+def test_bf16_weights_are_those_of_the_forward(make_engine):
+    engine = make_engine()
+    engine.dtype = torch.bfloat16
+    sent = Weights(pack(list(engine.shapes), engine.rollout_weights(), torch.bfloat16, 3))
+    assert sent.version == 3
+    for name, tensor in engine.full_parameters():
+        assert torch.equal(sent[name], tensor.bfloat16())
+
+
+class OneNumber(Worker):
+    """A model of one weight, the number of the step that it was trained in; a copy notes what it holds."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    @register(Dispatch.RANK_ZERO)
+    def parameter_names(self) -> list[str]:
+        return ["step"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train(self, step: int) -> None:
+        self.step = step
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
+        return pack(["step"], [("step", torch.tensor([self.step]))], dtype, self.step)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
+        self.step = int(Weights(weights)["step"])
+
+    @register(Dispatch.RANK_ZERO)
+    def held(self) -> int:
+        return self.step
+
+
+def play(ahead: int, steps: int, synced: tuple[int, ...] = ()) -> list[int]:
+    """Return the step at whose end each step's samples got their weights; a sync follows the steps in `synced`."""
+    used = []
+    with make_executor(ClusterConfig(executor="in_process", workers=1)) as executor:
+        trained, sampling = (
+            executor.worker_group(executor.resource_pool(), ClassWithInitArgs(OneNumber)) for _ in range(2)
+        )
+        copy = RolloutCopy(sampling, Sender(trained, torch.float32), ahead)
+        for step in range(1, steps + 1):
+            copy.before_generate(step)
+            used.append(sampling.held())
+            trained.train(step)
+            copy.changed()
+            copy.end_step(step)
+            if step in synced:
+                copy.sync()
+    return used
+
+
+def test_which_weights_each_step_samples_with():
+    assert play(0, 4) == [0, 1, 2, 3]
+    assert play(1, 5) == [0, 0, 1, 2, 3]
+    assert play(2, 5) == [0, 0, 0, 1, 2]
+    assert play(1, 6, synced=(3,)) == [0, 0, 1, 3, 3, 4]  # the newest after a sync, and from there on as before
