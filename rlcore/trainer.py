@@ -290,6 +290,7 @@ class Trainer:
         for name, role in self.run_.roles.items():
             if role.role.trains or role.role.follows:
                 role.group.load_state(str((path / name).resolve()))
+        self._sync()
         self.saved_step = self.step
         self.run_.begin_step(self.step)
         log.info("resumed from %s", path)
