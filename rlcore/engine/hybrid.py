@@ -78,7 +78,7 @@ class ModelWorker(Worker):
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
         setup = self.setup

@@ -67,7 +67,8 @@ class Made:
     def numbers(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl without those of the clock."""
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "throughput/"))} for line in lines]
+        clock = ("time/", "timeline/", "throughput/")
+        return [{k: v for k, v in line.items() if not k.startswith(clock)} for line in lines]
 
     @property
     def samples(self) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def rlcore(folder: Path, *argv: str) -> str:
 def numbers(run: Path) -> list[dict[str, float]]:
     """Return a run's metrics without those that depend on the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "timeline/", "throughput/"))} for row in rows]
 
 
 @pytest.fixture(scope="module")

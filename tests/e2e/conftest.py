@@ -21,7 +21,7 @@ def base(overrides: tuple[str, ...]) -> list[str]:
 def numbers(run: Path) -> list[dict[str, float]]:
     """Return a run's metrics without those of the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "timeline/", "throughput/"))} for row in rows]
 
 
 def samples(run: Path) -> list[dict[str, object]]:
