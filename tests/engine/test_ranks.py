@@ -1,6 +1,7 @@
 """One rank in this process against two ranks on Ray: the same samples, the same loss, the same gradient."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.roles import RoleHandle, StepClock
 from rlcore.engine.train import state
+from rlcore.engine.train.base import UpdateItem
 from rlcore.errors import DataError
 from rlcore.plugins import Role
+from rlcore.protocol import DataProto
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -20,7 +23,24 @@ ACTOR = Role(trains=True, generates=True)
 
 
 class ProbedWorker(ModelWorker):
-    """A model worker whose gradients can be looked at."""
+    """A model worker whose gradients, and numbers of tokens, can be looked at."""
+
+    tokens: Sequence[int] = ()
+
+    def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
+        """See ModelWorker."""
+        self.tokens = tokens_of(batch)
+        return super().log_probs(batch, name, entropy)
+
+    def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
+        """See ModelWorker."""
+        self.tokens = tokens_of(items[0].batch)
+        return super().update(items, epochs, step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def seen(self) -> Sequence[int]:
+        """Return the numbers of tokens of the rows of this rank's last call."""
+        return self.tokens
 
     @register(Dispatch.ONE_TO_ALL)
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -36,6 +56,11 @@ class ProbedWorker(ModelWorker):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
         return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+
+
+def tokens_of(batch: DataProto) -> list[int]:
+    """Return how many tokens each row has."""
+    return (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +79,7 @@ def actors(ray_cluster, model_folder):
 
     here = sys.modules[__name__]
     one = make_executor(ClusterConfig(executor="in_process", workers=1))
-    two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[here])
+    two = make_executor(ClusterConfig(executor="ray", workers=2, inline_kb=0.0), by_value_modules=[here])
     with one, two:
         handles = []
         for executor in (one, two):
@@ -134,6 +159,54 @@ def test_log_probs_of_fewer_rows_than_ranks(fresh, random_batch):
         torch.testing.assert_close(two[name].values, one[name].values, rtol=1e-5, atol=1e-5)
 
 
+def with_lengths(batch):
+    batch["prompt_length"], batch["response_length"] = batch["prompts"].lengths, batch["responses"].lengths
+    return batch
+
+
+def test_ranks_get_rows_of_like_cost_and_results_come_in_the_callers_order(fresh, random_batch):
+    """The three longest of eight rows come first; a row of n tokens costs n (12 * 48 + n)."""
+    rows = with_lengths(random_batch(4, 2))
+    rows = rows[torch.tensor(tokens_of(rows)).argsort(descending=True)]
+
+    def costs(shares):
+        return sorted(sum(n * (576 + n) for n in tokens) for tokens in shares)
+
+    evenly = costs([tokens_of(rows)[:4], tokens_of(rows)[4:]])
+    one, two = (actor.log_probs(rows)["log_probs"] for actor in fresh)
+    assert two.lengths.tolist() == rows["responses"].lengths.tolist()
+    torch.testing.assert_close(two.values, one.values, rtol=1e-4, atol=1e-5)
+    seen = fresh[1].group.seen()
+    assert sorted(n for tokens in seen for n in tokens) == sorted(tokens_of(rows))
+    dealt = costs(seen)
+    assert dealt[1] / dealt[0] < 1.1 < 1.3 < evenly[1] / evenly[0]
+    assert fresh[0].group.seen() == [tokens_of(rows)], "with one rank nothing moves"
+    fresh[1].log_probs(rows.select(["prompts", "responses"]))
+    assert costs(fresh[1].group.seen()) == evenly, "without lengths rows are cut by their number"
+
+
+def test_updates_of_balanced_ranks_are_the_same(fresh, assert_close, random_batch):
+    """Three pairs of rows in each mini-batch; cut by their number, one rank has 30 tokens in all and the other 86."""
+    batch = with_lengths(random_batch(6, 2, seed=4))
+    options = {"keep_together": "uid", "mini_batches": 2}
+    same_update(fresh, assert_close, batch, epochs=2, **options)
+    assert [sum(tokens) for tokens in fresh[1].group.seen()] == [46, 70]
+    batch.pop(["prompt_length"])
+    fresh[1].update(batch, loss=grpo_loss, **options)
+    assert [sum(tokens) for tokens in fresh[1].group.seen()] == [30, 86]
+
+
+def test_balancing_reads_no_tokens_here(fresh, random_batch):
+    actor = fresh[1]
+    prompts = prompts_of(random_batch(4, 2))
+    made = prompts.union(actor.generate(prompts))
+    actor.group.fetched.clear()
+    computed = actor.log_probs(made)
+    actor.group.drain()
+    assert set(actor.group.fetched) == {"prompt_length", "response_length"}
+    assert computed["log_probs"].lengths.tolist() == made["response_length"].tolist()
+
+
 def test_old_log_probs_come_from_the_rollout_only_where_they_are_the_same_numbers(fresh, random_batch, assert_close):
     for actor in fresh:
         batch = actor.generate(prompts_of(random_batch(3, 2)))
@@ -166,7 +239,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(fresh, random_batch):
     batch["advantages"] = advantages
     for actor in fresh:
         with pytest.raises(DataError, match="uid=0:3 sample=1"):
-            actor.update(batch, loss=grpo_loss)
+            _ = actor.update(batch, loss=grpo_loss)["train/lr"]
         assert actor.group.version() == [0] * actor.group.world_size
         actor.update(random_batch(), loss=grpo_loss)  # and the ranks are still in step
 
