@@ -45,6 +45,11 @@ class Block(ABC):
         """Whether `column` would return at once and without bringing anything here."""
         return False
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the rows exist, here or elsewhere; or the call that should make them has failed. Never waits."""
+        return True
+
     def load(self, others: Sequence[Block]) -> None:  # noqa: B027  (what is here need not be brought)
         """Bring this block and others of its kind together, so that their `column` returns at once."""
 
@@ -178,7 +183,7 @@ class RemoteColumn(Column):
     @property
     def is_made(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return all(block.is_here for block in self.blocks if block.is_promise)
+        return all(block.is_made for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -252,7 +257,7 @@ class RemoteColumn(Column):
         return self.here().deepcopy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if any(block.is_promise for block in self.blocks) and self.is_made:
+        if all(block.is_here for block in self.blocks if block.is_promise):
             self.wait()  # what is small came with the reply, and now travels on without a reference
         blocks, layout = list(self.blocks), self.layout
         held = [number for number, block in enumerate(blocks) if isinstance(block, HeldBlock)]

@@ -53,6 +53,11 @@ class Reply:
         """Whether the result has been received."""
         return self._loaded or (self._pending is not None and self._pending.succeeded)
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the call has ended; away from the controller, whether its result has been received."""
+        return self.is_here or (self._pending is not None and (self._pending.was_read or self._pending.done()))
+
     def get(self) -> Any:
         """Wait and return the result; raises what the call raised, or WorkerError when it is lost."""
         if self._pending is not None:
@@ -116,6 +121,11 @@ class Promise(Block):
     def is_here(self) -> bool:
         """Whether the call's reply has been received."""
         return self._reply.is_here
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the call has ended, as far as this process can know."""
+        return self._reply.is_made
 
     def load(self, others: Sequence[Block]) -> None:
         """Wait for all replies together."""

@@ -1,0 +1,195 @@
+"""Calls of declared methods: known before they are made, checked at both ends, waited for by those who need them."""
+
+import gc
+import os
+import time
+
+import pytest
+import ray
+import torch
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.errors import DataError, WorkerError
+from rlcore.protocol import DataProto, Ragged
+from rlcore.protocol.columns import Form
+from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+
+NUMBER = {"number": Form.dense(torch.int64)}
+WIDE = {"wide": Form.dense(torch.float32, 1000)}
+
+
+class Maker(Worker):
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"text": Form.objects(), "late": Form.ragged(torch.int64)}
+    )
+    def slow(self, batch, seconds):
+        time.sleep(seconds)
+        numbers = batch.view("number").tolist()
+        return DataProto.from_single_dict(
+            {"text": [f"n{n}" for n in numbers], "late": Ragged.from_list([torch.full((n,), n) for n in numbers])}
+        )
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=WIDE)
+    def wide(self, batch):
+        return DataProto.from_single_dict({"wide": batch.view("number")[:, None].float().expand(-1, 1000)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=NUMBER)
+    def wrong(self, batch, how):
+        number = batch["number"]
+        return {
+            "rows": lambda: DataProto.from_single_dict({"number": number[:-1]}),
+            "undeclared": lambda: DataProto.from_single_dict({"number": number, "numbr": number}),
+            "missing": lambda: DataProto.from_single_dict({"other": number}),
+            "dtype": lambda: DataProto.from_single_dict({"number": number.float()}),
+            "type": lambda: number,
+            "meta": lambda: DataProto.from_single_dict({"number": number}, {"k": 1}),
+            "device": lambda: DataProto.from_single_dict({"number": number.to("meta")}),
+            "raise": lambda: 1 / 0,
+            "die": lambda: os._exit(3),
+        }[how]()
+
+
+class Reader(Worker):
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("late",), gives={"total": Form.dense(torch.int64)})
+    def total(self, batch):
+        return DataProto.from_single_dict({"total": torch.tensor([int(row.sum()) for row in batch.view("late")])})
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False)
+    def pulled(self, batch):
+        """Return the bytes that this rank fetched of `wide`, and those of the rows that it was sent."""
+        column = batch.table.column("wide")
+        column.here()
+        return sum(block.nbytes for block in column.blocks), batch.view("wide").nbytes
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster):
+    with make_executor(ClusterConfig(workers=2, inline_kb=0.0), log_dir=None, by_value_modules=[]) as executor:
+        yield tuple(
+            executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(cls), name=cls.__name__.lower())
+            for cls, workers in ((Maker, 2), (Reader, 3))
+        )
+
+
+def numbers(count):
+    return DataProto.from_single_dict({"number": torch.arange(count)})
+
+
+@pytest.mark.ray
+def test_a_batch_is_known_and_taken_apart_before_it_is_made(groups):
+    maker, reader = groups
+    batch = numbers(7)
+    batch = batch.union(maker.slow(batch, 1.5))
+    chosen = batch.rename("text", "said").repeat(2)[[13, 0, 4, 5]]
+    chosen = DataProto.concat(chosen.chunk(2)[::-1])
+    totals = reader.total(chosen.select(["late", "number"], []))
+    assert totals.keys() == ["total"]
+    assert len(totals) == 4
+    assert not batch.is_ready
+    assert not chosen.is_ready
+    assert not totals.is_ready
+    assert totals["total"].tolist() == [4, 4, 36, 0]
+    assert batch.is_ready
+    assert chosen["said"].tolist() == ["n2", "n2", "n6", "n0"]
+    assert reader.fetched["late"] == maker.fetched["late"] == 0
+    assert chosen.materialize()["late"].lengths.tolist() == [2, 2, 6, 0]
+
+
+@pytest.mark.ray
+def test_a_missing_column_is_an_error_at_the_call_that_says_who_gives_it(groups):
+    _, reader = groups
+    with pytest.raises(DataError, match=r"reader.total\(\) reads the column 'late', which its batch lacks.*Maker.slow"):
+        reader.total(numbers(3))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("rows", r"returned \d rows of 'number' for \d rows that it was sent"),
+        ("undeclared", r"returned \['numbr'\], which it does not declare.*Did you mean 'number'"),
+        ("missing", r"did not return \['number'\]"),
+        ("dtype", r"returned 'number' as dense torch.float32 \[rows\], but declares it as dense torch.int64"),
+        ("type", "returned Tensor, but declares a DataProto"),
+        ("meta", r"returned meta_info \['k'\]"),
+        ("device", "on the device 'meta', which holds no values that could travel"),
+    ],
+)
+@pytest.mark.parametrize("executor", ["in_process", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_result_other_than_declared(request, executor, how, said):
+    if executor == "ray":
+        maker, _ = request.getfixturevalue("groups")
+        with pytest.raises(DataError, match=said + r"(.|\n)*maker rank \d of 2 on .*, in wrong\(\)"):
+            maker.wrong(numbers(5), how).materialize()
+    elif how != "device":  # in one process nothing travels
+        with make_executor(ClusterConfig(executor="in_process", workers=1)) as here:
+            maker = here.worker_group(here.resource_pool(), ClassWithInitArgs(Maker), name="maker")
+            with pytest.raises(DataError, match=said):
+                maker.wrong(numbers(5), how).materialize()
+
+
+@pytest.mark.ray
+def test_the_error_of_a_producer_reaches_who_reads_its_consumer(groups):
+    maker, reader = groups
+    bad = maker.wrong(numbers(5), "raise").rename("number", "late")
+    with pytest.raises(
+        WorkerError, match=r"maker rank \d of 2 on .*, in wrong\(\): ZeroDivisionError(.|\n)*reader rank"
+    ):
+        reader.total(bad)["total"]
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        maker.drain()
+
+
+@pytest.mark.ray
+def test_a_consumer_pulls_little_more_than_its_rows(groups):
+    maker, reader = groups
+    wide = maker.wide(numbers(5000))  # 20 MB from 2 ranks, to 3
+    for pulled, used in reader.pulled(wide).get():
+        assert used == pytest.approx(20e6 / 3, rel=0.01)
+        assert used <= pulled <= 1.1 * used
+
+
+@pytest.mark.ray
+def test_a_worker_that_dies_while_others_wait_for_its_columns(ray_cluster):
+    with make_executor(ClusterConfig(workers=1), log_dir=None, by_value_modules=[]) as executor:
+        maker, reader = (
+            executor.worker_group(executor.resource_pool(), ClassWithInitArgs(cls), name=cls.__name__.lower())
+            for cls in (Maker, Reader)
+        )
+        start = time.monotonic()
+        totals = reader.total(maker.wrong(numbers(3), "die").rename("number", "late"))
+        with pytest.raises(WorkerError, match=r"maker rank 0(.|\n)*died"):
+            totals["total"]
+        with pytest.raises(WorkerError, match=r"maker rank 0 of 1 on .* died during wrong\(\)"):
+            maker.drain()
+        assert time.monotonic() - start < 30
+
+
+def private_bytes():
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(1024 * int(line.split()[1]) for line in file if line.startswith(("Private_Dirty", "Private_Clean")))
+
+
+def stored_bytes():
+    total = ray.cluster_resources()["object_store_memory"]
+    return total - ray.available_resources().get("object_store_memory", 0)
+
+
+@pytest.mark.ray
+def test_a_thousand_steps_leave_memory_flat(groups):
+    maker, reader = groups
+
+    def steps(count):
+        for _ in range(count):
+            batch = numbers(60)
+            batch = batch.union(maker.slow(batch, 0.0)).union(maker.wide(batch))
+            reader.total(batch.repeat(2))["total"]
+            maker.drain()
+        time.sleep(1)  # until Ray has let go
+        return private_bytes(), stored_bytes()
+
+    before, stored = steps(200)
+    after, stored_after = steps(800)
+    # 800 steps make 192 MB of `wide` and 100 objects a step.
+    assert after - before < 8e6
+    assert stored_after - stored < 1e6
