@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlcore.cli import main
+
 pytestmark = pytest.mark.e2e
 
 FILES = Path(__file__).parents[1] / "fixtures" / "plugins"
@@ -57,15 +59,18 @@ def test_sweep_gives_each_job_its_run_folder(swept):
     assert numbers(swept / "s" / "0") != numbers(swept / "s" / "1")
 
 
-def test_saved_config_repeats_the_run(swept):
-    rlcore(swept, "train", "--config", "s/0/config.yaml", "run.dir=again")
+def test_saved_config_repeats_the_run_of_another_process(swept, monkeypatch):
+    monkeypatch.chdir(swept)
+    assert main(["train", "--config", "s/0/config.yaml", "run.dir=again"]) == 0
     assert numbers(swept / "again") == numbers(swept / "s" / "0")
 
 
-def test_eval_of_a_run_and_of_a_model(swept):
+def test_eval_of_a_run_and_of_a_model(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
     small = ["data.eval_size=2", "trainer.eval_samples=1"]
-    assert "accuracy" in rlcore(swept, "eval", "s/0", *small)
-    assert "accuracy" in rlcore(swept, "eval", "tiny", *small, "cluster=in_process", "rollout.response_len=4")
+    for words in (["s/0", *small], ["tiny", *small, "cluster=in_process", "rollout.response_len=4"]):
+        assert main(["eval", *words]) == 0
+        assert "accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.ray

@@ -46,16 +46,30 @@ def test_an_algorithm_trains_in_process(bare_python, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "hint"),
-    [(["cluster=local"], "ray"), (["tracker=wandb"], "wandb"), (["data=gsm8k", "data.path=."], "datasets")],
-)
-def test_what_is_missing_is_named_before_anything_starts(bare_python, tmp_path, overrides, hint):
+MISSING = {"ray": ["cluster=local"], "wandb": ["tracker=wandb"], "datasets": ["data=gsm8k", "data.path=."]}
+EACH = """
+import contextlib, io, json, sys
+from rlcore.cli import main
+
+said = {}
+for missing, command in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        said[missing] = main(command), error.getvalue()
+print(json.dumps(said))
+"""
+
+
+def test_what_is_missing_is_named_before_anything_starts(bare_python, tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    command = ["train", "algo=grpo", "cluster=in_process", *overrides, "data.batch_size=1", "run.dir=run"]
-    done = run(bare_python, "-m", "rlcore.cli", *command, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert hint in done.stderr
-    assert "pip install" in done.stderr
+    command = ["train", "algo=grpo", "cluster=in_process", "data.batch_size=1", "run.dir=run"]
+    commands = {missing: [*command, *overrides] for missing, overrides in MISSING.items()}
+    done = run(bare_python, "-c", EACH, json.dumps(commands), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert list(said) == list(MISSING)
+    for missing, (status, error) in said.items():
+        assert status == 2, error
+        assert "Traceback" not in error
+        assert missing in error
+        assert "pip install" in error
