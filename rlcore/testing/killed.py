@@ -1,21 +1,22 @@
-"""A run that kills its own process: `python -m rlcore.testing.killed STEP CONFIG.yaml RUN_DIR [PLUGIN ...]`.
-
-SIGKILL comes at the end of the step, before its checkpoint. The run's folder is then as a crash leaves it.
-"""
+"""A run that kills its own process with SIGKILL at the end of a step, before its checkpoint, as a crash would."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from rlcore.config import from_yaml
 from rlcore.plugins import PluginManager
 from rlcore.trainer import train
+
+IMPORTED = [__name__, "hydra", "tensordict", "transformers.models.auto.modeling_auto"]
+"""What a run imports that takes seconds: done once, in a process from which those of the runs are forked."""
 
 
 class Deadly(PluginManager):
@@ -30,14 +31,21 @@ class Deadly(PluginManager):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    """Run until the step that the command line names."""
-    step, config_file, folder, *options = sys.argv[1:]
+def start(step: int, config: str, folder: Path, plugins: Sequence[str], log: Path) -> BaseProcess:
+    """Start a run in a process of its own that lives until the end of `step`; what it prints goes to `log`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    process = context.Process(target=_run, args=(step, config, folder, list(plugins), log, os.getcwd()))
+    process.start()
+    return process
+
+
+def _run(step: int, config_text: str, folder: Path, options: list[str], log: Path, where: str) -> None:
+    os.chdir(where)  # multiprocessing starts in the folder in which this program did
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     plugins = Deadly.load(options)
-    plugins.at = int(step)
-    config = from_yaml(Path(config_file).read_text(), plugins)
-    train(replace(config, run=replace(config.run, dir=folder)), plugins)
-
-
-if __name__ == "__main__":
-    main()
+    plugins.at = step
+    config = from_yaml(config_text, plugins)
+    train(replace(config, run=replace(config.run, dir=str(folder))), plugins)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -21,7 +20,7 @@ from rlcore.data.chat import load_tokenizer
 from rlcore.errors import RLCoreError, did_you_mean
 from rlcore.plugins import PluginManager, Role
 from rlcore.run import Run
-from rlcore.testing import problem
+from rlcore.testing import killed, problem
 from rlcore.testing.losses import LossProbe
 from rlcore.testing.watch import Changes, Enough, Item, Notes, Watched, function_name, maps_noted
 from rlcore.trainer import train
@@ -217,7 +216,8 @@ class Suite:
 
         def make() -> Made:
             process = self.once("killed", self._start_killed)
-            if (status := process.wait()) != -signal.SIGKILL:
+            process.join()
+            if (status := process.exitcode) != -signal.SIGKILL:
                 printed = (self.folder / "killed.log").read_text()[-500:]
                 raise Found(f"the run to be killed ended by itself, with {status}: {printed}")
             self._train(self.config, "resumed", PluginManager.load(self.plugins))
@@ -225,15 +225,11 @@ class Suite:
 
         return self.once("resumed", make)
 
-    def _start_killed(self) -> subprocess.Popen[bytes]:
-        config = self.folder / "killed.yaml"
-        config.write_text(to_yaml(self.config))
-        command = [sys.executable, "-m", "rlcore.testing.killed", str(KILLED_AT), str(config)]
-        with open(self.folder / "killed.log", "wb") as log:
-            process = subprocess.Popen(
-                [*command, str(self.folder / "resumed"), *self.plugins], stdout=log, stderr=subprocess.STDOUT
-            )
-        self._stack.callback(process.wait)
+    def _start_killed(self) -> BaseProcess:
+        process = killed.start(
+            KILLED_AT, to_yaml(self.config), self.folder / "resumed", self.plugins, self.folder / "killed.log"
+        )
+        self._stack.callback(process.join)
         self._stack.callback(process.kill)  # before waiting, if nobody has waited for it
         return process
 
