@@ -52,7 +52,7 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._tracks: dict[tuple[str, int], int] = {}
+        self._named: set[int] = set()
         if not path.exists():
             path.write_text("[\n", encoding="utf-8")
 
@@ -63,24 +63,23 @@ class Trace:
             file.writelines(json.dumps(event) + ",\n" for event in events)
 
     def _events(self, step: int, start: float, end: float, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-        if not self._tracks:
-            yield _named(CONTROLLER, "controller")
-        yield _event(CONTROLLER, f"step {step}", "step", start, end)
+        if not self._named:
+            self._named.add(CONTROLLER)
+            yield _name(CONTROLLER, "controller")
+        yield _event(CONTROLLER, 0, f"step {step}", "step", start, end)
         for span in (span for span in spans if span.method not in BESIDE):
-            place = (span.host, span.pid)
-            if place not in self._tracks:
-                self._tracks[place] = len(self._tracks) + 1
-                yield _named(self._tracks[place], f"{span.role} rank {span.rank} ({span.pid} on {span.host})")
-            track = self._tracks[place]
+            if span.pid not in self._named:
+                self._named.add(span.pid)
+                yield _name(span.pid, f"{span.role} rank {span.rank} on {span.host}")
             if span.began - span.arrived > 1e-4:
-                yield _event(track, "waits for input", "wait", span.arrived, span.began)
-            yield _event(track, f"{span.role}.{span.method}", span.role, span.began, span.ended)
+                yield _event(span.pid, span.rank, "waits for input", "wait", span.arrived, span.began)
+            yield _event(span.pid, span.rank, f"{span.role}.{span.method}", span.role, span.began, span.ended)
 
 
-def _event(track: int, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+def _event(pid: int, rank: int, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
     times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
-    return {"name": name, "cat": kind, "ph": "X", "pid": track, "tid": 0, **times}
+    return {"name": name, "cat": kind, "ph": "X", "pid": pid, "tid": rank, **times}
 
 
-def _named(track: int, name: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": track, "args": {"name": name}}
+def _name(pid: int, name: str) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
