@@ -44,7 +44,7 @@ def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
 
 
 class Trace:
-    """A file of Chrome's trace events in the array form, whose last bracket may be missing: also a run that died has one.
+    """A file of Chrome's trace events in the array form, whose last bracket may be missing: a run that died has one.
 
     Each worker process is a track; a span shows what ran, and a paler one before it how long it waited for its inputs.
     A resumed run goes on in the same file.
