@@ -249,6 +249,12 @@ def _config(argv: list[str]) -> int:
     from rlcore.config import check
 
     check(config, plugins)
+    if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead):
+        from rlcore.engine.placement import plan
+        from rlcore.run import with_reward_model
+
+        roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
+        plan(config, with_reward_model(roles, config))
     return _print_config(config)
 
 

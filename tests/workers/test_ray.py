@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,13 +163,20 @@ def test_a_worker_that_leaves_is_named_with_its_last_lines(executor: Executor) -
 
 
 def test_what_ray_lacks_is_told(executor: Executor) -> None:
-    small = make_executor(ClusterConfig(executor="ray", workers=2, cpus_per_worker=2000, start_timeout=1.0))
-    with small, pytest.raises(WorkerError) as caught:
-        small.worker_group(small.resource_pool(), ClassWithInitArgs(Member), name="member")
+    """The session's Ray believes in 1024 cores, of which two pools of 600 cannot be had at one time."""
+    hasty = make_executor(ClusterConfig(executor="ray", cpus_per_worker=600, start_timeout=1.0))
+    with hasty:
+        first = hasty.resource_pool(1, name="pool main")
+        hasty.resource_pool(1, name="pool side")
+        text = "pool main asks for 1 places of 600 CPU; pool side asks for 1 places of 600 CPU; together 176 CPU more"
+        with pytest.raises(ConfigError, match=text):
+            first.actor_options()
+    executor.resource_pool(1, cpus_per_worker=600).actor_options()
+    with hasty, pytest.raises(WorkerError) as caught:
+        hasty.worker_group(hasty.resource_pool(1), ClassWithInitArgs(Member), name="member")
     message = str(caught.value)
-    assert "no place for 2 workers within 1 s" in message
-    assert "Waited for 4000 CPU, as [2] processes of 2000 CPU each; Ray has 1024 CPU (" in message
-    assert "on 1 node; missing: 2976 CPU. Use fewer workers (cluster.workers)" in message
+    assert "Ray found no place within 1 s: a pool asks for 1 places of 600 CPU; what is free has room for 0" in message
+    assert re.search(r"\n    \S+ \(\S+\): 1024 CPU \(\d+ free\), 0 GPU .*; lacks \d+ CPU\nUse fewer workers", message)
 
 
 def test_processes_that_do_not_start_in_time_are_told(executor: Executor) -> None:
@@ -306,7 +314,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, print)
     executor.start()
     assert signal.getsignal(signal.SIGTERM) is print, "the program's own handler stays"
-    group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Sleeper))
+    pools = [executor.resource_pool(), executor.resource_pool()]
+    group, *_ = [executor.worker_group(pool, ClassWithInitArgs(Sleeper)) for pool in [*pools, pools[0]]]
     try:
         print("ready", flush=True)
         group.sleep(5)
@@ -352,6 +361,7 @@ def test_workers_outlive_an_interrupt_and_end_with_a_killed_driver(tmp_path: Pat
         assert time.monotonic() - start < 2
         assert driver.stdout.readline() == "saved\n", "behind the call under way, on a worker that was not interrupted"
         assert {"raylet", "gcs_server", "ray::WorkerHost"} <= {name[:15] for name in processes_with(mark).values()}
+        assert [name[:15] for name in processes_with(mark).values()].count("ray::WorkerHost") == 3, "on two pools"
         driver.kill()
         driver.wait()
     # Ray's two idle agents may try for 60 s (fixed in Ray) to report the raylet's death before they end, too
