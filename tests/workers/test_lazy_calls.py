@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import Form
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
+SLOW = {"text": Form.objects(), "late": Form.ragged(torch.int64)}
 NUMBER = {"number": Form.dense(torch.int64)}
 WIDE = {"wide": Form.dense(torch.float32, 1000)}
 
@@ -193,3 +196,58 @@ def test_a_thousand_steps_leave_memory_flat(groups):
     # 800 steps make 192 MB of `wide` and 100 objects a step.
     assert after - before < 8e6
     assert stored_after - stored < 1e6
+
+
+FULL = """
+import ray, torch
+from rlcore.config.schema import ClusterConfig
+from rlcore.errors import WorkerError
+from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Form
+from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+
+class Big(Worker):
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"big": Form.dense(torch.float32, 250_000)})
+    def make(self, batch):
+        return DataProto.from_single_dict({"big": torch.ones(len(batch), 250_000)})
+
+ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+with make_executor(ClusterConfig(workers=1)) as executor:
+    group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Big), name="big")
+    first, second = (group.make(DataProto.from_single_dict({"x": torch.arange(60)})) for _ in range(2))
+    try:
+        second["big"]
+    except WorkerError as error:
+        print(error)
+    assert first["big"].sum() == 60 * 250_000, "what was there before is not lost"
+    del first
+    assert group.make(DataProto.from_single_dict({"x": torch.arange(9)}))["big"].sum() == 9 * 250_000
+"""
+
+
+@pytest.mark.ray
+def test_a_full_object_store_and_a_full_disk(tmp_path):
+    full = {"RAY_local_fs_capacity_threshold": "0.0001", "RAY_prestart_worker_first_driver": "0"}
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    run = subprocess.run([sys.executable, script], env=os.environ | full, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "big rank 0 of 1" in run.stdout
+    assert "OutOfDiskError: Local disk is full" in run.stdout
+
+
+class OnGPU(Worker):
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=NUMBER)
+    def count(self, batch):
+        return DataProto.from_single_dict({"number": batch["number"].to(self.device) + 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.ray
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_column_on_a_gpu_travels_by_host_memory(ray_cluster):
+    with make_executor(ClusterConfig(workers=1, gpus_per_worker=1.0)) as executor:
+        group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(OnGPU), name="gpu")
+        number = group.count(numbers(5))["number"]
+        assert number.device.type == "cpu"
+        assert number.tolist() == [1, 2, 3, 4, 5]
