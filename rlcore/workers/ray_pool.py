@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import ray
@@ -33,7 +33,7 @@ class Reservation:
         self._with_gpu: Counter[int] = Counter()
         self._last: dict[int, tuple[Any, int]] = {}
 
-    def make(self, demand: Demand, beside: Iterable[Demand]) -> None:
+    def make(self, demand: Demand, beside: Sequence[Demand]) -> None:
         """Wait for the places. ConfigError when the cluster can never hold all the pools, WorkerError after a while."""
         if self.groups:
             return
@@ -125,7 +125,7 @@ class RayResourcePool(ResourcePool):
 
         Raises ConfigError when the cluster can never provide them, WorkerError when it does not in time.
         """
-        self._reservation.make(self.demand(), (pool.demand() for pool in self._beside if pool is not self._whole))
+        self._reservation.make(self.demand(), [pool.demand() for pool in self._beside if pool is not self._whole])
         gpus = self.gpus_per_worker
         share = {"num_cpus": 0, "num_gpus": gpus if gpus > 1 else gpus / GROUPS_PER_PLACE}
         bundles = [(group, index) for group in self._reservation.groups for index in range(group.bundle_count)]
