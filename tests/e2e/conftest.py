@@ -79,3 +79,21 @@ def start_command():
             )
 
     return start
+
+
+@pytest.fixture(scope="session")
+def stopping_after():
+    """Return the installed plugins, with a hook that raises after a step's checkpoint would be due."""
+
+    class Stopping(PluginManager):
+        def step_end(self, run, step_done, metrics):
+            super().step_end(run, step_done, metrics)
+            if step_done == self.stop_after + 1:
+                raise RuntimeError("stop here")
+
+    def load(step: int) -> PluginManager:
+        plugins = Stopping.load()
+        plugins.stop_after = step
+        return plugins
+
+    return load

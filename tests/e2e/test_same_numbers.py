@@ -60,7 +60,7 @@ def test_a_run_killed_at_any_step_goes_on_to_the_same_last_bit(
     assert resumed.samples == two_workers.samples
 
 
-def test_a_half_written_checkpoint_is_never_picked_up(two_workers, train_here, tmp_path):
+def test_a_half_written_checkpoint_is_never_picked_up(two_workers, train_here, stopping_after, tmp_path):
     """Stopped after two steps, with the remains of a third checkpoint lying about."""
     folder = tmp_path / "run"
     small = [*SMALL, "cluster=in_process", "trainer.checkpoint_every=1"]
@@ -76,16 +76,3 @@ def test_a_half_written_checkpoint_is_never_picked_up(two_workers, train_here, t
     assert "step_00000001" in (folder / "rlcore.log").read_text()
     for a, b in zip(resumed.numbers, two_workers.numbers, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
-
-
-def stopping_after(step):
-    """Return the installed plugins, with a hook that raises after a step's checkpoint would be due."""
-    from rlcore.plugins import PluginManager
-
-    class Stopping(PluginManager):
-        def step_end(self, run, step_done, metrics):
-            super().step_end(run, step_done, metrics)
-            if step_done == step + 1:
-                raise RuntimeError("stop here")
-
-    return Stopping.load()

@@ -39,7 +39,9 @@ class HFRollout(RolloutEngine):
             self.hf = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=self.dtype, attn_implementation=self.attention, **options
             )
-            self.hf.to(device).eval().requires_grad_(False)
+            # Parameters go on requiring a gradient, though none is ever made: torch chooses kernels by that, and the
+            # log-probs are to be, to the last bit, those of a trained module that is shared.
+            self.hf.to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         ends = self.hf.generation_config.eos_token_id if self.hf.generation_config is not None else None
         ends = self.tokenizer.eos_token_id if ends is None else ends
