@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.engine.placement import PoolPlan, only, plan
 from rlcore.errors import ConfigError
@@ -90,6 +91,11 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
 def test_pools_that_cannot_be(config, pools, message):
     with pytest.raises(ConfigError, match=message):
         plan(with_pools(config, pools), ROLES)
+
+
+def test_the_command_config_checks_pools(capsys):
+    assert main(["config", "algo=grpo", "cluster.pools={main: [actr]}"]) == 2
+    assert "lists 'actr', which this run has not. Did you mean 'actor'?" in capsys.readouterr().err
 
 
 def test_rollouts_need_a_role_to_copy_and_ahead_a_pool_of_their_own(config):

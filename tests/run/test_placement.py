@@ -2,6 +2,8 @@
 
 import pytest
 
+from rlcore.cli import main
+
 PPO = ["algo=ppo", "algo.kl_coef=0.05", "algo.samples=2", "trainer.total_steps=2"]
 APART = "cluster.pools={a: [actor], b: [ref], c: [critic], d: [reward]}"
 TWO = "cluster.pools={main: {roles: [actor, ref], colocate: fractional}, side: [critic, reward]}"
@@ -31,8 +33,9 @@ def same_as_fused(fused, train_small, metrics_of, samples_of, tmp_path):
     "pools",
     [APART, "cluster.pools={main: [actor, ref], side: [critic]}"],
 )
-def test_in_process(same_as_fused, pools):
+def test_in_process(same_as_fused, pools, tmp_path):
     same_as_fused(pools)
+    assert main(["eval", str(tmp_path)]) == 0, "an evaluation has the actor alone, on its pool"
 
 
 @pytest.mark.ray
