@@ -25,7 +25,7 @@ def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
     _check_judge(config.judge)
     _check_rollout(config)
     _check_engine(config)
-    _check_evaluation(config)
+    _check_trainer(config)
     _check_cluster(config)
     if training and not config.algorithm:
         raise ConfigError(
@@ -140,12 +140,17 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
 
 
-def _check_evaluation(config: Config) -> None:
+def _check_trainer(config: Config) -> None:
     trainer = config.trainer
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         raise ConfigError(
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
             "trainer.eval_temperature above 0, or trainer.eval_samples=1"
+        )
+    if trainer.rollouts_ahead and trainer.importance_cap == 0:
+        raise ConfigError(
+            f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.rollouts_ahead = "
+            f"{trainer.rollouts_ahead} nothing would be learned; set it above 0, as 2.0"
         )
 
 
