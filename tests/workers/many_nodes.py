@@ -44,6 +44,7 @@ class Teller(Worker):
             "variable": os.environ.get("HF_FROM_THE_DRIVER"),
             "secret": os.environ.get("HF_TOKEN"),
             "threads": torch.get_num_threads(),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
@@ -52,10 +53,14 @@ class Teller(Worker):
 
 
 def tellers(executor: Executor) -> dict[str, WorkerGroup]:
-    """Start a teller of two threads on each node."""
+    """Start a teller of two threads on each node, and a second one on the GPU of the first on `west`."""
+    east, west = (
+        executor.resource_pool(1, cpus_per_worker=2, gpus_per_worker=gpus, node=node)
+        for node, gpus in (("east", 0.0), ("west", 1.0))
+    )
     asked = [
-        (executor.resource_pool(1, cpus_per_worker=2, node=node), {node: ClassWithInitArgs(Teller)}, node)
-        for node in ("east", "west")
+        (pool, {name: ClassWithInitArgs(Teller)}, name)
+        for name, pool in (("east", east), ("west", west), ("west again", west))
     ]
     return {node: group for groups in executor.worker_groups(asked) for node, group in groups.items()}
 
@@ -138,7 +143,7 @@ def main(folder: Path) -> None:
     (folder / "far" / "far.py").write_text(FAR)
     seen: dict[str, Any] = {"here": two_steps(folder, "cluster=in_process")}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {"east": 1}})
-    west = cluster.add_node(num_cpus=4, resources={"west": 1})
+    west = cluster.add_node(num_cpus=4, num_gpus=1, resources={"west": 1})
     os.environ |= {"HF_FROM_THE_DRIVER": "hello", "HF_TOKEN": "a secret"}
     joined = ClusterConfig(executor="ray", address=cluster.address)
     hasty = ClusterConfig(executor="ray", address=cluster.address, start_timeout=1.0)

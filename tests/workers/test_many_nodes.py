@@ -38,9 +38,14 @@ def test_roles_on_two_nodes_take_the_steps_that_they_take_in_one_process(seen: d
 
 
 def test_workers_of_a_cluster_get_the_driver_s_variables_but_no_secrets(seen: dict[str, Any]) -> None:
-    for mark, told in seen["told"].items():
-        assert told["node"] == seen["nodes"][mark]
+    for name, told in seen["told"].items():
+        assert told["node"] == seen["nodes"][name.split()[0]]
         assert (told["variable"], told["secret"], told["threads"]) == ("hello", None, 2)
+
+
+def test_processes_on_one_place_see_its_gpu_and_others_none(seen: dict[str, Any]) -> None:
+    """Ray believes that `west` has one."""
+    assert {name: told["gpus"] for name, told in seen["told"].items()} == {"east": "", "west": "0", "west again": "0"}
 
 
 def test_a_pool_that_is_too_large_for_its_node_says_what_each_node_lacks(seen: dict[str, Any]) -> None:
@@ -50,7 +55,7 @@ def test_a_pool_that_is_too_large_for_its_node_says_what_each_node_lacks(seen: d
     )
     found = {node.partition("): ")[2] for node in nodes}
     assert found == {
-        "4 CPU (4 free), 0 GPU (0 free), west; room for 4",
+        "4 CPU (4 free), 1 GPU (1 free), west; room for 4",
         "4 CPU (4 free), 0 GPU (0 free), east; lacks 'west'",
     }
     assert advice.startswith("Use fewer workers")
@@ -63,5 +68,5 @@ def test_a_lost_node_is_told_by_the_rank_that_was_there(seen: dict[str, Any]) ->
 
 
 def test_no_worker_outlives_a_killed_driver(seen: dict[str, Any]) -> None:
-    assert seen["killed"]["workers"] == 2
+    assert seen["killed"]["workers"] == 3
     assert seen["killed"]["left"] == []

@@ -24,6 +24,7 @@ from rlcore.workers import (
     split_resource_pool,
 )
 from rlcore.workers.ray_nodes import Demand, Node, impossible, waited_in_vain
+from rlcore.workers.ray_pool import Reservation
 
 # Parts of a pool
 
@@ -103,6 +104,16 @@ def test_every_node_is_shown_with_what_it_lacks() -> None:
     many = impossible([demand(99)], [node(f"n{at}", CPU=1) for at in range(20)])
     assert many is not None
     assert many.splitlines()[-1] == "    and 4 nodes more"
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(0.5, 10), (1.0, 10), (2.0, 1)])
+def test_ray_cannot_share_places_of_several_gpus(gpus: float, most: int) -> None:
+    reservation = Reservation(start_timeout=1.0, join_seconds=0.0)
+    for _ in range(most):
+        reservation.add_gpu_user(0, gpus)
+    with pytest.raises(ConfigError, match=f"a place of {gpus:g} GPUs holds at most {most} processes that use them"):
+        reservation.add_gpu_user(0, gpus)
+    reservation.add_gpu_user(1, gpus)
 
 
 # Who runs at the same time
