@@ -51,10 +51,11 @@ def pack(names: Sequence[str], weights: Iterable[tuple[str, Tensor]], dtype: tor
     All of `weights`, which gathers them, is gone through; what it yields need be valid only until the next. As rows of
     a batch the parameters are cut into blocks and travel by reference like any other column.
     """
+    wanted = set(names)
     kept = {
         name: (tuple(tensor.shape), tensor.detach().to("cpu", dtype, copy=True).reshape(-1))
         for name, tensor in weights
-        if name in set(names)
+        if name in wanted
     }
     return DataProto.from_single_dict(
         {
