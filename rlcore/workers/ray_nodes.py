@@ -59,7 +59,8 @@ class Demand:
         each = amounts({kind: amount for kind, amount in self.bundle.items() if kind != self.node})
         where = f" on nodes that have {self.node!r}" if self.node else ""
         counts = str(self.places) if len(self.process_on_nodes) == 1 else str(list(self.process_on_nodes))
-        return f"{self.name} asks for {counts} places of {each}{where}"
+        places = "1 place" if self.places == 1 else f"{counts} places"
+        return f"{self.name} asks for {places} of {each}{where}"
 
 
 def alive_nodes() -> list[Node]:

@@ -168,14 +168,14 @@ def test_what_ray_lacks_is_told(executor: Executor) -> None:
     with hasty:
         first = hasty.resource_pool(1, name="pool main")
         hasty.resource_pool(1, name="pool side")
-        text = "pool main asks for 1 places of 600 CPU; pool side asks for 1 places of 600 CPU; together 176 CPU more"
+        text = "pool main asks for 1 place of 600 CPU; pool side asks for 1 place of 600 CPU; together 176 CPU more"
         with pytest.raises(ConfigError, match=text):
             first.actor_options()
     executor.resource_pool(1, cpus_per_worker=600).actor_options()
     with hasty, pytest.raises(WorkerError) as caught:
         hasty.worker_group(hasty.resource_pool(1), ClassWithInitArgs(Member), name="member")
     message = str(caught.value)
-    assert "Ray found no place within 1 s: a pool asks for 1 places of 600 CPU; what is free has room for 0" in message
+    assert "Ray found no place within 1 s: a pool asks for 1 place of 600 CPU; what is free has room for 0" in message
     assert re.search(r"\n    \S+ \(\S+\): 1024 CPU \(\d+ free\), 0 GPU .*; lacks \d+ CPU\nUse fewer workers", message)
 
 
