@@ -21,6 +21,8 @@ from ray.cluster_utils import Cluster
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
+from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Form
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
 
 PPO = [
@@ -46,6 +48,16 @@ class Teller(Worker):
             "threads": torch.get_num_threads(),
             "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"wide": Form.dense(torch.float32, 1000)})
+    def make(self, batch: DataProto) -> DataProto:
+        return DataProto.from_single_dict({"wide": batch.view("number")[:, None].float().expand(-1, 1000)})
+
+    @register(Dispatch.DP_COMPUTE_METRIC, blocking=False)
+    def read(self, batch: DataProto) -> tuple[float, int, int]:
+        """Return the sum of `wide`, the bytes of the blocks that were fetched for it, and those of its rows."""
+        wide = batch.view("wide")
+        return float(wide.double().sum()), batch.table.column("wide").nbytes, wide.nbytes
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def sleep(self, seconds: float) -> None:
@@ -124,7 +136,12 @@ def killed_driver(address: str) -> dict[str, Any]:
 
 
 def lost_node(cluster: Cluster, node: Any, group: WorkerGroup) -> dict[str, Any]:
-    """Take a node away while a call runs there; return what the call says, and after how many seconds."""
+    """Take a node away while a call runs there; return what the call says, and after how many seconds.
+
+    And what somebody reads who wants a column that was there.
+    """
+    made = group.make(DataProto.from_single_dict({"number": torch.arange(500)}))
+    group.drain()
     call = group.sleep(100.0)
     time.sleep(1.0)
     start = time.monotonic()
@@ -132,8 +149,12 @@ def lost_node(cluster: Cluster, node: Any, group: WorkerGroup) -> dict[str, Any]
     try:
         call.get()
     except WorkerError as error:
-        return {"error": str(error), "seconds": time.monotonic() - start}
-    return {"error": None}
+        told = {"error": str(error), "seconds": time.monotonic() - start}
+    try:
+        made["wide"]
+    except WorkerError as error:
+        told["column"] = str(error)
+    return told
 
 
 def main(folder: Path) -> None:
@@ -164,6 +185,8 @@ def main(folder: Path) -> None:
                     seen["too large"] = str(error)
             groups = tellers(executor)
             seen["told"] = {node: group.tell()[0] for node, group in groups.items()}
+            rows = DataProto.from_single_dict({"number": torch.arange(5000)})
+            (seen["pulled"],) = groups["east"].read(groups["west"].make(rows)[1250:2500]).get()
             seen["lost"] = lost_node(cluster, west, groups["west"])
     finally:
         ray.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_a_lost_node_is_told_by_the_rank_that_was_there(seen: dict[str, Any]) ->
     assert "west rank 0 of 1 on " in seen["lost"]["error"]
     assert "died during sleep()" in seen["lost"]["error"]
     assert seen["lost"]["seconds"] < 30
+
+
+def test_a_column_that_was_on_a_lost_node_is_said_to_be_lost(seen: dict[str, Any]) -> None:
+    assert re.match(r"column 'wide' \(2000000 bytes in \d objects\) is lost: \w+Error", seen["lost"]["column"])
+
+
+def test_another_node_pulls_the_blocks_that_its_rows_are_in(seen: dict[str, Any]) -> None:
+    total, pulled, used = seen["pulled"]
+    assert total == 1000 * sum(range(1250, 2500))
+    assert used == 1250 * 4000
+    assert used <= pulled <= 1.1 * used
 
 
 def test_no_worker_outlives_a_killed_driver(seen: dict[str, Any]) -> None:
