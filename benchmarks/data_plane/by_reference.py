@@ -1,6 +1,6 @@
 """rlcore's way: the producers' columns stay where they were made, and each consumer fetches its rows of them.
 
-    python by_reference.py MEGABYTES
+python by_reference.py MEGABYTES
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from rlcore.protocol.columns import Form
 from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
 
 PRODUCERS = 4
+MICRO_BATCH = 64
+"""Rows that a consumer takes at a time, as a training engine does."""
 PER_ROW = {"features": (payload.DENSE_WIDTH,), "scores": (), "sample_index": ()}
 TOKENS = ("prompts", "responses")
 GIVES = {
@@ -38,11 +40,11 @@ def to_tensors(columns: dict[str, payload.Column]) -> dict[str, torch.Tensor | R
 
 class Producer(Worker):
     def __init__(self, megabytes: float) -> None:
-        self._tensors = to_tensors(payload.rows_of(self.rank, PRODUCERS, megabytes))
+        self._batch = DataProto.from_dict(to_tensors(payload.rows_of(self.rank, PRODUCERS, megabytes)))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=GIVES, rows=lambda: payload.ROWS // PRODUCERS)
     def produce(self) -> DataProto:
-        return DataProto.from_dict(self._tensors)
+        return self._batch
 
 
 class Consumer(Worker):
@@ -54,11 +56,12 @@ class Consumer(Worker):
     def consume(self, batch: DataProto) -> tuple[float, int, int]:
         """Return the sum of all values, the bytes that came into this process for it, and the bytes that it used."""
         summed, used = 0.0, 0
-        for name in GIVES:
-            column = batch.view(name)
-            values = column.values if isinstance(column, Ragged) else column
-            summed += float(values.sum())
-            used += values.nbytes
+        for rows in batch.split(MICRO_BATCH, uneven=True):
+            for name in GIVES:
+                column = rows.view(name)
+                values = column.values if isinstance(column, Ragged) else column
+                summed += float(values.sum())
+                used += values.nbytes
         came = self._passed.received - self._before
         self._before = self._passed.received
         return summed, came, used

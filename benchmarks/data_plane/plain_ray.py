@@ -21,11 +21,6 @@ from tensordict import TensorDict
 PRODUCERS = 4
 
 
-def to_tensordict(columns: dict[str, payload.Column], layout: str) -> TensorDict:
-    """Return the columns as a TensorDict [rows]."""
-    return TensorDict({name: to_tensor(*column, layout) for name, column in columns.items()}, len(columns["scores"][0]))
-
-
 def to_tensor(values: Any, lengths: Any, layout: str) -> torch.Tensor:
     """Return a column: dense ones as they are, ragged ones jagged or padded to the longest allowed."""
     tensor = torch.from_numpy(values)
@@ -50,10 +45,11 @@ class Producer:
     def __init__(self, number: int, layout: str, megabytes: float) -> None:
         warnings.simplefilter("ignore")
         columns = payload.rows_of(number, PRODUCERS, megabytes)
-        self._tensors = {name: to_tensor(*column, layout) for name, column in columns.items()}
+        tensors = {name: to_tensor(*column, layout) for name, column in columns.items()}
+        self._batch = TensorDict(tensors, len(tensors["scores"]))
 
     def produce(self) -> TensorDict:
-        return TensorDict(self._tensors, len(self._tensors["scores"]))
+        return self._batch
 
 
 class Consumer:
@@ -84,7 +80,7 @@ def main(layout: str, copying: str, megabytes: float) -> None:
             consumers.append(ray.remote(Consumer).remote())
         batch = TensorDict.cat(ray.get([producer.produce.remote() for producer in producers]))
         chunks = batch.chunk(consumers_wanted)
-        if copying == "default" or layout == "jagged":  # torch pickles the whole storage of a view: every chunk would carry all
+        if copying == "default" or layout == "jagged":  # else each chunk, a view, is pickled with all of its storage
             chunks = [chunk.clone() for chunk in chunks]
         sums = ray.get([consumer.consume.remote(chunk) for consumer, chunk in zip(consumers, chunks, strict=False)])
         return {"sum": sum(summed for summed, _ in sums), "pulled": sum(came for _, came in sums)}

@@ -30,11 +30,12 @@ class Producer(Worker):
         super().__init__()
         warnings.simplefilter("ignore")
         columns = payload.rows_of(self.rank, PRODUCERS, megabytes)
-        self._tensors = {name: plain_ray.to_tensor(*column, layout) for name, column in columns.items()}
+        tensors = {name: plain_ray.to_tensor(*column, layout) for name, column in columns.items()}
+        self._batch = DataProto.from_dict(tensors=tensors)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def produce(self) -> DataProto:
-        return DataProto.from_dict(tensors=dict(self._tensors))
+        return self._batch
 
 
 class Consumer(Worker):

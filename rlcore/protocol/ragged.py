@@ -37,6 +37,13 @@ class Ragged:
         self.offsets = offsets
 
     @classmethod
+    def _trusted(cls, values: Tensor, offsets: Tensor) -> Ragged:
+        """Return the rows of values and offsets that are known to fit: the checks cost as much as a small column."""
+        ragged = cls.__new__(cls)
+        ragged.values, ragged.offsets = values, offsets
+        return ragged
+
+    @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
         """Return the rows that `lengths` int64 [rows] cut `values` [total, ...] into."""
         return cls(values, _offsets(lengths))
@@ -73,7 +80,8 @@ class Ragged:
         kinds = {(str(part.dtype), tuple(part.values.shape[1:])) for part in parts}
         if len(kinds) > 1:
             raise DataError(f"ragged tensors to concatenate differ in dtype or shape: {sorted(kinds)}")
-        return cls.from_lengths(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
+        lengths = torch.cat([part.lengths for part in parts])
+        return cls._trusted(torch.cat([part.values for part in parts]), _offsets(lengths))
 
     @property
     def lengths(self) -> Tensor:
@@ -108,12 +116,13 @@ class Ragged:
         """Return the rows of a checked selection; a slice shares storage, row numbers copy."""
         if isinstance(rows, slice):
             offsets = self.offsets[rows.start : rows.stop + 1]
-            return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+            first = int(offsets[0])
+            return self._trusted(self.values[first : int(offsets[-1])], offsets - first if first else offsets)
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
         shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], lengths)
         positions = torch.arange(len(shift)) + shift
-        return Ragged(self.values[positions.to(self.device)], offsets)
+        return self._trusted(self.values[positions.to(self.device)], offsets)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.to_list())
@@ -165,7 +174,7 @@ class Ragged:
 
 
 def _unpickle(name: str, values: np.ndarray, offsets: np.ndarray) -> Ragged:
-    return Ragged(from_array(name, values), from_array("int64", offsets))
+    return Ragged._trusted(from_array(name, values), from_array("int64", offsets))
 
 
 def _offsets(lengths: Tensor) -> Tensor:

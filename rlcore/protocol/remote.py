@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,15 @@ class Block(ABC):
     nbytes: int = 0
     count_in: Counter[str] | None = None
     is_promise = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the rows are read where they are, so that a part of them can be read without the rest."""
+        return False
+
+    def part(self, start: int, end: int) -> Block:
+        """Return the block of the rows from `start` to `end` of one that is mapped."""
+        return self
 
     @abstractmethod
     def column(self) -> Column:
@@ -82,41 +93,60 @@ class HeldBlock(Block):
         return self._column
 
 
+Kept = Callable[[tuple[Block, ...]], tuple[Block, ...]]
+"""Picks from a column's blocks those that its selected rows are in."""
+
+
 class Layout:
     """Which rows of which blocks: row i is row `rows[i]` of block number `owner[i]`; int64 [rows] each, never changed.
 
     The columns of one batch share a layout, so that choosing rows is worked out once for all of them.
     """
 
-    __slots__ = ("_joined", "_taken", "owner", "rows")
+    __slots__ = ("_joined", "_spans", "_taken", "owner", "rows")
 
     def __init__(self, owner: Tensor, rows: Tensor) -> None:
         self.owner, self.rows = owner, rows
-        self._taken: tuple[Rows, tuple[Layout, list[int]]] | None = None
+        self._taken: tuple[Rows, tuple[Layout, Kept]] | None = None
+        self._spans: tuple[Layout, list[tuple[int, int]]] | None = None
         self._joined: tuple[tuple[Layout, ...], tuple[int, ...], Layout] | None = None
 
-    @classmethod
-    def of_block(cls, rows: int) -> Layout:
+    @staticmethod
+    @lru_cache(maxsize=64)  # so that columns which are made one by one share it, too
+    def of_block(rows: int) -> Layout:
         """Return the layout of all rows of one block."""
-        return cls(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+        return Layout(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, rows: Rows, blocks: int) -> tuple[Layout, list[int]]:
-        """Return the layout of the selected rows of a column of so many blocks, and the blocks that it still needs.
+    def take(self, rows: Rows, blocks: int) -> tuple[Layout, Kept]:
+        """Return the layout of the selected rows of a column of so many blocks, and what picks those that it needs.
 
         They are numbered anew, in their order. Without any row the first is kept.
         """
-        if self._taken is None or self._taken[0] is not rows:
+        if self._taken is None or not _same_rows(self._taken[0], rows):
             owner = self.owner[rows]
             used = torch.zeros(blocks, dtype=torch.bool)
             used[owner] = True
             kept = used.nonzero().flatten().tolist() or [0]
             if len(kept) < blocks:
                 owner = (used.cumsum(0) - 1)[owner]
-            self._taken = rows, (Layout(owner, self.rows[rows]), kept)
+            self._taken = rows, (Layout(owner, self.rows[rows]), _picker(kept, blocks))
         return self._taken[1]
+
+    def spans(self, blocks: int) -> tuple[Layout, list[tuple[int, int]]]:
+        """Return from where to where rows of each block are used, and the layout of blocks that begin and end there."""
+        if self._spans is None:
+            if blocks == 1:
+                first, last = self.rows.min()[None], self.rows.max()[None]
+            else:
+                first, last = self.rows.new_full((blocks,), 2**62), self.rows.new_zeros(blocks)
+                first.scatter_reduce_(0, self.owner, self.rows, "amin")
+                last.scatter_reduce_(0, self.owner, self.rows, "amax")
+            moved = self if not first.any() else Layout(self.owner, self.rows - first[self.owner])
+            self._spans = moved, list(zip(first.tolist(), (last + 1).tolist(), strict=True))
+        return self._spans
 
     @staticmethod
     def cat(layouts: Sequence[Layout], blocks: Sequence[int]) -> Layout:
@@ -134,6 +164,18 @@ class Layout:
         return _unpickle_layout, (self.owner.numpy().astype(np.int32), self.rows.numpy().astype(np.int32))
 
 
+def _same_rows(one: Rows, other: Rows) -> bool:
+    return one is other or (isinstance(one, slice) and isinstance(other, slice) and one == other)
+
+
+def _picker(kept: Sequence[int], blocks: int) -> Kept:
+    if len(kept) == blocks:
+        return lambda all_blocks: all_blocks
+    if len(kept) == 1:
+        return lambda all_blocks: (all_blocks[kept[0]],)
+    return itemgetter(*kept)  # thousands of blocks of many columns: a loop in Python would show
+
+
 def _unpickle_layout(owner: np.ndarray, rows: np.ndarray) -> Layout:
     return Layout(torch.from_numpy(owner.astype(np.int64)), torch.from_numpy(rows.astype(np.int64)))
 
@@ -144,7 +186,7 @@ class RemoteColumn(Column):
     def __init__(self, form: Form, blocks: Sequence[Block], layout: Layout, home: Home | None = None) -> None:
         self._form = form
         self.kind = form.kind
-        self.blocks, self.layout = list(blocks), layout
+        self.blocks, self.layout = tuple(blocks), layout
         self.home = home
         self._local: Column | None = None
 
@@ -179,6 +221,13 @@ class RemoteColumn(Column):
             self._local = settled
             settled = RemoteColumn.of_block(self._form, HeldBlock(settled), len(settled))
         self.blocks, self.layout = settled.blocks, settled.layout
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Leave out of mapped blocks the rows before and after those that are used."""
+        if len(self) and all(block.is_mapped and not block.is_here for block in self.blocks):
+            self.layout, spans = self.layout.spans(len(self.blocks))
+            self.blocks = tuple(block.part(*span) for block, span in zip(self.blocks, spans, strict=True))
 
     @property
     def is_made(self) -> bool:
@@ -240,9 +289,10 @@ class RemoteColumn(Column):
     def take(self, rows: Rows) -> Column:
         if self._local is not None:
             return self._local.take(rows)
+        if isinstance(rows, slice) and rows == slice(0, len(self)):
+            return self
         layout, kept = self.layout.take(rows, len(self.blocks))
-        blocks = self.blocks if len(kept) == len(self.blocks) else [self.blocks[i] for i in kept]
-        return RemoteColumn(self._form, blocks, layout, self.home)
+        return RemoteColumn(self._form, kept(self.blocks), layout, self.home)
 
     def cat(self, others: Sequence[Column]) -> Column:
         return cat_columns([self, *others])
@@ -259,6 +309,7 @@ class RemoteColumn(Column):
     def __reduce__(self) -> tuple[Any, ...]:
         if all(block.is_here for block in self.blocks if block.is_promise):
             self.wait()  # what is small came with the reply, and now travels on without a reference
+        self._narrow()
         blocks, layout = list(self.blocks), self.layout
         held = [number for number, block in enumerate(blocks) if isinstance(block, HeldBlock)]
         if held:

@@ -182,13 +182,14 @@ class RayProcesses(Processes):
             raise
 
     def _create(self, log_dir: Path | None, distributions: Mapping[str, str], inline_bytes: int) -> None:
+        one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         token = os.urandom(3).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name a while
         for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
-            host = actor.remote(self.name, rank, log, distributions, inline_bytes)
+            host = actor.remote(self.name, rank, log, distributions, inline_bytes, one_node)
             self.hosts.append(host)
             with warnings.catch_warnings():  # see ray_store for why it is dynamic all the same
                 warnings.simplefilter("ignore", RayDeprecationWarning)

@@ -1,6 +1,6 @@
 """Columns in Ray's object store: what a worker returns stays on its node, and references to it travel.
 
-A worker gives each larger column as objects of their own, a run of rows each, and then the rest of its result in one
+A worker gives each larger column as objects of its own, a run of rows each, and then the rest of its result in one
 reply. All of them are return values of the call: Ray makes the caller their owner, so they outlive the process that
 made them, and frees each as soon as no batch refers to it. Ray calls this `num_returns="dynamic"` and advises against
 it in favour of streaming, whose references exist only once the values do; here they are passed on before.
@@ -32,8 +32,8 @@ INLINE_BYTES = 100_000
 """Columns of a result up to this size travel in the reply of the call: a small object of its own costs more."""
 BLOCKS = 32
 """Most blocks that one rank's rows of a column are cut into: what a consumer of few rows fetches in vain is small."""
-LEAST_BLOCK_BYTES = 256_000
-"""Least size of such a block; one below 100 kB Ray would send to the controller."""
+LEAST_BLOCK_BYTES = 400_000
+"""Least size of such a block, as each costs about as much time as 400 kB; one below 100 kB goes to the controller."""
 
 
 class Reply:
@@ -94,7 +94,7 @@ def received(returned: Sequence[Any]) -> list[Any]:
         for column in result.table.columns.values() if isinstance(result, DataProto) else ():
             for block in column.blocks if isinstance(column, RemoteColumn) else ():
                 if isinstance(block, RayBlock):
-                    block.bind(of_call)
+                    block.kept.bind(of_call)
     return results
 
 
@@ -144,40 +144,67 @@ class Promise(Block):
         return Promise, (self._reply, self._name)
 
 
-class RayBlock(Block):
-    """Rows of the column `name` as an object of Ray's store, `nbytes` long. Fetched once in a process.
+class RayObject:
+    """Rows of the column `name` as an object of Ray's store. Fetched once in a process; on its own machine, not copied.
 
     It begins as the number of a return value of its call, and is bound to its reference by whoever receives the reply.
     """
 
-    def __init__(self, ref: Any, name: str, nbytes: int) -> None:
-        self._ref, self._name, self.nbytes = ref, name, nbytes
-        self._column: Column | None = None
+    def __init__(self, ref: Any, name: str) -> None:
+        self.ref, self.name = ref, name
+        self.column: Column | None = None
 
     def bind(self, refs: Sequence[Any]) -> None:
         """Take the reference from those of the call's return values."""
-        if isinstance(self._ref, int):
-            self._ref = refs[self._ref]
+        if isinstance(self.ref, int):
+            self.ref = refs[self.ref]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayObject, (self.ref, self.name)
+
+
+class RayBlock(Block):
+    """The rows of an object, `nbytes` long: all of them, or with `rows` those of an object that is mapped, not sent."""
+
+    def __init__(self, kept: RayObject, nbytes: int, rows: slice | None = None) -> None:
+        self.kept, self.nbytes, self._rows = kept, nbytes, rows
+        self._column: Column | None = None
 
     @property
     def is_here(self) -> bool:
         """Whether the rows were fetched."""
         return self._column is not None
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its rows are read where they are, on the one node that there is."""
+        return self._rows is not None
+
+    def part(self, start: int, end: int) -> Block:
+        """Return the block of these rows; its bytes are its share of the rows'."""
+        if self._rows is None:
+            return self
+        first, rows = self._rows.start, self._rows.stop - self._rows.start
+        nbytes = self.nbytes * (end - start) // max(1, rows)
+        return RayBlock(self.kept, nbytes, slice(first + start, first + end))
+
     def load(self, others: Sequence[Block]) -> None:
         """Fetch the rows of all together; WorkerError when any are gone."""
-        away = [block for block in (self, *others) if isinstance(block, RayBlock) and block._column is None]
+        blocks = [block for block in (self, *others) if isinstance(block, RayBlock) and block._column is None]
+        away = list({id(block.kept): block.kept for block in blocks if block.kept.column is None}.values())
         try:
-            columns = ray.get([block._ref for block in away])
+            for kept, column in zip(away, ray.get([kept.ref for kept in away]), strict=True):
+                kept.column = column
         except RayError as error:
             raise WorkerError(
-                f"column {self._name!r} ({sum(block.nbytes for block in away)} bytes in {len(away)} objects) is lost: "
-                f"{type(error).__name__}: {error}. The node that held it has ended, or its object store lost it."
+                f"column {self.kept.name!r} ({sum(block.nbytes for block in blocks)} bytes in {len(away)} objects) is "
+                f"lost: {type(error).__name__}: {error}. The node that held it has ended, or its object store lost it."
             ) from error
-        for block, column in zip(away, columns, strict=True):
-            block._column = column
+        for block in blocks:
+            assert block.kept.column is not None
+            block._column = block.kept.column if block._rows is None else block.kept.column.take(block._rows)
             if block.count_in is not None:
-                block.count_in[block._name] += block.nbytes
+                block.count_in[block.kept.name] += block.nbytes
 
     def column(self) -> Column:
         """Return the rows."""
@@ -187,51 +214,71 @@ class RayBlock(Block):
         return self._column
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayBlock, (self._ref, self._name, self.nbytes)
+        return RayBlock, (self.kept, self.nbytes, self._rows)
 
 
-def kept_here(result: Any, inline_bytes: int) -> Generator[Any, None, None]:
-    """Yield each block of a result's larger columns and then the result, with the blocks' numbers in their place."""
+def kept_here(result: Any, inline_bytes: int, one_node: bool) -> Generator[Any, None, None]:
+    """Yield the objects of a result's larger columns and then the result, with the objects' numbers in their place.
+
+    Each block is an object of its own, so that another node fetches it alone. Where there is but one node, a column is
+    one object, as each takes a millisecond: who reads it maps it, and what is not touched is not brought.
+    """
     if not isinstance(result, DataProto):
         yield result
         return
-    kept = Table(meta_info=result.meta_info)
-    number = itertools.count()
+    kept = Table(meta_info=dict(result.meta_info))
+    large: dict[str, np.ndarray] = {}
     for name, column in result.table.columns.items():
-        if isinstance(column, RemoteColumn):
-            kept.columns[name] = column
-            continue
-        device = column.form().device
-        if device == "meta":
-            raise DataError(f"column {name!r} is on the device 'meta', which holds no values that could travel")
-        if device != "cpu":
-            column = column.to("cpu")
-        sizes = _bytes_of_rows(column)
-        total = int(sizes.sum())
-        if total > inline_bytes:
-            blocks: list[Block] = []
-            ends = _ends(sizes, total)
-            for start, end in itertools.pairwise([0, *ends]):
-                part = column.take(slice(start, end))
-                blocks.append(RayBlock(next(number), name, int(sizes[start:end].sum())))
-                yield part
-            counts = np.diff([0, *ends])
-            column = RemoteColumn(column.form(), blocks, _layout(counts))
+        if not isinstance(column, RemoteColumn):
+            device = column.form().device
+            if device == "meta":
+                raise DataError(f"column {name!r} is on the device 'meta', which holds no values that could travel")
+            column = column.to("cpu") if device != "cpu" else column
+            sizes = _bytes_of_rows(column)
+            if int(sizes.sum()) > inline_bytes:
+                large[name] = sizes
         kept.columns[name] = column
+    number = itertools.count()
+    cuts = _Cuts(sum(large.values(), np.zeros(len(result), dtype=np.int64)))
+    for name, sizes in large.items():
+        column = kept.columns[name]
+        if one_node:
+            block = RayBlock(RayObject(next(number), name), int(sizes.sum()), slice(0, len(column)))
+            kept.columns[name] = RemoteColumn.of_block(column.form(), block, len(column))
+            yield column
+            continue
+        ends, layout = cuts.of(int(sizes.sum()))
+        blocks: list[Block] = []
+        for start, end in itertools.pairwise([0, *ends]):
+            blocks.append(RayBlock(RayObject(next(number), name), int(sizes[start:end].sum())))
+            yield column.take(slice(start, end))
+        kept.columns[name] = RemoteColumn(column.form(), blocks, layout)
     yield DataProto._of(kept)
 
 
-def _layout(counts: np.ndarray) -> Layout:
-    rows = torch.cat([torch.arange(int(count)) for count in counts])
-    return Layout(torch.arange(len(counts)).repeat_interleave(torch.as_tensor(counts)), rows)
+class _Cuts:
+    """Where the blocks of a result's columns end, in rows: blocks of about equal bytes of all columns together.
 
+    Columns of equally many blocks are cut alike, so that they share a layout.
+    """
 
-def _ends(sizes: np.ndarray, total: int) -> list[int]:
-    """Return where each block's rows end: blocks of about equal bytes, as many as BLOCKS and their least size allow."""
-    wanted = max(1, min(BLOCKS, total // LEAST_BLOCK_BYTES, len(sizes)))
-    marks = np.arange(1, wanted) * (total / wanted)
-    inner = np.searchsorted(np.cumsum(sizes), marks, side="left") + 1
-    return [*sorted({int(end) for end in inner if end < len(sizes)}), len(sizes)]
+    def __init__(self, sizes: np.ndarray) -> None:
+        self._sums = np.cumsum(sizes)
+        self._known: dict[int, tuple[list[int], Layout]] = {}
+
+    def of(self, total: int) -> tuple[list[int], Layout]:
+        """Return where the blocks of a column of `total` bytes end, and its layout."""
+        rows = len(self._sums)
+        wanted = max(1, min(BLOCKS, total // LEAST_BLOCK_BYTES, rows))
+        if wanted not in self._known:
+            marks = np.arange(1, wanted) * (self._sums[-1] / wanted)
+            inner = np.searchsorted(self._sums, marks, side="left") + 1
+            ends = [*sorted({int(end) for end in inner if end < rows}), rows]
+            counts = torch.tensor(np.diff([0, *ends]))
+            first = torch.tensor([0, *ends[:-1]]).repeat_interleave(counts)
+            layout = Layout(torch.arange(len(ends)).repeat_interleave(counts), torch.arange(rows) - first)
+            self._known[wanted] = ends, layout
+        return self._known[wanted]
 
 
 def _bytes_of_rows(column: Column) -> np.ndarray:

@@ -41,7 +41,13 @@ class WorkerHost:
     """The actor of one rank. Its methods run one at a time, in the order in which the controller made the calls."""
 
     def __init__(
-        self, name: str, rank: int, log: Path | None, distributions: Mapping[str, str], inline_bytes: int
+        self,
+        name: str,
+        rank: int,
+        log: Path | None,
+        distributions: Mapping[str, str],
+        inline_bytes: int,
+        one_node: bool,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; workers must outlive it
         if log is not None:
@@ -51,6 +57,7 @@ class WorkerHost:
         self._rank = rank
         self._distributions = distributions
         self._inline_bytes = inline_bytes
+        self._one_node = one_node
         self._address: str = ray.util.get_node_ip_address()
         self._held = _hold_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
@@ -110,7 +117,7 @@ class WorkerHost:
             result = getattr(worker, method)(*args, **kwargs)
             if promised is not None:
                 promised.check(result)
-            yield from kept_here(result, self._inline_bytes)
+            yield from kept_here(result, self._inline_bytes, self._one_node)
             self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
