@@ -31,8 +31,16 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py)
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev .venv-verl/.installed
 	$(BIN)/python -m benchmarks $(B)
+
+# Of verl only the package and what its DataProto and its Ray controller import.
+.venv-verl/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet torch==2.13.0 ray==2.60.0 numpy==2.4.6 pandas==3.1.1 hydra-core==1.3.8 \
+		tensordict==0.10.0 transformers==5.10.4
+	.venv-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	touch $@
 
 # Of TRL 1.12 only the package, for its PPO; what it imports is what 1.16 needs too.
 crosscheck: $(VENV)/.installed-dev
@@ -42,7 +50,7 @@ crosscheck: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/crosscheck --trl .venv-trl
 
 clean:
-	rm -rf $(VENV) .venv-trl build *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-verl build *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import learning
+from benchmarks import data_plane, learning
 
-BENCHMARKS = {"learning": learning.main}
+BENCHMARKS = {"learning": learning.main, "data_plane": data_plane.main}
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,172 @@
+"""The data plane against its bars: batches by reference, the plain way and verl's; calls, rows, overlap, and steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.data_plane import metadata, steps
+from benchmarks.report import Bar, Figure, write
+
+HERE = Path(__file__).parent
+VERL = HERE.parents[1] / ".venv-verl" / "bin" / "python"
+MEGABYTES = 256
+PLAIN = ("plain jagged default", "plain jagged zero_copy")
+"""The plain way in its two best forms; padded TensorDicts take three times as long."""
+PEERS = {"verl padded default": "verl_path.py", "verl padded numpy": "verl_path.py", **dict.fromkeys(PLAIN, "plain_ray.py")}
+NOTES = """\
+One machine, every process with one thread. Moving a batch: 4 producers hold 3,840 rows of 256 MiB (ragged int64 tokens,
+eight ragged columns, three dense ones); from the call of the producers until the consumers have summed all their rows.
+`plain`: actors return TensorDicts, the controller joins them with TensorDict.cat, cuts them with chunk and passes the
+chunks to actors; jagged is without padding, zero_copy is RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1. `verl`: verl 0.9.1's
+worker groups, DataProto and DP_COMPUTE_PROTO, padded as its trainer pads, pickled by default or as `numpy`. The bar
+compares with the faster plain one. All sides run in turn, each with a Ray of its own, and agree on the sums."""
+
+
+class Side:
+    """A side of the comparison: a process that answers requests."""
+
+    def __init__(self, script: str, *arguments: str, python: Path | str = sys.executable) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(HERE)}
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
+        self._name = " ".join([script, *arguments])
+
+    def ask(self, do: str, **values: Any) -> Any:
+        """Return the answer to a request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._name} ended with {self._process.wait()} instead of answering {do}")
+        return json.loads(line)
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> bool:
+    """Measure everything and write the results."""
+    figures: list[Figure] = []
+    bars: list[Bar] = []
+    for measure in (moving, small_calls, choosing_rows, overlap, quickstart):
+        measured, kept = measure()
+        figures += measured
+        bars += kept
+        for bar in kept:
+            print(f"{bar.name}: {bar.value:.4g} (bound {bar.bound:g})", flush=True)
+    return write("data_plane", "make bench B=data_plane", figures, bars, NOTES)
+
+
+def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = {2: 7, 3: 3}) -> tuple[list[Figure], list[Bar]]:
+    """Move the batch from 4 producers to each number of consumers, so often, by every side in turn."""
+    size = megabytes * 2**20
+    sides = {"rlcore": Side("by_reference.py", str(megabytes))}
+    for name, script in PEERS.items():
+        python = VERL if script == "verl_path.py" else sys.executable
+        sides[name] = Side(script, *name.split()[1:], str(megabytes), python=python)
+    seconds: dict[tuple[str, int], list[float]] = {(name, count): [] for count in rounds for name in sides}
+    figures, bars = [], []
+    try:
+        for count, times in rounds.items():
+            for number in range(times + 1):  # the first starts the consumers
+                answers = {name: side.ask("move", consumers=count) for name, side in sides.items()}
+                if len({round(answer["sum"]) for answer in answers.values()}) > 1:
+                    raise RuntimeError(f"the sides disagree on what was moved: {answers}")
+                for name, answer in answers.items() if number else ():
+                    seconds[name, count].append(answer["seconds"])
+        watched = {}
+        for count in (2, 3, 5):
+            sides["rlcore"].ask("move", consumers=count)
+            watched[count] = sides["rlcore"].ask("move", consumers=count, watch=True)
+        others = {name: side.ask("move", consumers=2, watch=True) for name, side in sides.items() if name != "rlcore"}
+    finally:
+        for side in sides.values():
+            side.__exit__(None, None, None)
+    for (name, count), runs in seconds.items():
+        figures.append(Figure(name, f"4 producers to {count} consumers", "s", runs))
+    ours, plain = (min(statistics.median(seconds[name, 2]) for name in names) for names in (["rlcore"], PLAIN))
+    bars.append(Bar("256 MiB, 4 to 2: times faster than the better plain one", plain / ours, 5.0, at_least=True))
+    for name, answer in {"rlcore": watched[2], **others}.items():
+        figures.append(Figure(name, "through the controller", "share of the payload", [answer["passed"] / size]))
+        figures.append(Figure(name, "private memory of the controller", "share of the payload", [answer["grown"] / size]))
+    bars.append(Bar("share that passes through the controller", watched[2]["passed"] / size, 0.01, at_least=False))
+    bars.append(Bar("growth of the controller's memory", watched[2]["grown"] / size, 0.05, at_least=False))
+    for count, answer in watched.items():
+        name = f"4 to {count}: pulled, of what is used, worst consumer"
+        bars.append(Bar(f"{name} (blocks)", answer["pulled"], 1.1, at_least=False))
+        bars.append(Bar(f"{name} (pages touched)", answer["touched"], 1.1, at_least=False))
+    return figures, bars
+
+
+def small_calls(rounds: int = 60) -> tuple[list[Figure], list[Bar]]:
+    """Send six small columns to 8 workers and read what they return."""
+    with Side("small.py") as side:
+        side.ask("call", rounds=10)
+        times = side.ask("call", rounds=rounds)
+    names = {"rlcore": "rlcore", "plain": "plain Ray, numpy"}
+    figures = [summed(side, "six small columns, 8 workers, in and out", times[key]) for key, side in names.items()]
+    figures += [summed(side, "empty call to 8 workers", times[f"{key}_empty"]) for key, side in names.items()]
+    ratio = statistics.median(times["rlcore"]) / statistics.median(times["plain"])
+    return figures, [Bar("small batches: times as long as plain calls", ratio, 1.3, at_least=False)]
+
+
+def choosing_rows(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
+    """Choose rows of 4,096 shards of 20 columns by reference."""
+    batch = metadata.make()
+    times = [metadata.seconds(batch, seed) for seed in range(rounds)]
+    figure = summed("rlcore", "repeat, reorder, chunk of 4,096 shards and 20 columns", times)
+    return [figure], [Bar("metadata alone (s)", statistics.median(times), 0.05, at_least=False)]
+
+
+def overlap(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
+    """Run the reference and the critic at once, and each alone."""
+    with tempfile.TemporaryDirectory() as folder, Side("overlap.py", folder) as side:
+        side.ask("call", rounds=2)
+        times = side.ask("call", rounds=rounds)
+    figures = [summed("rlcore", f"{way}, on pools of their own", runs) for way, runs in times.items()]
+    longer = max(statistics.median(times["ref"]), statistics.median(times["critic"]))
+    return figures, [Bar("both, of the longer", statistics.median(times["both"]) / longer, 1.15, at_least=False)]
+
+
+def quickstart(rounds: int = 3) -> tuple[list[Figure], list[Bar]]:
+    """Run steps of the quickstart now and before, in turn."""
+    times: dict[str, list[float]] = {"now": [], "before": []}
+    with tempfile.TemporaryDirectory() as place:
+        packages = {"now": None, "before": steps.install_before(Path(place))}
+        for number in range(rounds):
+            for name, package in packages.items():
+                times[name].append(steps.seconds_a_step(Path(place) / f"{name}-{number}", package))
+    sides = {"now": "rlcore", "before": f"rlcore {steps.BEFORE}"}
+    figures = [Figure(sides[name], "a step of the quickstart", "s", runs) for name, runs in times.items()]
+    ratio = statistics.median(times["now"]) / statistics.median(times["before"])
+    return figures, [Bar("a step of the quickstart, of the same before", ratio, 1.0, at_least=False)]
+
+
+def summed(side: str, name: str, runs: Sequence[float]) -> Figure:
+    """Return a figure of many short runs, of which nine stand for all: evenly spaced by size, the median among them."""
+    ordered = sorted(runs)
+    return Figure(side, name, "ms", [1000 * ordered[round(i * (len(ordered) - 1) / 8)] for i in range(9)])

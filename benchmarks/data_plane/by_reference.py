@@ -14,6 +14,7 @@ import torch
 
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import Form
+from rlcore.protocol.remote import RemoteColumn
 from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
 
 PRODUCERS = 4
@@ -48,13 +49,17 @@ class Producer(Worker):
 
 
 class Consumer(Worker):
-    def __init__(self) -> None:
-        self._passed = side.Bytes()
-        self._before = 0
+    @register(Dispatch.ONE_TO_ALL)
+    def forget(self) -> None:
+        side.forget_touches()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def touched(self) -> int:
+        return side.touched_bytes()
 
     @register(Dispatch.DP_COMPUTE_METRIC, reads=tuple(GIVES))
     def consume(self, batch: DataProto) -> tuple[float, int, int]:
-        """Return the sum of all values, the bytes that came into this process for it, and the bytes that it used."""
+        """Return the sum of all values, the bytes of the blocks that it fetched, and the bytes that it used."""
         summed, used = 0.0, 0
         for rows in batch.split(MICRO_BATCH, uneven=True):
             for name in GIVES:
@@ -62,9 +67,8 @@ class Consumer(Worker):
                 values = column.values if isinstance(column, Ragged) else column
                 summed += float(values.sum())
                 used += values.nbytes
-        came = self._passed.received - self._before
-        self._before = self._passed.received
-        return summed, came, used
+        columns = [column for column in batch.table.columns.values() if isinstance(column, RemoteColumn)]
+        return summed, sum(column.nbytes for column in columns), used
 
 
 def main(megabytes: float) -> None:
@@ -77,14 +81,18 @@ def main(megabytes: float) -> None:
 
     def move(count: int) -> dict[str, Any]:
         sums = consumers[count].consume(producers.produce())
-        summed, came, used = (sum(values) for values in zip(*sums, strict=True))
-        return {"sum": summed, "pulled": came, "used": used}
+        summed, pulled, used = zip(*sums, strict=True)
+        return {"sum": sum(summed), "pulled": max(came / needed for came, needed in zip(pulled, used, strict=True))}
 
     def answer(count: int, watch: bool) -> dict[str, Any]:
         if count not in consumers:
             pool = RayResourcePool([count])
             consumers[count] = RayWorkerGroup(pool, ClassWithInitArgs(Consumer), name=f"consumer-of-{count}")
-        return side.measured(lambda: move(count), passed, watch)
+        if not watch:
+            return side.measured(lambda: move(count), passed, watch=False)
+        consumers[count].forget()
+        answer = side.measured(lambda: move(count), passed, watch=True)
+        return answer | {"touched": max(consumers[count].touched()) * count / (megabytes * 2**20)}
 
     side.serve({"move": lambda consumers, watch=False: answer(consumers, watch)})
 

@@ -83,7 +83,7 @@ def main(layout: str, copying: str, megabytes: float) -> None:
         if copying == "default" or layout == "jagged":  # else each chunk, a view, is pickled with all of its storage
             chunks = [chunk.clone() for chunk in chunks]
         sums = ray.get([consumer.consume.remote(chunk) for consumer, chunk in zip(consumers, chunks, strict=False)])
-        return {"sum": sum(summed for summed, _ in sums), "pulled": sum(came for _, came in sums)}
+        return {"sum": sum(summed for summed, _ in sums), "pulled": sum(came for _, came in sums) / (megabytes * 2**20)}
 
     side.serve({"move": lambda consumers, watch=False: side.measured(lambda: move(consumers), passed, watch)})
 

@@ -71,7 +71,7 @@ def main(layout: str, pickling: str, megabytes: float) -> None:
 
     def move(count: int) -> dict[str, Any]:
         sums = consumers[count].consume(producers.produce())
-        return {"sum": sum(summed for summed, _ in sums), "pulled": sum(came for _, came in sums)}
+        return {"sum": sum(summed for summed, _ in sums), "pulled": sum(came for _, came in sums) / (megabytes * 2**20)}
 
     def answer(consumers_wanted: int, watch: bool) -> dict[str, Any]:
         if consumers_wanted not in consumers:
