@@ -19,16 +19,22 @@ from benchmarks.report import Bar, Figure, write
 HERE = Path(__file__).parent
 VERL = HERE.parents[1] / ".venv-verl" / "bin" / "python"
 MEGABYTES = 256
+ROUNDS = {2: 5, 3: 2}
+"""How often the batch is moved, to so many consumers."""
 PLAIN = ("plain jagged default", "plain jagged zero_copy")
 """The plain way in its two best forms; padded TensorDicts take three times as long."""
-PEERS = {"verl padded default": "verl_path.py", "verl padded numpy": "verl_path.py", **dict.fromkeys(PLAIN, "plain_ray.py")}
+PEERS = {
+    **dict.fromkeys(PLAIN, "plain_ray.py"),
+    **dict.fromkeys(("verl padded default", "verl padded numpy"), "verl_path.py"),
+}
 NOTES = """\
 One machine, every process with one thread. Moving a batch: 4 producers hold 3,840 rows of 256 MiB (ragged int64 tokens,
 eight ragged columns, three dense ones); from the call of the producers until the consumers have summed all their rows.
 `plain`: actors return TensorDicts, the controller joins them with TensorDict.cat, cuts them with chunk and passes the
 chunks to actors; jagged is without padding, zero_copy is RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1. `verl`: verl 0.9.1's
 worker groups, DataProto and DP_COMPUTE_PROTO, padded as its trainer pads, pickled by default or as `numpy`. The bar
-compares with the faster plain one. All sides run in turn, each with a Ray of its own, and agree on the sums."""
+compares with the faster plain one. rlcore and one peer at a time run in turn, each with a
+Ray of its own, and agree on the sums."""
 
 
 class Side:
@@ -36,26 +42,34 @@ class Side:
 
     def __init__(self, script: str, *arguments: str, python: Path | str = sys.executable) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(HERE)}
+        self._name = " ".join([script, *arguments])
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this object)
         self._process = subprocess.Popen(
             [str(python), str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._printed,
             text=True,
             env=env,
         )
-        self._name = " ".join([script, *arguments])
+        self._read("to start")  # one after the other, as starting takes all cores
 
     def ask(self, do: str, **values: Any) -> Any:
         """Return the answer to a request."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
         self._process.stdin.flush()
+        return json.loads(self._read(do))
+
+    def _read(self, what: str) -> str:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._name} ended with {self._process.wait()} instead of answering {do}")
-        return json.loads(line)
+            status = self._process.wait()
+            self._printed.seek(0)
+            printed = self._printed.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"{self._name} was asked {what}, and ended with {status}:\n{printed}")
+        return line
 
     def __enter__(self) -> Side:
         return self
@@ -81,38 +95,32 @@ def main() -> bool:
     return write("data_plane", "make bench B=data_plane", figures, bars, NOTES)
 
 
-def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = {2: 7, 3: 3}) -> tuple[list[Figure], list[Bar]]:
+def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = ROUNDS) -> tuple[list[Figure], list[Bar]]:
     """Move the batch from 4 producers to each number of consumers, so often, by every side in turn."""
     size = megabytes * 2**20
-    sides = {"rlcore": Side("by_reference.py", str(megabytes))}
-    for name, script in PEERS.items():
-        python = VERL if script == "verl_path.py" else sys.executable
-        sides[name] = Side(script, *name.split()[1:], str(megabytes), python=python)
-    seconds: dict[tuple[str, int], list[float]] = {(name, count): [] for count in rounds for name in sides}
-    figures, bars = [], []
-    try:
-        for count, times in rounds.items():
-            for number in range(times + 1):  # the first starts the consumers
-                answers = {name: side.ask("move", consumers=count) for name, side in sides.items()}
-                if len({round(answer["sum"]) for answer in answers.values()}) > 1:
-                    raise RuntimeError(f"the sides disagree on what was moved: {answers}")
-                for name, answer in answers.items() if number else ():
-                    seconds[name, count].append(answer["seconds"])
+    seconds: dict[tuple[str, int], list[float]] = {}
+    others: dict[str, Any] = {}
+    with Side("by_reference.py", str(megabytes)) as ours:
+        for name, script in PEERS.items():  # one peer at a time: their processes idle, but they take memory
+            python = VERL if script == "verl_path.py" else sys.executable
+            with Side(script, *name.split()[1:], str(megabytes), python=python) as peer:
+                alternate({"rlcore": ours, name: peer}, rounds, seconds)
+                others[name] = peer.ask("move", consumers=2, watch=True)
         watched = {}
         for count in (2, 3, 5):
-            sides["rlcore"].ask("move", consumers=count)
-            watched[count] = sides["rlcore"].ask("move", consumers=count, watch=True)
-        others = {name: side.ask("move", consumers=2, watch=True) for name, side in sides.items() if name != "rlcore"}
-    finally:
-        for side in sides.values():
-            side.__exit__(None, None, None)
+            ours.ask("move", consumers=count)
+            watched[count] = ours.ask("move", consumers=count, watch=True)
+    figures, bars = [], []
     for (name, count), runs in seconds.items():
         figures.append(Figure(name, f"4 producers to {count} consumers", "s", runs))
-    ours, plain = (min(statistics.median(seconds[name, 2]) for name in names) for names in (["rlcore"], PLAIN))
-    bars.append(Bar("256 MiB, 4 to 2: times faster than the better plain one", plain / ours, 5.0, at_least=True))
+    plain = min(statistics.median(seconds[name, 2]) for name in PLAIN)
+    times = plain / statistics.median(seconds["rlcore", 2])
+    bars.append(Bar("256 MiB, 4 to 2: times faster than the better plain one", times, 5.0, at_least=True))
     for name, answer in {"rlcore": watched[2], **others}.items():
         figures.append(Figure(name, "through the controller", "share of the payload", [answer["passed"] / size]))
-        figures.append(Figure(name, "private memory of the controller", "share of the payload", [answer["grown"] / size]))
+        figures.append(
+            Figure(name, "private memory of the controller", "share of the payload", [answer["grown"] / size])
+        )
     bars.append(Bar("share that passes through the controller", watched[2]["passed"] / size, 0.01, at_least=False))
     bars.append(Bar("growth of the controller's memory", watched[2]["grown"] / size, 0.05, at_least=False))
     for count, answer in watched.items():
@@ -120,6 +128,19 @@ def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = {2: 7, 3: 3
         bars.append(Bar(f"{name} (blocks)", answer["pulled"], 1.1, at_least=False))
         bars.append(Bar(f"{name} (pages touched)", answer["touched"], 1.1, at_least=False))
     return figures, bars
+
+
+def alternate(
+    sides: Mapping[str, Side], rounds: Mapping[int, int], seconds: dict[tuple[str, int], list[float]]
+) -> None:
+    """Move the batch by each side in turn, and add the seconds of each to those of its name and number of consumers."""
+    for count, times in rounds.items():
+        for number in range(times + 1):  # the first starts the consumers
+            answers = {name: side.ask("move", consumers=count) for name, side in sides.items()}
+            if len({round(answer["sum"]) for answer in answers.values()}) > 1:
+                raise RuntimeError(f"the sides disagree on what was moved: {answers}")
+            for name, answer in answers.items() if number else ():
+                seconds.setdefault((name, count), []).append(answer["seconds"])
 
 
 def small_calls(rounds: int = 60) -> tuple[list[Figure], list[Bar]]:

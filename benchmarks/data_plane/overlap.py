@@ -30,7 +30,9 @@ def rows() -> DataProto:
     random = np.random.default_rng(0)
     lengths = torch.full((ROWS,), TOKENS)
     tokens = [torch.from_numpy(random.integers(2, 20, ROWS * TOKENS)) for _ in range(2)]
-    return DataProto.from_dict({n: Ragged.from_lengths(t, lengths) for n, t in zip(("prompts", "responses"), tokens)})
+    return DataProto.from_dict(
+        {n: Ragged.from_lengths(t, lengths) for n, t in zip(("prompts", "responses"), tokens, strict=True)}
+    )
 
 
 def main(folder: str) -> None:

@@ -17,7 +17,8 @@ Column = tuple[np.ndarray, np.ndarray | None]
 def rows_of(producer: int, producers: int, megabytes: float) -> dict[str, Column]:
     """Return a producer's share of the rows: ragged int64 tokens, ragged fp32 numbers a token, and dense columns.
 
-    All shares together are `megabytes` MiB of values. Responses have a long tail, as sampled ones do: a third of the longest on average.
+    All shares together are `megabytes` MiB of values. Responses have a
+    long tail, as sampled ones do.
     """
     random = np.random.default_rng(0)
     prompts = random.integers(16, 257, ROWS)

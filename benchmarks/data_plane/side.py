@@ -26,7 +26,8 @@ SAMPLE_SECONDS = 0.002
 
 def start_ray(**environment: str) -> None:
     """Start a Ray of this side's own, whose workers use one thread each."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", **environment}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+    os.environ |= {"RAY_memory_monitor_refresh_ms": "0", **environment}
     ray.init(
         address="local",
         num_cpus=LOGICAL_CPUS,
@@ -38,9 +39,10 @@ def start_ray(**environment: str) -> None:
 
 
 def serve(requests: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer requests until stdin ends. What else is printed goes to stderr."""
+    """Say that this side is ready, and answer requests until stdin ends. What else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(requests[request.pop("do")](**request)) + "\n")

@@ -33,7 +33,7 @@ class Echo(Worker):
     def echo(self, batch: DataProto) -> DataProto:
         """Return every column, plus one."""
         out = DataProto()
-        for name in batch.keys():
+        for name in list(batch.keys()):
             value = batch.view(name)
             out[name] = value.map(lambda v: v + 1) if isinstance(value, Ragged) else value + 1
         return out
@@ -86,7 +86,7 @@ def main() -> None:
 
     def by_rlcore() -> dict[str, Any]:
         out = group.echo(batch)
-        return {name: out.view(name) for name in out.keys()}
+        return {name: out.view(name) for name in list(out.keys())}
 
     def plainly() -> Arrays:
         parts = cut(columns, WORKERS)

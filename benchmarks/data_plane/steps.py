@@ -16,7 +16,7 @@ STEPS, WARM_UP = 14, 4
 
 
 def install_before(folder: Path) -> Path:
-    """Put the package of that commit into a folder and return it; a process that has it first on its path imports it."""
+    """Put the package of that commit into a folder, for the path of a process, and return it."""
     tree, target = folder / "tree", folder / "package"
     tree.mkdir()
     archive = subprocess.run(["git", "archive", BEFORE], cwd=REPOSITORY, check=True, capture_output=True).stdout
