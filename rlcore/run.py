@@ -158,6 +158,8 @@ class Run:
 
     def close_step(self) -> EndedStep:
         """Hand over what the step logged, scored and left under way, and wait for none of it. For the trainer."""
+        for role in self.roles.values():
+            role.end_step(self.step)
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,21 @@ class Trace:
         if not self._named:
             self._named.add(CONTROLLER)
             yield _name(CONTROLLER, "controller")
-        yield _event(CONTROLLER, 0, f"step {step}", "step", start, end)
+        yield _event(CONTROLLER, step % 2, f"step {step}", "step", start, end)  # events of one line may not overlap
         for span in (span for span in spans if span.method not in BESIDE):
-            if span.pid not in self._named:
-                self._named.add(span.pid)
-                yield _name(span.pid, f"{span.role} rank {span.rank} on {span.host}")
+            process = zlib.crc32(f"{span.host}:{span.pid}".encode())  # pids alone may be those of several nodes
+            if process not in self._named:
+                self._named.add(process)
+                yield _name(process, f"{span.role} rank {span.rank} ({span.pid} on {span.host})")
             if span.began - span.arrived > 1e-4:
-                yield _event(span.pid, span.rank, "waits for input", "wait", span.arrived, span.began)
-            yield _event(span.pid, span.rank, f"{span.role}.{span.method}", span.role, span.began, span.ended)
+                yield _event(process, span.rank, "waits for input", "wait", span.arrived, span.began)
+            yield _event(process, span.rank, f"{span.role}.{span.method}", span.role, span.began, span.ended)
 
 
-def _event(pid: int, rank: int, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+def _event(process: int, line: int, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
     times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
-    return {"name": name, "cat": kind, "ph": "X", "pid": pid, "tid": rank, **times}
+    return {"name": name, "cat": kind, "ph": "X", "pid": process, "tid": line, **times}
 
 
-def _name(pid: int, name: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+def _name(process: int, name: str) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}

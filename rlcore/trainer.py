@@ -181,8 +181,6 @@ class Trainer:
         self.run_.begin_step(step)
         prompts = self.loader.next_batch()
         returned = self.algorithm.step(self.run_, prompts)
-        for role in self.run_.roles.values():
-            role.end_step(step)
         data = {f"data/{name}": float(count) for name, count in self.loader.counts.items()}
         return _OpenStep(
             step, started, began, returned, self.run_.close_step(), self._seconds(), self.run_.spans(), data

@@ -330,6 +330,7 @@ def start_roles(
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     if sampled is not None:
         setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
+        setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
     classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
     sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
     started = executor.worker_groups(

@@ -44,6 +44,10 @@ class Block(ABC):
         """Return the block of the rows from `start` to `end` of one that is mapped."""
         return self
 
+    def same_as(self, other: Block) -> bool:
+        """Whether the other is known to be the same rows."""
+        return self is other
+
     @abstractmethod
     def column(self) -> Column:
         """Return the rows, here; of a promise, once it is kept, a column of what it became.
@@ -125,28 +129,28 @@ class Layout:
 
         They are numbered anew, in their order. Without any row the first is kept.
         """
-        if self._taken is None or not _same_rows(self._taken[0], rows):
+        known = self._taken
+        if known is None or not _same_rows(known[0], rows):
             owner = self.owner[rows]
             used = torch.zeros(blocks, dtype=torch.bool)
             used[owner] = True
             kept = used.nonzero().flatten().tolist() or [0]
             if len(kept) < blocks:
                 owner = (used.cumsum(0) - 1)[owner]
-            self._taken = rows, (Layout(owner, self.rows[rows]), _picker(kept, blocks))
-        return self._taken[1]
+            self._taken = known = rows, (Layout(owner, self.rows[rows]), _picker(kept, blocks))
+        return known[1]
 
     def spans(self, blocks: int) -> tuple[Layout, list[tuple[int, int]]]:
         """Return from where to where rows of each block are used, and the layout of blocks that begin and end there."""
-        if self._spans is None:
-            if blocks == 1:
-                first, last = self.rows.min()[None], self.rows.max()[None]
-            else:
-                first, last = self.rows.new_full((blocks,), 2**62), self.rows.new_zeros(blocks)
-                first.scatter_reduce_(0, self.owner, self.rows, "amin")
-                last.scatter_reduce_(0, self.owner, self.rows, "amax")
+        known = self._spans
+        if known is None:
+            first, last = self.rows.new_full((blocks,), 2**62), self.rows.new_full((blocks,), -1)
+            first.scatter_reduce_(0, self.owner, self.rows, "amin")
+            last.scatter_reduce_(0, self.owner, self.rows, "amax")
+            first[last < 0] = 0  # no row of that block is used
             moved = self if not first.any() else Layout(self.owner, self.rows - first[self.owner])
-            self._spans = moved, list(zip(first.tolist(), (last + 1).tolist(), strict=True))
-        return self._spans
+            self._spans = known = moved, list(zip(first.tolist(), (last + 1).tolist(), strict=True))
+        return known
 
     @staticmethod
     def cat(layouts: Sequence[Layout], blocks: Sequence[int]) -> Layout:
@@ -204,13 +208,16 @@ class RemoteColumn(Column):
     def wait(self) -> None:
         """Wait until every block is made, and raise what kept one from it. Brings no contents here."""
         promised = [block for block in self.blocks if block.is_promise]
-        if not promised:
-            return
-        promised[0].load(promised[1:])
+        if promised:
+            promised[0].load(promised[1:])
+            self._settle()
+
+    def _settle(self) -> None:
+        """Put in the place of promises that are kept what became of them."""
         columns: list[Column] = []
         for number, block in enumerate(self.blocks):
             rows = self.layout.rows[self.layout.owner == number]
-            if block.is_promise:
+            if block.is_promise and block.is_here:
                 columns.append(block.column().take(_run(rows)))
             else:
                 columns.append(RemoteColumn(self._form, [block], Layout(torch.zeros_like(rows), rows)))
@@ -265,7 +272,8 @@ class RemoteColumn(Column):
         return self is other or (
             isinstance(other, RemoteColumn)
             and len(self) == len(other)
-            and [id(block) for block in self.blocks] == [id(block) for block in other.blocks]
+            and len(self.blocks) == len(other.blocks)
+            and all(block.same_as(theirs) for block, theirs in zip(self.blocks, other.blocks, strict=True))
             and torch.equal(self.layout.owner, other.layout.owner)
             and torch.equal(self.layout.rows, other.layout.rows)
         )
@@ -287,7 +295,8 @@ class RemoteColumn(Column):
         return (taken.here() if isinstance(taken, RemoteColumn) else taken).row(0)
 
     def take(self, rows: Rows) -> Column:
-        if self._local is not None:
+        # What was only read here still travels by reference.
+        if self._local is not None and all(isinstance(block, HeldBlock) for block in self.blocks):
             return self._local.take(rows)
         if isinstance(rows, slice) and rows == slice(0, len(self)):
             return self
@@ -307,8 +316,8 @@ class RemoteColumn(Column):
         return self.here().deepcopy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if all(block.is_here for block in self.blocks if block.is_promise):
-            self.wait()  # what is small came with the reply, and now travels on without a reference
+        if any(block.is_promise and block.is_here for block in self.blocks):
+            self._settle()  # what is small came with the reply, and now travels on without a reference
         self._narrow()
         blocks, layout = list(self.blocks), self.layout
         held = [number for number, block in enumerate(blocks) if isinstance(block, HeldBlock)]

@@ -89,7 +89,7 @@ class Judge:
         return [] if self._group is None else self._group.outstanding()
 
     def end_step(self) -> Callable[[], dict[str, float]]:
-        """Return what waits for the step's questions and gives its metrics, and warns where the judge decided nothing."""
+        """Return what waits for the step's questions and gives its metrics; it warns where no pair was decided."""
         compared, self._compared = self._compared, []
         return partial(self._metrics, compared)
 

@@ -20,14 +20,18 @@ from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call, Execute, Mesh, calls_of, join_rows
 from rlcore.workers.worker import Registration, Worker, registered_methods, registration_of
 
+MOST_OUTSTANDING = 64
+"""Calls that nobody has waited for, from which on a group looks which of them have ended well."""
+
 
 class Pending(ABC):
-    """One method call under way on some ranks."""
+    """One method call under way on some ranks. `was_read`: somebody has seen its results or its failure."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._outputs: list[Any] | None = None
         self._error: Exception | None = None
+        self.was_read = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -37,22 +41,27 @@ class Pending(ABC):
     def wait(self) -> list[Any]:
         """Return every rank's result (None for one that was not called), or raise the first failure of any rank."""
 
-    def get(self) -> list[Any]:
-        """Wait, and return or raise the same at every call."""
+    def settle(self) -> None:
+        """Wait, and keep the results or the failure for whoever asks."""
         with self._lock:
-            if not self.was_read:
+            if not self.is_settled:
                 try:
                     self._outputs = self.wait()
                 except Exception as error:
                     self._error = error
-            if self._error is not None:
-                raise self._error.with_traceback(None)
-            assert self._outputs is not None
-            return self._outputs
+
+    def get(self) -> list[Any]:
+        """Wait, and return or raise the same at every call."""
+        self.settle()
+        self.was_read = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        assert self._outputs is not None
+        return self._outputs
 
     @property
-    def was_read(self) -> bool:
-        """Whether somebody has waited, and so seen the results or the failure."""
+    def is_settled(self) -> bool:
+        """Whether the results or the failure are here."""
         return self._outputs is not None or self._error is not None
 
     @property
@@ -108,6 +117,12 @@ class Future:
     def done(self) -> bool:
         """Whether `get` would return or raise at once."""
         return self.was_read or self._pending.done()
+
+    def has_succeeded(self) -> bool:
+        """Whether the workers have finished, without a failure. Never waits for them."""
+        if self._pending.done():
+            self._pending.settle()
+        return self._pending.succeeded
 
     def get(self) -> Any:
         """Wait and return the collected result, or raise the first error of a worker; the same at every call."""
@@ -199,7 +214,9 @@ class WorkerGroup(Home):
             return self._claimed(result) if isinstance(result, DataProto) else result
 
         future = Future(pending, collected)
-        self._outstanding = [earlier for earlier in self._outstanding if not earlier.was_read] + [future]
+        self._outstanding = [*(earlier for earlier in self._outstanding if not earlier.was_read), future]
+        if len(self._outstanding) > MOST_OUTSTANDING:  # a program that never drains need not hold all that it made
+            self._outstanding = [earlier for earlier in self._outstanding if not earlier.has_succeeded()]
         return future
 
     def _claimed(self, batch: DataProto) -> DataProto:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlcore.workers.executor import Executor
 from rlcore.workers.failure import with_worker
 from rlcore.workers.group import Pending, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
-from rlcore.workers.spans import Span
+from rlcore.workers.spans import MOST_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
@@ -43,7 +44,7 @@ class InProcess(Processes):
 
     def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
         self.world_size = world_size
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
         by_rank: list[dict[str, Worker]] = [{} for _ in range(world_size)]
         for role, made in classes.items():
@@ -79,7 +80,8 @@ class InProcess(Processes):
 
     def spans(self) -> Finished:
         """See Processes."""
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         return Finished([spans], None)
 
     def shutdown(self) -> None:

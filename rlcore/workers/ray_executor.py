@@ -140,11 +140,11 @@ class RayExecutor(Executor):
         """Return the variables that workers of a running cluster, which this process did not start, would not have."""
         if self._cluster.address is None:
             return {}
-        secret = ("TOKEN", "KEY", "SECRET")  # Ray shows a worker's environment to whoever asks
+        secret = {"TOKEN", "KEY", "SECRET"}  # Ray shows a worker's environment to whoever asks
         return {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(SENT_VARIABLES) and not any(word in name for word in secret)
+            if name.startswith(SENT_VARIABLES) and not secret & set(name.split("_"))
         }
 
     def shutdown(self) -> None:

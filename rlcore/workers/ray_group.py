@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,6 @@ from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Layout, RemoteColumn
 from rlcore.protocol.table import Table
 from rlcore.workers.contract import Promised
@@ -59,26 +59,63 @@ class RayPending(Pending):
         self._method = method
         self._refs = dict(refs)
         self._by_reference = by_reference
+        self._promises: list[tuple[int, weakref.ref[Promise]]] = []
+        self._fine: set[Any] = set()
 
     def done(self) -> bool:
         """Whether every rank has finished."""
-        return not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
+        return (
+            self.is_settled
+            or not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
+        )
 
     def promised(self, rank: int, promised: Promised) -> DataProto:
         """Return what a rank will return, by reference."""
         by_rank = {rank: ref for ref, rank in self._refs.items()}
         reply = Reply(by_rank[rank], f"{self._role} rank {rank}, in {self._method}(),", self, rank)
         layout = Layout.of_block(promised.rows)
-        columns: dict[str, Column] = {
-            name: RemoteColumn(form, [Promise(reply, name)], layout) for name, form in promised.columns.items()
-        }
-        return DataProto._of(Table(columns))
+        table = Table()
+        for name, form in promised.columns.items():
+            promise = Promise(reply, name)
+            self._promises.append((rank, weakref.ref(promise)))
+            table.columns[name] = RemoteColumn(form, [promise], layout)
+        return DataProto._of(table)
 
     def wait(self) -> list[Any]:
         """Return the results by rank, or raise the first failure, even if other ranks never finish.
 
+        Of a call whose result was promised each promise gets its column, and nothing else of it is held here.
+        """
+        outputs = self._outputs_of_ranks()
+        if self._promises:
+            for rank, known in self._promises:
+                if (promise := known()) is not None:
+                    promise.keep(outputs[rank])
+            self._promises.clear()
+            self._refs.clear()
+            return [None] * len(outputs)
+        return outputs
+
+    def has_failed(self) -> bool:
+        """Whether a rank has raised already; waits for nothing."""
+        if self.is_settled:
+            return False
+        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
+        for ref in ready:
+            if ref not in self._fine:
+                try:
+                    self._values([ref])
+                except Exception:  # raised by whoever waits for this call
+                    return True
+                self._fine.add(ref)
+        return False
+
+    def _outputs_of_ranks(self) -> list[Any]:
+        """Return the results by rank, or raise the first failure.
+
         Processes that this call does not wait for are pinged, as it may hang because one of them died: a rank of its
-        own group, or of another that is to make its inputs or has the turn before it.
+        own group, or of another that is to make its inputs or has the turn before it. Or because an earlier call, which
+        nobody waits for yet, failed on one rank and holds up the others.
         """
         processes = self._processes
         outputs: list[Any] = [None] * processes.world_size
@@ -87,6 +124,10 @@ class RayPending(Pending):
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
             if not ready:
                 processes.check()
+                for others in {processes, *_STARTED}:
+                    for earlier in others.under_way():
+                        if earlier is not self and earlier.has_failed():
+                            earlier.get()
                 asked = {*pings.values(), *((processes, rank) for rank in waiting.values())}
                 for others in {processes, *_STARTED}:
                     fresh = others.ping(rank for asker, rank in asked if asker is others)
@@ -161,6 +202,7 @@ class RayProcesses(Processes):
         self._infos: list[HostInfo] = []
         self.hosts: list[Any] = []
         self._runs: list[Any] = []
+        self._under_way: list[weakref.ref[RayPending]] = []
         self._env = {**(env or {}), **_env(pool)}
         try:
             self._create(log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
@@ -251,19 +293,30 @@ class RayProcesses(Processes):
             for rank, call in enumerate(_put_shared(calls)):
                 if call is not None:
                     expected = promised[rank] if promised is not None else None
-                    before = self._pool.take(self, rank)
+                    before = self._pool.before(self, rank)
                     after = before[0].ping_one(before[1]) if before is not None else []
                     run = self._runs[rank]
                     refs_sent[run.remote(role, method, expected, after, *call[0], **call[1])] = rank
+                    self._pool.take(self, rank)
         except Exception as error:  # whatever pickling the arguments raises
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
             raise failure from error
-        return RayPending(self, role, method, refs_sent)
+        pending = RayPending(self, role, method, refs_sent)
+        self._under_way = [*self._still_under_way(), weakref.ref(pending)]
+        return pending
+
+    def under_way(self) -> list[RayPending]:
+        """Return the calls whose results nobody has waited for yet, in order."""
+        return [pending for known in self._under_way if (pending := known()) is not None and not pending.is_settled]
+
+    def _still_under_way(self) -> list[weakref.ref[RayPending]]:
+        return [weakref.ref(pending) for pending in self.under_way()]
 
     def ping(self, but: Iterable[int]) -> dict[Any, int]:
         """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
-        return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in set(but)}
+        skipped = set(but)
+        return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in skipped}
 
     def spans(self) -> RayPending:
         """See Processes."""
@@ -348,6 +401,8 @@ class RayProcesses(Processes):
         """Kill the processes."""
         for host in self.hosts:
             ray.kill(host)
+        if self.hosts:
+            self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")

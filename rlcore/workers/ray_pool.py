@@ -60,11 +60,18 @@ class Reservation:
             )
         self._with_gpu[place] += 1
 
-    def take(self, place: int, user: Any, rank: int) -> tuple[Any, int] | None:
-        """Give a place to processes, and return those that it is taken from, with their rank there."""
+    def remove_gpu_user(self, place: int) -> None:
+        """Count one process with a GPU less."""
+        self._with_gpu[place] -= 1
+
+    def before(self, place: int, user: Any) -> tuple[Any, int] | None:
+        """Return the other processes that used a place last, with their rank there."""
         before = self._last.get(place)
-        self._last[place] = user, rank
         return None if before is None or before[0] is user else before
+
+    def take(self, place: int, user: Any, rank: int) -> None:
+        """Note who uses a place now."""
+        self._last[place] = user, rank
 
     def release(self) -> None:
         """Give the places back. Does nothing the second time."""
@@ -143,9 +150,19 @@ class RayResourcePool(ResourcePool):
             for place in places
         ]
 
-    def take(self, user: Any, rank: int) -> tuple[Any, int] | None:
-        """Give a rank's place to processes, and return those whose calls there come first, with their rank."""
-        return self._reservation.take(self._first + rank, user, rank) if self._takes_turns else None
+    def before(self, user: Any, rank: int) -> tuple[Any, int] | None:
+        """Return the other processes whose calls come first at a rank's place, with their rank there."""
+        return self._reservation.before(self._first + rank, user) if self._takes_turns else None
+
+    def take(self, user: Any, rank: int) -> None:
+        """Note that these processes have the last call at a rank's place."""
+        self._reservation.take(self._first + rank, user, rank)
+
+    def leave(self) -> None:
+        """Note that the processes which got `actor_options` are gone."""
+        if self.gpus_per_worker > 0:
+            for place in range(self._first, self._first + self.world_size):
+                self._reservation.remove_gpu_user(place)
 
     def on_cpu(self) -> Self:
         """Return a pool of the same places for processes that use no GPU, and so take no turns with the others."""

@@ -65,6 +65,10 @@ class Reply:
         Reply.load([self])
         return self._value
 
+    def forget(self) -> None:
+        """Let go of the reference to all that the call returned; those who need a part of it have theirs."""
+        self._ref = None
+
     @staticmethod
     def load(replies: Sequence[Reply]) -> None:
         """Wait for several results together."""
@@ -116,11 +120,17 @@ class Promise(Block):
 
     def __init__(self, reply: Reply, name: str) -> None:
         self._reply, self._name = reply, name
+        self._column: Column | None = None
+
+    def keep(self, result: DataProto) -> None:
+        """Take the column out of the call's result, so that the rest of it need not stay for this one's sake."""
+        self._column = result.table.column(self._name)
+        self._reply.forget()
 
     @property
     def is_here(self) -> bool:
         """Whether the call's reply has been received."""
-        return self._reply.is_here
+        return self._column is not None or self._reply.is_here
 
     @property
     def is_made(self) -> bool:
@@ -133,7 +143,11 @@ class Promise(Block):
 
     def column(self) -> Column:
         """Return the column of the reply."""
-        column = self._reply.get().table.column(self._name)
+        if self._column is None:
+            result = self._reply.get()
+            if self._column is None:
+                self.keep(result)
+        column = self._column
         if isinstance(column, RemoteColumn) and self.count_in is not None:
             for block in column.blocks:
                 block.count_in = self.count_in
@@ -186,7 +200,13 @@ class RayBlock(Block):
             return self
         first, rows = self._rows.start, self._rows.stop - self._rows.start
         nbytes = self.nbytes * (end - start) // max(1, rows)
-        return RayBlock(self.kept, nbytes, slice(first + start, first + end))
+        part = RayBlock(self.kept, nbytes, slice(first + start, first + end))
+        part.count_in = self.count_in
+        return part
+
+    def same_as(self, other: Block) -> bool:
+        """Whether the other is known to be the same rows of the same object."""
+        return isinstance(other, RayBlock) and self.kept is other.kept and self._rows == other._rows
 
     def load(self, others: Sequence[Block]) -> None:
         """Fetch the rows of all together; WorkerError when any are gone."""
@@ -200,10 +220,11 @@ class RayBlock(Block):
                 f"column {self.kept.name!r} ({sum(block.nbytes for block in blocks)} bytes in {len(away)} objects) is "
                 f"lost: {type(error).__name__}: {error}. The node that held it has ended, or its object store lost it."
             ) from error
+        fetched = {id(kept) for kept in away}
         for block in blocks:
             assert block.kept.column is not None
             block._column = block.kept.column if block._rows is None else block.kept.column.take(block._rows)
-            if block.count_in is not None:
+            if block.count_in is not None and id(block.kept) in fetched:
                 block.count_in[block.kept.name] += block.nbytes
 
     def column(self) -> Column:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlcore.errors import WorkerError
 from rlcore.workers.contract import Promised
 from rlcore.workers.failure import with_worker
 from rlcore.workers.ray_store import await_inputs, kept_here
-from rlcore.workers.spans import Span
+from rlcore.workers.spans import MOST_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
@@ -61,7 +62,7 @@ class WorkerHost:
         self._address: str = ray.util.get_node_ip_address()
         self._held = _hold_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
 
     def describe(self) -> HostInfo:
         """Return where this process runs. Raises WorkerError when the node lacks a distribution that the run needs."""
@@ -132,7 +133,8 @@ class WorkerHost:
 
     def spans(self) -> list[Span]:
         """Return what ran since the last call of this."""
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         return spans
 
     def ping(self) -> None:

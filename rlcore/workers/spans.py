@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_SPANS = 10_000
+"""Newest spans that a process keeps until it is asked for them."""
+
 
 @dataclass(frozen=True)
 class Span:
-    """One call on one rank: it arrived, waited for its inputs, began and ended (seconds since the epoch)."""
+    """One call on one rank, in seconds since the epoch: when it was its turn, when its inputs were there, its end."""
 
     role: str
     method: str

@@ -46,14 +46,13 @@ def test_the_trace_can_be_read_and_goes_on_after_a_resume(tmp_path):
     text = path.read_text()
     assert text.startswith("[\n")
     events = json.loads(text.rstrip().rstrip(",") + "]")
-    shown = [(e["pid"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
-    assert shown[:5] == [
-        (0, "step 1", 100.0, 10.0),
-        (1, "actor.generate", 101.0, 2.0),
-        (2, "actor.generate", 101.5, 2.5),
-        (3, "waits for input", 101.0, 2.5),
-        (3, "ref.log_probs", 103.5, 1.5),
-    ]
-    assert ["step 2", "critic.values", "actor.start"] == [name for _, name, _, _ in shown[5:]]
     named = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert named[0] == "controller"
+    shown = [(named[e["pid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    assert shown[:5] == [
+        ("controller", "step 1", 100.0, 10.0),
+        ("actor rank 0 (1 on host)", "actor.generate", 101.0, 2.0),
+        ("actor rank 1 (2 on host)", "actor.generate", 101.5, 2.5),
+        ("ref rank 0 (3 on host)", "waits for input", 101.0, 2.5),
+        ("ref rank 0 (3 on host)", "ref.log_probs", 103.5, 1.5),
+    ]
+    assert [name for _, name, _, _ in shown[5:]] == ["step 2", "critic.values", "actor.start"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import ray
@@ -35,6 +36,13 @@ class Maker(Worker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=WIDE)
     def wide(self, batch):
         return DataProto.from_single_dict({"wide": batch.view("number")[:, None].float().expand(-1, 1000)})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=NUMBER)
+    def half_fails(self, batch):
+        """Raise on rank 0, while rank 1 waits for it, as in a collective."""
+        if self.rank == 0:
+            raise ValueError("half")
+        time.sleep(100.0)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=NUMBER)
     def wrong(self, batch, how):
@@ -165,6 +173,48 @@ def test_a_worker_that_dies_while_others_wait_for_its_columns(ray_cluster):
         with pytest.raises(WorkerError, match=r"maker rank 0 of 1 on .* died during wrong\(\)"):
             maker.drain()
         assert time.monotonic() - start < 30
+
+
+@pytest.mark.ray
+def test_a_failure_on_one_rank_is_told_to_who_waits_for_a_later_call(ray_cluster):
+    with make_executor(ClusterConfig(workers=2), log_dir=None, by_value_modules=[]) as executor:
+        maker = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Maker), name="maker")
+        start = time.monotonic()
+        first = maker.half_fails(numbers(4))
+        later = maker.slow(numbers(4), 0.0)
+        with pytest.raises(WorkerError, match=r"maker rank 0 of 2 on .*, in half_fails\(\): ValueError: half"):
+            later["text"]
+        with pytest.raises(WorkerError, match="ValueError: half"):
+            first["number"]
+        assert time.monotonic() - start < 30
+
+
+@pytest.mark.ray
+def test_what_was_read_here_still_travels_by_reference_and_no_rows_are_no_trouble(groups):
+    maker, reader = groups
+    wide = maker.wide(numbers(600))
+    assert wide["wide"].shape == (600, 1000)
+    assert maker.fetched["wide"] == 600 * 4000
+    chosen = DataProto.concat([wide[:0], wide[10:20], wide[:0], wide[5:6]])
+    assert all(block.nbytes >= 0 for block in chosen.table.column("wide").blocks)
+    assert sum(used for _, used in reader.pulled(chosen).get()) == 11 * 4000
+    assert chosen["wide"][:, 0].tolist() == [*range(10, 20), 5]
+    assert maker.fetched["wide"] == 600 * 4000, "fetched once"
+
+
+@pytest.mark.ray
+def test_one_column_does_not_keep_the_others(groups):
+    maker, _ = groups
+    kept = maker.slow(numbers(9), 0.0)
+    text = kept.select([], ["text"])
+    late = kept.table.column("late")
+    late.wait()
+    known = [weakref.ref(block.kept) for block in late.blocks]
+    maker.drain()
+    del kept, late
+    gc.collect()
+    assert [ref() for ref in known] == [None] * len(known)
+    assert text["text"].tolist() == [f"n{n}" for n in range(9)]
 
 
 def private_bytes():
