@@ -52,7 +52,8 @@ class Side:
             text=True,
             env=env,
         )
-        self._read("to start")  # one after the other, as starting takes all cores
+        while self._read("to start") != "ready\n":  # Ray may print something first
+            continue
 
     def ask(self, do: str, **values: Any) -> Any:
         """Return the answer to a request."""

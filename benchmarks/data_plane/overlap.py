@@ -22,7 +22,7 @@ from rlcore.workers import make_executor
 
 ROLES = {"ref": Role(), "critic": Role(kind="critic", trains=True)}
 POOLS = "cluster.pools={main: [ref, reward], side: [critic]}"
-ROWS, TOKENS = 512, 64
+ROWS, TOKENS = 192, 48
 
 
 def rows() -> DataProto:
