@@ -101,6 +101,10 @@ Kept = Callable[[tuple[Block, ...]], tuple[Block, ...]]
 """Picks from a column's blocks those that its selected rows are in."""
 
 
+KNOWN_SELECTIONS = 64
+"""Most selections of a layout's rows that it remembers, for the other columns that share it."""
+
+
 class Layout:
     """Which rows of which blocks: row i is row `rows[i]` of block number `owner[i]`; int64 [rows] each, never changed.
 
@@ -111,7 +115,7 @@ class Layout:
 
     def __init__(self, owner: Tensor, rows: Tensor) -> None:
         self.owner, self.rows = owner, rows
-        self._taken: tuple[Rows, tuple[Layout, Kept]] | None = None
+        self._taken: dict[object, tuple[Rows, tuple[Layout, Kept]]] = {}
         self._spans: tuple[Layout, list[tuple[int, int]]] | None = None
         self._joined: tuple[tuple[Layout, ...], tuple[int, ...], Layout] | None = None
 
@@ -129,15 +133,19 @@ class Layout:
 
         They are numbered anew, in their order. Without any row the first is kept.
         """
-        known = self._taken
-        if known is None or not _same_rows(known[0], rows):
+        key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
+        known = self._taken.get(key)
+        if known is None:
             owner = self.owner[rows]
             used = torch.zeros(blocks, dtype=torch.bool)
             used[owner] = True
             kept = used.nonzero().flatten().tolist() or [0]
             if len(kept) < blocks:
                 owner = (used.cumsum(0) - 1)[owner]
-            self._taken = known = rows, (Layout(owner, self.rows[rows]), _picker(kept, blocks))
+            if len(self._taken) >= KNOWN_SELECTIONS:
+                self._taken.clear()
+            # The rows are kept with it, so that their id stays theirs.
+            self._taken[key] = known = rows, (Layout(owner, self.rows[rows]), _picker(kept, blocks))
         return known[1]
 
     def spans(self, blocks: int) -> tuple[Layout, list[tuple[int, int]]]:
@@ -166,10 +174,6 @@ class Layout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle_layout, (self.owner.numpy().astype(np.int32), self.rows.numpy().astype(np.int32))
-
-
-def _same_rows(one: Rows, other: Rows) -> bool:
-    return one is other or (isinstance(one, slice) and isinstance(other, slice) and one == other)
 
 
 def _picker(kept: Sequence[int], blocks: int) -> Kept:

@@ -66,9 +66,8 @@ class RowOperations(ABC):
         if sum(sizes) != rows or any(size < 0 for size in sizes):
             raise DataError(f"the sizes of the parts are {sizes}; they must be >= 0 and add up to the {rows} rows")
         starts = np.cumsum([0, *sizes]).tolist()
-        return [
-            self._of(self.table.take(slice(start, start + size))) for start, size in zip(starts, sizes, strict=False)
-        ]
+        runs = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        return [self._of(part) for part in self.table.split(runs)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Return every row `repeat_times` times: a a b b when interleaved, else a b a b."""
