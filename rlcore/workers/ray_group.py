@@ -405,6 +405,7 @@ class RayProcesses(Processes):
             self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
+        self._under_way.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 

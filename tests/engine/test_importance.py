@@ -92,7 +92,7 @@ def test_a_clipped_loss_is_weighted_by_old_over_rollout(
 def test_without_old_log_probs_the_present_policy_is_compared(
     make_engine, model_folder, sampled, gradients, assert_close, loss
 ):
-    sampled = sampled.select([name for name in sampled.batch if name != "old_log_probs"])
+    sampled = sampled.select([name for name in sampled.batch.keys() if name != "old_log_probs"])  # noqa: SIM118
     engine = make_engine(micro_batch_rows=5)
     now = engine.compute(sampled, ["log_probs"])["log_probs"]
     off = sampled["rollout_log_probs"].values - sampled["rollout_log_probs"].values.mean()
@@ -110,7 +110,7 @@ def test_tokens_that_were_not_sampled_and_rows_that_are_no_samples_weigh_1(make_
     ratio_1["rollout_log_probs"] = sampled["old_log_probs"].with_values(
         sampled["old_log_probs"].values.masked_fill(sampled["response_mask"].values == 0, -90.0)
     )
-    no_samples = sampled.select([name for name in sampled.batch if name != "rollout_log_probs"])
+    no_samples = sampled.select([name for name in sampled.batch.keys() if name != "rollout_log_probs"])  # noqa: SIM118
     for batch in (ratio_1, no_samples):
         engine = make_engine()
         metrics = update(engine, batch, 2.0, loss=nll_of_all)

@@ -173,6 +173,6 @@ def test_processes_on_the_same_places_take_turns_in_the_order_of_the_calls_and_p
 
     actor.lose_rank_one()
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"actor rank 1 of 2 on .* died during ref.work\(\): "):
+    with pytest.raises(WorkerError, match=r"actor rank 1 of 2 on .* died during lose_rank_one\(\): "):
         ref.work(0.1).get()  # its turn comes after that of the actor's rank 0, which is asleep
     assert time.monotonic() - start < 30
