@@ -1,0 +1,61 @@
+"""How a model is spread over ranks: pipeline stages, tensor shards, data-parallel copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlcore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis of a Layout, from 0."""
+
+    pp: int
+    tp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`pp` pipeline stages x `tp` tensor shards x `dp` data-parallel copies.
+
+    Ranks are numbered as in HybridFlow (arXiv 2409.19256, section 5.1): tensor shards of a stage are consecutive, then
+    come the stages of a copy, then the copies: rank = (dp * stages + pp) * shards + tp.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "tp", "dp"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"a layout's {axis} must be at least 1, not {getattr(self, axis)}")
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it takes."""
+        return self.pp * self.tp * self.dp
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank stands."""
+        copy, within = divmod(rank, self.pp * self.tp)
+        return Place(pp=within // self.tp, tp=within % self.tp, dp=copy)
+
+    def rank(self, place: Place) -> int:
+        """Return the rank that stands there."""
+        return (place.dp * self.pp + place.pp) * self.tp + place.tp
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layout cuts one parameter: which `stages` hold it, and the dimension `dim` that tensor shards divide.
+
+    `shape` is that of the whole. `dim` None: every tensor rank of its stages holds it whole. Tied embeddings are on two
+    stages.
+    """
+
+    shape: tuple[int, ...]
+    stages: tuple[int, ...]
+    dim: int | None = None
