@@ -7,21 +7,19 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import torch
 
-from rlcore.engine.layout import Cut, Layout
+from rlcore.engine.layout import Layout
 from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.reshard.meter import ProcessGroups
-from rlcore.engine.reshard.strategies import HybridFlow, flat_pieces
-from rlcore.errors import ConfigError, DataError
+from rlcore.engine.reshard.strategies import STRATEGIES
 
-WORLD = 8
+pytestmark = pytest.mark.e2e
+WORLD, UPDATES = 8, 3
 WIDTH = 96
 LAYER = 4 * WIDTH * (WIDTH + 1 + WIDTH // 2 + WIDTH // 2 + WIDTH + 3 * 3 * WIDTH)
 """Bytes in fp32 of what tensor ranks divide of one layer (see ranks.py)."""
 M = 4 * LAYER
 TABLE_2 = {
-    # p, t, d, p_g, t_g: received by `hybridflow`, `model_parallel`, `all_ranks`; peak of `hybridflow`; all of M, by hand
+    # p, t, d, p_g, t_g: received by HybridFlow, HybridFlow-V, DS-Chat; HybridFlow's peak; as shares of M, by hand
     (1, 8, 1, 1, 2): ("3/8", "7/8", "7/8", "1/2"),
     (1, 8, 1, 1, 1): ("7/8", "7/8", "7/8", "1"),
     (1, 8, 1, 1, 8): ("0", "7/8", "7/8", "1/8"),
@@ -39,11 +37,12 @@ TABLE_2 = {
 def ranks(tmp_path_factory):
     """Return what each rank found."""
     folder = tmp_path_factory.mktemp("reshard")
-    script = Path(__file__).with_name("ranks.py")
+    script = Path(__file__).parents[3] / "benchmarks" / "reshard" / "ranks.py"
     result = folder / "result.json"
+    arguments = [str(folder / "store"), str(result), str(WIDTH), str(UPDATES)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(WORLD), str(folder / "store"), str(result)],
+            [sys.executable, str(script), str(rank), str(WORLD), *arguments],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -54,9 +53,9 @@ def ranks(tmp_path_factory):
     return json.loads(result.read_text())
 
 
-def by_layout(ranks):
+def by_layout(ranks, of="layouts"):
     """Return the figures of all ranks by layout."""
-    return {tuple(case[0]["layout"]): case for case in zip(*(found["layouts"] for found in ranks), strict=True)}
+    return {tuple(case[0]["layout"]): case for case in zip(*(found[of] for found in ranks), strict=True)}
 
 
 def of(share: str, whole: int = M) -> Fraction:
@@ -64,10 +63,9 @@ def of(share: str, whole: int = M) -> Fraction:
 
 
 def test_every_generating_shard_is_right_after_every_update(ranks):
-    for layout, case in by_layout(ranks).items():
-        for figures in case:
-            for name, found in figures.items():
-                assert name == "layout" or found["wrong"] == [], (layout, name)
+    for of in ("layouts", "others"):
+        for layout, case in by_layout(ranks, of).items():
+            assert all(figures[name]["wrong"] == [] for figures in case for name in STRATEGIES), layout
 
 
 def test_table_2(ranks):
@@ -76,7 +74,7 @@ def test_table_2(ranks):
     for layout, (hybridflow, model_parallel, all_ranks, peak) in TABLE_2.items():
         p, t, _, _, _ = layout
         for figures in found[layout]:
-            ours, gathered, flat = (figures[name] for name in ("hybridflow", "model_parallel", "all_ranks"))
+            ours, gathered, flat = (figures[name] for name in STRATEGIES)
             assert ours["received"] == of(hybridflow), layout
             assert gathered["received"] == of(model_parallel), layout
             assert flat["received"] == of(all_ranks), layout
@@ -91,16 +89,16 @@ def test_the_kernel_received_what_was_counted(ranks):
     """The counts are those of TCP but for gloo's headers and barriers, some 300 bytes a message."""
     for layout, case in by_layout(ranks).items():
         for figures in case:
-            for name in ("hybridflow", "model_parallel", "all_ranks"):
+            for name in STRATEGIES:
                 got = figures[name]
                 assert got["received"] <= got["kernel"] <= got["received"] * 1.05 + 20_000, (layout, name)
 
 
 def test_what_tensor_ranks_do_not_divide_travels_between_stages_only(ranks):
     embedding, norm = 4 * 300 * WIDTH, 4 * WIDTH
-    for (p, _, _, p_g, _), case in by_layout(ranks).items():
+    for (p, _, _, p_g, _), case in by_layout(ranks, "others").items():
         for rank, figures in enumerate(case):
-            got = figures["hybridflow others"]["received"]
+            got = figures["hybridflow"]["received"]
             if p == p_g:
                 assert got == 0
                 continue
@@ -114,7 +112,7 @@ def test_what_tensor_ranks_do_not_divide_travels_between_stages_only(ranks):
 
 def test_buffers_are_let_go(ranks):
     for case in by_layout(ranks).values():
-        assert all(found["held"] == 0 for figures in case for name, found in figures.items() if name != "layout")
+        assert all(figures[name]["held"] == 0 for figures in case for name in STRATEGIES)
 
 
 def test_shards_along_dp_take_one_more_gather(ranks):
@@ -136,60 +134,3 @@ def test_an_engine_that_wants_rows_together_costs_a_copy_of_the_row_wise_weights
         assert figures["peak"] == M // 2 + 4 * WIDTH * 3 * WIDTH // 2  # one parameter more at a time
         assert figures["held"] == M // 2
         assert figures["redundant"] == M // 4  # what trains in memory of its own is there twice
-
-
-# One process
-
-
-CUTS = {
-    "q": Cut((4, 6), (0,), 0),
-    "k": Cut((2, 6), (0,), 0),
-    "v": Cut((2, 6), (0,), 0),
-    "o": Cut((6, 4), (0,), 1),
-    "norm": Cut((6,), (0,)),
-}
-
-
-def alone(cuts=CUTS, layout=None) -> HybridFlow:
-    return HybridFlow(layout or GenerationLayout(Layout()), cuts, ProcessGroups(0))
-
-
-def shards():
-    return {name: torch.randn(cut.shape) for name, cut in CUTS.items()}
-
-
-def test_weights_that_engines_fuse_are_one_matrix_in_the_buffer():
-    reshard, given = alone(), shards()
-    found = dict(reshard.gather(given.items()))
-    fused = reshard.buffer[: 8 * 6].view(8, 6)
-    assert fused.equal(torch.cat([given["q"], given["k"], given["v"]]))
-    assert found["q"].data_ptr() == fused.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda given: given.pop("norm"), "was to give its shard of norm \\[6\\], but gave nothing"),
-        (lambda given: given.update(q=torch.zeros(2, 6)), "shard of q \\[4, 6\\], but gave q \\[2, 6\\]"),
-        (lambda given: given.update(head=torch.zeros(1)), "the shard of head is one more"),
-        (lambda given: given.update(q=given.pop("q")), "shard of q .*, but gave k"),
-    ],
-)
-def test_shards_of_another_layout_are_refused(change, message):
-    given = shards()
-    change(given)
-    with pytest.raises(DataError, match=message):
-        list(alone().gather(given.items()))
-
-
-def test_what_cannot_be_divided_is_refused():
-    layout = GenerationLayout(Layout(tp=4), tp=2)
-    with pytest.raises(ConfigError, match="w has shape \\[6, 8\\]: engine.tp=4 does not divide its dimension 0"):
-        alone({"w": Cut((6, 8), (0,), 0)}, layout)
-    with pytest.raises(ConfigError, match="vanilla"):
-        alone({}, GenerationLayout(Layout(tp=4), tp=2, vanilla=True))
-
-
-def test_flat_pieces_differ_by_one_element_at_most():
-    pieces = flat_pieces(10, [3, 4, 9])
-    assert [(piece.rank, piece.start, piece.stop) for piece in pieces] == [(3, 0, 3), (4, 3, 6), (9, 6, 10)]

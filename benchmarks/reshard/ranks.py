@@ -1,6 +1,8 @@
-"""One of 8 gloo ranks that run every case of test_reshard.py; rank 0 writes what all found as JSON.
+"""One of the gloo ranks that reshard under every layout, by every strategy in turn, and check each weight bit for bit.
 
-python ranks.py RANK WORLD STORE RESULT
+python ranks.py RANK WORLD STORE RESULT WIDTH ROUNDS
+
+Rank 0 writes what all ranks found as JSON. The benchmark runs this, and so do the tests of resharding.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import os
 import socket
 import struct
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,7 @@ from torch import Tensor
 from rlcore.engine.layout import Cut, Layout
 from rlcore.engine.reshard.generation import GenerationLayout
 from rlcore.engine.reshard.meter import Meter, ProcessGroups
-from rlcore.engine.reshard.strategies import STRATEGIES, HybridFlow, Reshard, flat_pieces, gather_data_parallel
+from rlcore.engine.reshard.strategies import STRATEGIES, HybridFlow, flat_pieces, gather_data_parallel
 
 LAYOUTS = [
     (Layout(1, 8, 1), 1, 2),
@@ -36,43 +41,49 @@ LAYOUTS = [
     (Layout(4, 2, 1), 2, 1),
     (Layout(2, 4, 1), 1, 4),
 ]
-LAYERS, WIDTH, VOCABULARY = 4, 96, 300
+"""Training, and the stages and tensor shards of generation."""
+SHARDED = [(Layout(1, 4, 2), 1, 2), (Layout(1, 2, 4), 1, 1), (Layout(2, 2, 2), 2, 1)]
+"""The same with training shards that are cut along dp as well."""
+LAYERS, VOCABULARY = 4, 300
 
 
-def decoder_cuts(stages: int) -> dict[str, Cut]:
+def decoder_cuts(width: int, stages: int) -> dict[str, Cut]:
     """Return how Llama-shaped layers with grouped queries are cut: what tensor ranks divide, stages of equal size."""
     cuts = {}
     for layer in range(LAYERS):
         at = (layer * stages // LAYERS,)
         for name, shape, dim in [
-            ("self_attn.q_proj.weight", (WIDTH, WIDTH), 0),
-            ("self_attn.q_proj.bias", (WIDTH,), 0),
-            ("self_attn.k_proj.weight", (WIDTH // 2, WIDTH), 0),
-            ("self_attn.v_proj.weight", (WIDTH // 2, WIDTH), 0),
-            ("self_attn.o_proj.weight", (WIDTH, WIDTH), 1),
-            ("mlp.gate_proj.weight", (3 * WIDTH, WIDTH), 0),
-            ("mlp.up_proj.weight", (3 * WIDTH, WIDTH), 0),
-            ("mlp.down_proj.weight", (WIDTH, 3 * WIDTH), 1),
+            ("self_attn.q_proj.weight", (width, width), 0),
+            ("self_attn.q_proj.bias", (width,), 0),
+            ("self_attn.k_proj.weight", (width // 2, width), 0),
+            ("self_attn.v_proj.weight", (width // 2, width), 0),
+            ("self_attn.o_proj.weight", (width, width), 1),
+            ("mlp.gate_proj.weight", (3 * width, width), 0),
+            ("mlp.up_proj.weight", (3 * width, width), 0),
+            ("mlp.down_proj.weight", (width, 3 * width), 1),
         ]:
             cuts[f"model.layers.{layer}.{name}"] = Cut(shape, at, dim)
     return cuts
 
 
-def other_cuts(stages: int) -> dict[str, Cut]:
+def other_cuts(width: int, stages: int) -> dict[str, Cut]:
     """Return how the rest is cut: whole on its stages, and tied embeddings, which are on two."""
     ends = tuple(sorted({0, stages - 1}))
     norms = {
-        f"model.layers.{layer}.input_layernorm.weight": Cut((WIDTH,), (layer * stages // LAYERS,))
+        f"model.layers.{layer}.input_layernorm.weight": Cut((width,), (layer * stages // LAYERS,))
         for layer in range(LAYERS)
     }
-    return {"model.embed_tokens.weight": Cut((VOCABULARY, WIDTH), ends), **norms}
+    return {"model.embed_tokens.weight": Cut((VOCABULARY, width), ends), **norms}
 
 
 @cache
+def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
 def whole(name: str, cut: Cut, version: int) -> Tensor:
     """Return a parameter as it is after some updates, the same on every rank."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + version)
-    return torch.randn(cut.shape, generator=generator)
+    return _initial(name, cut.shape) + version
 
 
 def part(tensor: Tensor, cut: Cut, index: int, count: int) -> Tensor:
@@ -80,7 +91,9 @@ def part(tensor: Tensor, cut: Cut, index: int, count: int) -> Tensor:
     return tensor if cut.dim is None else tensor.chunk(count, cut.dim)[index]
 
 
-def training_shards(strategy: str, layout: GenerationLayout, cuts: Mapping[str, Cut], version: int) -> dict:
+def training_shards(
+    strategy: str, layout: GenerationLayout, cuts: Mapping[str, Cut], version: int
+) -> dict[str, Tensor]:
     """Return this rank's shards, in memory of their own, as the strategy's column presupposes."""
     rank, training = dist.get_rank(), layout.training
     at = training.place(rank)
@@ -95,7 +108,9 @@ def training_shards(strategy: str, layout: GenerationLayout, cuts: Mapping[str, 
     return shards
 
 
-def wrong(found: Iterator[tuple[str, Tensor]], layout: GenerationLayout, cuts: Mapping[str, Cut], version: int) -> list:
+def wrong(
+    found: Iterable[tuple[str, Tensor]], layout: GenerationLayout, cuts: Mapping[str, Cut], version: int
+) -> list[str]:
     """Return the names whose generating shard is not, bit for bit, its part of the whole; and those that lack."""
     at = layout.place(dist.get_rank())
     stages = layout.stages(dist.get_rank())
@@ -132,35 +147,40 @@ def put(reshard: HybridFlow, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return slots
 
 
-def measure(strategy: str, layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict:
-    """Reshard after each of some updates; return the figures of one of them, all being alike, and what was wrong."""
-    reshard: Reshard = STRATEGIES[strategy](layout, cuts, groups, bucket_bytes=2**18)
-    bad: list = []
-    for version in range(3 if strategy == "hybridflow" else 2):
-        shards = training_shards(strategy, layout, cuts, version)
-        if isinstance(reshard, HybridFlow):
-            shards = put(reshard, shards)
-        reshard.meter.received = reshard.meter.copied = 0
-        dist.barrier()
-        before = kernel_bytes()
-        found = list(reshard.gather(shards.items()))
-        dist.barrier()
-        kernel = kernel_bytes() - before
-        bad += wrong(iter(found), layout, cuts, version)
-    figures = {
-        "received": reshard.meter.received,
-        "kernel": kernel,
-        "copied": reshard.meter.copied,
-        "peak": reshard.meter.peak,
-        "redundant": reshard.redundant_bytes(shards),
-        "wrong": bad,
-    }
-    del found
-    reshard.release()
-    return {**figures, "held": reshard.meter.held}
+def measure(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups, rounds: int) -> dict[str, dict]:
+    """Reshard so many times, each after an update, by every strategy in turn; return the figures of each.
+
+    Bytes are those of the last time, all being alike. The strategies beside HybridFlow's have the vanilla grouping.
+    """
+    layouts = {name: replace(layout, vanilla=name != "hybridflow") for name in STRATEGIES}
+    reshards = {name: STRATEGIES[name](layouts[name], cuts, groups, bucket_bytes=2**22) for name in STRATEGIES}
+    figures: dict[str, dict] = {name: {"seconds": [], "wrong": []} for name in STRATEGIES}
+    for version in range(rounds):
+        for name, reshard in reshards.items():
+            shards = training_shards(name, layout, cuts, version)
+            if isinstance(reshard, HybridFlow):
+                shards = put(reshard, shards)
+            reshard.meter.received = reshard.meter.copied = 0
+            dist.barrier()
+            kernel, start = kernel_bytes(), time.perf_counter()
+            found = list(reshard.gather(shards.items()))
+            dist.barrier()
+            figures[name]["seconds"].append(time.perf_counter() - start)
+            figures[name]["wrong"] += wrong(found, layouts[name], cuts, version)
+            figures[name] |= {
+                "kernel": kernel_bytes() - kernel,
+                "received": reshard.meter.received,
+                "copied": reshard.meter.copied,
+                "peak": reshard.meter.peak,
+                "redundant": reshard.redundant_bytes(shards),
+            }
+    for name, reshard in reshards.items():
+        reshard.release()
+        figures[name]["held"] = reshard.meter.held
+    return figures
 
 
-def measure_sharded(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict:
+def measure_sharded(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict[str, Any]:
     """Reshard from FSDP shards along dp that live in the buffer: what the extra gather takes, and the rest as ever."""
     training = layout.training
     size = training.pp * training.tp
@@ -168,7 +188,7 @@ def measure_sharded(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: P
     reshard = HybridFlow(layout, cuts, groups)
     extra = Meter()
     place = training.place(groups.rank)
-    bad: list = []
+    bad: list[str] = []
     for version in range(2):
         put(reshard, training_shards("hybridflow", layout, cuts, version))
         for run in reshard.slot_runs.values():
@@ -186,13 +206,11 @@ def measure_sharded(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: P
     }
 
 
-def row_major(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict:
+def row_major(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict[str, Any]:
     """Reshard for an engine that wants rows together, from shards in memory of their own."""
     reshard = HybridFlow(layout, cuts, groups)
     shards = training_shards("hybridflow", layout, cuts, 5)
-    strided = [
-        name for name, shard in reshard.gather(shards.items(), row_major=True) if not shard.is_contiguous()
-    ]
+    strided = [name for name, shard in reshard.gather(shards.items(), row_major=True) if not shard.is_contiguous()]
     adopted = reshard.meter.copied
     bad = wrong(reshard.gather(reshard.slots.items(), row_major=True), layout, cuts, 5)
     return {
@@ -205,28 +223,28 @@ def row_major(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: Process
     }
 
 
-def main(rank: int, world: int, store: str, result: str) -> None:
-    """Run all cases."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    groups = ProcessGroups(rank)
-    found: dict = {"layouts": [], "sharded": [], "row_major": None}
+def run(width: int, rounds: int, groups: ProcessGroups) -> dict[str, Any]:
+    """Run all cases and return what this rank found."""
+    found: dict[str, Any] = {"layouts": [], "others": [], "sharded": []}
     for training, stages, shards in LAYOUTS:
         layout = GenerationLayout(training, stages, shards)
-        vanilla = GenerationLayout(training, stages, shards, vanilla=True)
-        case: dict = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
-        for strategy in STRATEGIES:
-            mine = layout if strategy == "hybridflow" else vanilla
-            case[strategy] = measure(strategy, mine, decoder_cuts(training.pp), groups)
-            case[f"{strategy} others"] = measure(strategy, mine, other_cuts(training.pp), groups)
-        found["layouts"].append(case)
-    for training, stages, shards in [(Layout(1, 4, 2), 1, 2), (Layout(1, 2, 4), 1, 1), (Layout(2, 2, 2), 2, 1)]:
+        numbers = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
+        found["layouts"].append(numbers | measure(layout, decoder_cuts(width, training.pp), groups, rounds))
+        found["others"].append(numbers | measure(layout, other_cuts(width, training.pp), groups, 1))
+    for training, stages, shards in SHARDED:
         layout = GenerationLayout(training, stages, shards)
-        figures = measure_sharded(layout, decoder_cuts(training.pp), groups)
-        found["sharded"].append({"layout": [training.pp, training.tp, training.dp, stages, shards], **figures})
-    found["row_major"] = row_major(GenerationLayout(Layout(1, 4, 2), 1, 2), decoder_cuts(1), groups)
-    everyone: list = [None] * world
-    dist.all_gather_object(everyone, found)
+        numbers = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
+        found["sharded"].append(numbers | measure_sharded(layout, decoder_cuts(width, training.pp), groups))
+    found["row_major"] = row_major(GenerationLayout(Layout(1, 4, 2), 1, 2), decoder_cuts(width, 1), groups)
+    return found
+
+
+def main(rank: int, world: int, store: str, result: str, width: int, rounds: int) -> None:
+    """Join the other ranks, run all cases, and have rank 0 write them down."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, run(width, rounds, ProcessGroups(rank)))
     if rank == 0:
         Path(result).write_text(json.dumps(everyone))
     dist.barrier()
@@ -234,4 +252,4 @@ def main(rank: int, world: int, store: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
