@@ -6,18 +6,21 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.ranks import Ranks
 from rlcore.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlcore.engine.train.parameters import Parameters
 
 ENGINE_STATE = "engine.json"
 """The file of a saved state that is written last."""
@@ -36,15 +39,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a sharded tensor, or a plain one as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def like(full: Tensor, parameter: Any) -> Tensor:
-    """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
-    if not hasattr(parameter, "device_mesh"):
-        return full.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def save_pretrained(
@@ -74,48 +68,52 @@ def save_pretrained(
     ranks.gather(None)
 
 
-def load_weights(hf: nn.Module, folder: Path) -> None:
-    """Copy the weights of a folder that `save_pretrained` wrote into the (sharded or plain) module.
+def load_weights(parameters: Parameters, folder: Path) -> None:
+    """Copy this rank's part of the weights of a folder that `save_pretrained` wrote.
 
     Raises CheckpointError when names or shapes differ.
     """
     saved = _read(folder / "model.safetensors")
-    parameters = dict(hf.named_parameters())
-    if set(saved) != set(parameters):
+    shapes = parameters.shapes
+    if set(saved) != set(shapes):
         raise CheckpointError(
             f"{folder / 'model.safetensors'} does not fit the model: "
-            f"missing {sorted(set(parameters) - set(saved))[:5]}, unknown {sorted(set(saved) - set(parameters))[:5]}"
+            f"missing {sorted(set(shapes) - set(saved))[:5]}, unknown {sorted(set(saved) - set(shapes))[:5]}"
         )
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if saved[name].shape != parameter.shape:
+        for name, parameter in parameters.here():
+            if saved[name].shape != shapes[name]:
                 raise CheckpointError(
-                    f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {tuple(parameter.shape)}"
+                    f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {shapes[name]}"
                 )
-            parameter.copy_(like(saved[name], parameter))
+            local(parameter).copy_(parameters.part(name, saved[name]))
 
 
 def save_engine_state(
-    hf: nn.Module, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
 ) -> None:
     """Write optimizer moments (whole), the version, and every rank's random state."""
     moments: dict[str, Tensor] = {}
+    steps: set[float] = set()
     if optimizer is not None:
-        for name, parameter in hf.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                full = whole(value)
+        held = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.here()}
+        for key in sorted({key for state in held.values() for key in state} - {"step"}):
+            for name, full in parameters.whole({name: state[key] for name, state in held.items()}):
                 if ranks.rank == 0:
-                    moments[f"{key}.{name}"] = full.detach().cpu().clone().contiguous()
+                    moments[f"{key}.{name}"] = full.cpu().clone()
+        steps = {float(state["step"]) for state in held.values() if "step" in state}
     random_states = ranks.gather(random_state())
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if moments:
             _write(folder / "optimizer.safetensors", moments)
-        (folder / ENGINE_STATE).write_text(json.dumps({"version": version, "random": random_states}))
+        (folder / ENGINE_STATE).write_text(json.dumps({"version": version, "optimizer_steps": sorted(steps), "random": random_states}))
     ranks.gather(None)
 
 
-def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks) -> int:
+def load_engine_state(
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
+) -> int:
     """Take back what `save_engine_state` wrote and return the version.
 
     A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that
@@ -127,13 +125,17 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
         raise CheckpointError(f"{folder / 'engine.json'} cannot be read: {error}") from error
     if optimizer is not None and (folder / "optimizer.safetensors").exists():
         moments = _read(folder / "optimizer.safetensors")
-        for name, parameter in hf.named_parameters():
-            mine = {key.split(".", 1)[0]: value for key, value in moments.items() if key.split(".", 1)[1] == name}
-            optimizer.state[parameter] = {
-                # The fused optimizer keeps its step beside the parameter.
-                key: value.to(parameter.device) if key == "step" else like(value, parameter)
-                for key, value in mine.items()
-            }
+        with torch.no_grad():
+            for name, parameter in parameters.here():
+                mine = {}
+                for key, value in moments.items():
+                    kind, _, of = key.partition(".")
+                    if of == name:
+                        mine[kind] = torch.zeros_like(parameter)
+                        local(mine[kind]).copy_(parameters.part(name, value))
+                if mine:
+                    mine["step"] = torch.tensor(state["optimizer_steps"][0], device=parameter.device)
+                    optimizer.state[parameter] = mine
     if ranks.rank < len(state["random"]):
         set_random_state(state["random"][ranks.rank])
     return int(state["version"])
