@@ -373,7 +373,7 @@ class FSDPEngine(TrainEngine):
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
         reshard(self.root)
-        state.load_weights(self.parameters, folder / "model")
+        state.load_weights(self.parameters, folder / "model", self.ranks)
         self.version = state.load_engine_state(self.parameters, self.optimizer, folder, self.ranks)
 
 

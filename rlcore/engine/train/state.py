@@ -1,4 +1,4 @@
-"""Weights, optimizer and random state to and from disk: safetensors and JSON, whole tensors, any number of ranks."""
+"""Weights, optimizer and random state to and from disk: safetensors and JSON, under any layout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.ranks import Ranks
+from rlcore.engine.train import shards
 from rlcore.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 ENGINE_STATE = "engine.json"
 """The file of a saved state that is written last."""
+MOMENTS = "optimizer"
+"""The folder of a saved state with the optimizer's moments, called exp_avg.NAME and exp_avg_sq.NAME."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -68,46 +71,44 @@ def save_pretrained(
     ranks.gather(None)
 
 
-def load_weights(parameters: Parameters, folder: Path) -> None:
+def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
     """Copy this rank's part of the weights of a folder that `save_pretrained` wrote.
 
     Raises CheckpointError when names or shapes differ.
     """
-    saved = _read(folder / "model.safetensors")
-    shapes = parameters.shapes
-    if set(saved) != set(shapes):
+    saved, wanted = shards.shapes(folder / "model.safetensors"), parameters.shapes
+    if set(saved) != set(wanted):
         raise CheckpointError(
             f"{folder / 'model.safetensors'} does not fit the model: "
-            f"missing {sorted(set(shapes) - set(saved))[:5]}, unknown {sorted(set(saved) - set(shapes))[:5]}"
+            f"missing {sorted(set(wanted) - set(saved))[:5]}, unknown {sorted(set(saved) - set(wanted))[:5]}"
         )
+    for name, shape in wanted.items():
+        if saved[name] != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {saved[name]}, the model's is {shape}")
     with torch.no_grad():
-        for name, parameter in parameters.here():
-            if saved[name].shape != shapes[name]:
-                raise CheckpointError(
-                    f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {shapes[name]}"
-                )
-            local(parameter).copy_(parameters.part(name, saved[name]))
+        shards.load({name: parameter.detach() for name, parameter in parameters.here()}, folder, ranks)
 
 
 def save_engine_state(
     parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
 ) -> None:
-    """Write optimizer moments (whole), the version, and every rank's random state."""
+    """Write optimizer moments, each rank its part, the version, and every rank's random state."""
     moments: dict[str, Tensor] = {}
-    steps: set[float] = set()
-    if optimizer is not None:
-        held = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.here()}
-        for key in sorted({key for state in held.values() for key in state} - {"step"}):
-            for name, full in parameters.whole({name: state[key] for name, state in held.items()}):
-                if ranks.rank == 0:
-                    moments[f"{key}.{name}"] = full.cpu().clone()
-        steps = {float(state["step"]) for state in held.values() if "step" in state}
-    random_states = ranks.gather(random_state())
+    steps: dict[str, float] = {}
+    for name, parameter in parameters.here() if optimizer is not None else ():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if key == "step":
+                steps[name] = float(value)
+            else:
+                moments[f"{key}.{name}"] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    everyone = ranks.gather((random_state(), steps))
+    if any(its for _, its in everyone):
+        shards.save(moments, folder / MOMENTS, ranks)
     if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if moments:
-            _write(folder / "optimizer.safetensors", moments)
-        (folder / ENGINE_STATE).write_text(json.dumps({"version": version, "optimizer_steps": sorted(steps), "random": random_states}))
+        merged = {name: step for _, its in everyone for name, step in its.items()}
+        written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
+        (folder / ENGINE_STATE).write_text(json.dumps(written))
     ranks.gather(None)
 
 
@@ -122,20 +123,17 @@ def load_engine_state(
     try:
         state = json.loads((folder / ENGINE_STATE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'engine.json'} cannot be read: {error}") from error
-    if optimizer is not None and (folder / "optimizer.safetensors").exists():
-        moments = _read(folder / "optimizer.safetensors")
-        with torch.no_grad():
-            for name, parameter in parameters.here():
-                mine = {}
-                for key, value in moments.items():
-                    kind, _, of = key.partition(".")
-                    if of == name:
-                        mine[kind] = torch.zeros_like(parameter)
-                        local(mine[kind]).copy_(parameters.part(name, value))
-                if mine:
-                    mine["step"] = torch.tensor(state["optimizer_steps"][0], device=parameter.device)
-                    optimizer.state[parameter] = mine
+        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {error}") from error
+    if optimizer is not None and state["steps"]:
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.here():
+            if name in state["steps"]:
+                mine = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                moments |= {f"{key}.{name}": value for key, value in mine.items()}
+                # The fused optimizer keeps its step beside the parameter.
+                mine["step"] = torch.tensor(state["steps"][name], device=parameter.device)
+                optimizer.state[parameter] = mine
+        shards.load(moments, folder / MOMENTS, ranks)
     if ranks.rank < len(state["random"]):
         set_random_state(state["random"][ranks.rank])
     return int(state["version"])
@@ -146,13 +144,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def random_state() -> dict[str, Any]:
