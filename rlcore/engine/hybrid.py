@@ -99,6 +99,8 @@ class ModelWorker(Worker):
             temperature=setup.rollout.temperature,
             total_steps=setup.total_steps,
         )
+        place = self.train.layout.place(self.rank)
+        self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
@@ -124,7 +126,7 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
-        """Return the response columns of RolloutEngine.generate for this rank's rows."""
+        """Return the response columns of RolloutEngine.generate for the rows of this rank's place along dp."""
         if self.rollout is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
         if not self.setup.samples_only and self.rollout.version != self.train.version:
@@ -213,9 +215,9 @@ class ModelWorker(Worker):
         made_now = batch.view("weights_version") == self.train.version
         return bool((batch.view("exact_log_probs") & made_now).all())
 
-    @register(Dispatch.ALL_TO_ALL, blocking=False)
+    @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
-        """Take the optimizer steps of TrainEngine.update on this rank's rows."""
+        """Take the optimizer steps of TrainEngine.update on the rows of this rank's place along dp."""
         with self._timed("update"):
             return self.train.update(items, epochs=epochs, step=step)
 

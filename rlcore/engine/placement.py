@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rlcore.config import Config, option
 from rlcore.config.build import build
+from rlcore.engine.train.layouts import check_layout, layout_of
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.workers import Executor, ResourcePool
@@ -142,6 +143,20 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
             f"{', '.join(pool.name for pool in plans)}, or to one more"
         )
     _check_rollout(home, roles, config.trainer.rollouts_ahead)
+    for pool in plans:
+        _check_layout(pool, roles, config)
+
+
+def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config) -> None:
+    models = [name for name in pool.roles if name in roles]
+    if not models or config.engine.name != "fsdp":
+        return
+    try:
+        layout = layout_of(config.engine, pool.workers)
+        for name in models:
+            check_layout(replace(config.model, path=roles[name].model or config.model.path), config.engine, layout)
+    except ConfigError as error:
+        raise ConfigError(f"pool {pool.name}, {', '.join(models)}: {error}") from None
 
 
 def _check_places(pool: PoolPlan, *, in_process: bool) -> None:
