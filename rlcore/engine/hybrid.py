@@ -109,7 +109,7 @@ class ModelWorker(Worker):
     def _create_rollout(self, shared: torch.nn.Module | None) -> RolloutEngine:
         setup = self.setup
         return setup.create_rollout(
-            model=setup.model, batch_size=setup.rollout.batch_size, device=self.device, shared=shared
+            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared
         )
 
     @contextmanager
@@ -131,7 +131,7 @@ class ModelWorker(Worker):
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
         if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
-                self.rollout.sync(self.train.rollout_weights(), self.train.version)
+                self.rollout.sync(self.train.rollout_weights(), self.train.version, self.train.shapes)
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
@@ -204,7 +204,7 @@ class ModelWorker(Worker):
         sent = Weights(weights)
         if self.rollout is not None and self.setup.samples_only:
             with self._timed("sync"):
-                self.rollout.sync(iter(sent.items()), sent.version)
+                self.rollout.sync(iter(sent.items()), sent.version, sent.shapes)
             return
         with self._timed("follow"):
             self.train.take(sent, share)

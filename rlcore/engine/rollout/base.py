@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rlcore.engine.weights import Shapes
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
@@ -52,8 +53,12 @@ class RolloutEngine(ABC):
     exact: bool = False
 
     @abstractmethod
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take over whole weights by their Hugging Face names. Raises DataError when names are missing or unknown."""
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """Take over whole weights by their Hugging Face names; each is valid until the next.
+
+        `shapes` are those of all that `weights` will yield. Raises DataError when names are missing or unknown or have
+        another shape than here, before the first is asked for: the weights held until then go on answering.
+        """
 
     @abstractmethod
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
