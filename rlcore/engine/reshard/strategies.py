@@ -30,7 +30,7 @@ BUCKET_BYTES = 64 * 2**20
 class Reshard(ABC):
     """Makes this rank's generating shards from the training shards of all ranks. Making one is collective.
 
-    `cuts` are those of the training layout by Hugging Face name, in the order in which all ranks give their shards.
+    `cuts` are those of the training layout by Hugging Face name, in the same order on all ranks.
     `bucket_bytes`: the most that is on its way while what came before is used. Raises ConfigError for a tensor that the
     layout cannot divide evenly.
     """
@@ -77,30 +77,31 @@ class Reshard(ABC):
             self.meter.free(self._buffer)
             self._buffer = None
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this rank's generating shards by name."""
+        return {name: tuple(self._shard(cut, self._flat(name)).shape) for name, cut in self.cuts.items()}
+
     def gather(self, shards: Iterable[tuple[str, Tensor]], *, row_major: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's generating shards by name, those that came first while later ones are on their way.
 
-        `shards`: this rank's training shards in the order of `cuts`, read one at a time. What is yielded is valid until
-        the next call. `row_major`: a shard that lies transposed is yielded as a copy, valid until the next is asked
-        for. Raises DataError for shards that are not those of the layout.
+        `shards`: this rank's training shards in any order, read one at a time and no longer needed then. What is
+        yielded is valid until the next call. `row_major`: a shard that lies transposed is yielded as a copy, valid
+        until the next is asked for. Raises DataError, before anything is sent, for shards that are not those of the
+        layout.
         """
-        given = iter(shards)
-        on_the_way: deque[tuple[str, list[Any], int]] = deque()
+        self._put(shards)
+        on_the_way: deque[tuple[str, list[Any]]] = deque()
         waiting = 0
         for name, cut in self.cuts.items():
-            if self._gives(cut):
-                self._put(name, cut, next(given, None))
             flat = self._flat(name)
-            works = self.meter.exchange(flat, self._pieces(cut), self._group(cut), self.rank)
-            on_the_way.append((name, works, flat.nbytes))
+            on_the_way.append((name, self.meter.exchange(flat, self._pieces(cut), self._group(cut), self.rank)))
             waiting += flat.nbytes
             while waiting > self.bucket_bytes and len(on_the_way) > 1:
-                waiting -= on_the_way[0][2]
-                yield from self._finished(*on_the_way.popleft()[:2], row_major)
-        if (further := next(given, None)) is not None:
-            raise DataError(f"the shard of {further[0]} is one more than the layout has on rank {self.rank}")
+                waiting -= self._flat(on_the_way[0][0]).nbytes
+                yield from self._finished(*on_the_way.popleft(), row_major)
         while on_the_way:
-            yield from self._finished(*on_the_way.popleft()[:2], row_major)
+            yield from self._finished(*on_the_way.popleft(), row_major)
 
     def redundant_bytes(self, shards: Mapping[str, Tensor]) -> int:
         """Return how many bytes of the training shards are memory beside the buffer that generation uses."""
@@ -119,12 +120,17 @@ class Reshard(ABC):
         yield name, copy.view(shard.shape)
         self.meter.free(copy)
 
-    def _put(self, name: str, cut: Cut, given: tuple[str, Tensor] | None) -> None:
-        slot = self._slot(cut, self._flat(name))
-        if given is None or given[0] != name or given[1].shape != slot.shape:
-            got = "nothing" if given is None else f"{given[0]} {list(given[1].shape)}"
-            raise DataError(f"rank {self.rank} was to give its shard of {name} {list(slot.shape)}, but gave {got}")
-        self.meter.copy(given[1], slot)
+    def _put(self, shards: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's training shards to their places in the buffer, unless they live there."""
+        slots = {name: self._slot(cut, self._flat(name)) for name, cut in self.cuts.items() if self._gives(cut)}
+        for name, shard in shards:
+            slot = slots.pop(name, None)
+            if slot is None or slot.shape != shard.shape:
+                wanted = "none" if slot is None else list(slot.shape)
+                raise DataError(f"rank {self.rank} gave a shard of {name} {list(shard.shape)}; the layout has {wanted}")
+            self.meter.copy(shard, slot)
+        if slots:
+            raise DataError(f"rank {self.rank} did not give its shards of {', '.join(sorted(slots)[:5])}")
 
     def _flat(self, name: str) -> Tensor:
         start, stop = self._runs[name]
