@@ -150,9 +150,7 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
             _check_shards(pool, config)
 
 
-def _check_layout(
-    pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, sampled_elsewhere: bool
-) -> None:
+def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, sampled_elsewhere: bool) -> None:
     models = [name for name in pool.roles if name in roles]
     if not models or config.engine.name != "fsdp":
         return

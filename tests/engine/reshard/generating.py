@@ -1,6 +1,6 @@
 """One of 4 gloo ranks that train under a layout, generate under another, and compare with one rank and whole weights.
 
-python generating.py RANK WORLD PORT RESULT FOLDER...
+python generating.py RANK WORLD PORT RESULT, then a folder for each of LAYOUTS
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
 from rlcore.workers.worker import construct
 
-LAYOUTS = [(2, 2, 2), (2, 2, 1), (1, 2, 2), (1, 2, 1)]
-"""Stages and tensor shards of training, tensor shards of generation; the rest of 4 ranks is dp."""
+LAYOUTS = {"qwen2": [(2, 2, 2), (2, 2, 1), (1, 2, 2)], "llama": [(1, 2, 2)], "qwen3": [(2, 2, 2)]}
+"""By model: stages and tensor shards of training, tensor shards of generation; the rest of 4 ranks is dp."""
 SAMPLINGS = {"greedy": Sampling(12, temperature=0.0), "sampled": Sampling(12, temperature=0.9, top_p=0.95)}
 
 
@@ -42,6 +42,7 @@ def rows() -> DataProto:
             "responses": responses,
             "response_mask": responses.with_values(torch.ones_like(responses.values)),
             "old_log_probs": responses.with_values(-4 - torch.rand(len(responses.values), generator=generator)),
+            "ref_log_probs": responses.with_values(-4 - torch.rand(len(responses.values), generator=generator)),
             "advantages": torch.randn(9, generator=generator),
             "uid": [f"0:{row // 3}" for row in range(9)],
             "sample_index": torch.arange(3).repeat(3),
@@ -100,7 +101,7 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     """Generate before and after each of two updates, and compare each time."""
     worker = make_worker(context, folder, pp, tp, shards)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
-    found: dict = {"layout": [Path(folder).name, pp, tp, shards], "rounds": []}
+    found: dict = {"layout": [pp, tp, shards], "rounds": []}
     for step in range(3):
         if step:
             worker.update([UpdateItem(rows(), [9], grpo_loss, GRPOConfig())], 1, step)
@@ -127,7 +128,8 @@ def main(rank: int, world: int, port: int, result: str, folders: list[str]) -> N
     """Run all cases."""
     torch.set_num_threads(1)
     context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
-    cases = [compare(context, folder, *layout) for folder in folders for layout in LAYOUTS]
+    pairs = list(zip(LAYOUTS, folders, strict=True))
+    cases = [{"model": kind, **compare(context, folder, *layout)} for kind, folder in pairs for layout in LAYOUTS[kind]]
     found = {"cases": cases, "copy": copy(context, folders[0])}
     everyone: list = [None] * world
     dist.all_gather_object(everyone, found)
