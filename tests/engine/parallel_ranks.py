@@ -104,7 +104,8 @@ def seen(engine: FSDPEngine) -> dict[str, Any]:
             state.local(parameter.detach()).copy_(found["start"][name])
         engine.config = replace(engine.config, lr=lr)
         groups = engine.parameters.by_mesh()
-        engine.optimizer = torch.optim.SGD(groups, lr=lr) if kind == "sgd" else torch.optim.AdamW(groups, lr=lr)
+        adamw = torch.optim.AdamW(groups, weight_decay=0, fused=True)
+        engine.optimizer = torch.optim.SGD(groups) if kind == "sgd" else adamw  # at the rate of the config
         found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
         found[kind] = weights(engine)
     full = {name: tensor.clone() for name, tensor in engine.full_parameters()}
