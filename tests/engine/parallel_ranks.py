@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def seen(engine: FSDPEngine) -> dict[str, Any]:
             state.local(parameter.detach()).copy_(found["start"][name])
         engine.config = replace(engine.config, lr=lr)
         groups = engine.parameters.by_mesh()
-        adamw = torch.optim.AdamW(groups, weight_decay=0, fused=True)
-        engine.optimizer = torch.optim.SGD(groups) if kind == "sgd" else adamw  # at the rate of the config
+        made = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, weight_decay=0, fused=True)}
+        engine.optimizer = made[kind](groups)  # at the rate of the config
         found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
         found[kind] = weights(engine)
     full = {name: tensor.clone() for name, tensor in engine.full_parameters()}
