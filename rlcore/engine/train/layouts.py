@@ -73,7 +73,9 @@ class ModelShape:
     def problem(self, layout: Layout) -> str:
         """Return why the model cannot take a layout; "" if it can."""
         if layout.pp > self.layers:
-            return f"pp={layout.pp} is more stages than it has layers to cut ({self.layers}); {self.why_not}".strip("; ")
+            return f"pp={layout.pp} is more stages than it has layers to cut ({self.layers}); {self.why_not}".strip(
+                "; "
+            )
         if layout.tp > 1 and not self.divided:
             return f"tp={layout.tp}: {self.why_not}"
         for name, number in self.divided.items():
@@ -93,9 +95,7 @@ def _shape_of(path: str, trust_remote_code: bool) -> ModelShape:
     from transformers import AutoConfig
 
     folder = model_path(path)
-    return ModelShape.of(
-        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    )
+    return ModelShape.of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True))
 
 
 def check_layout(model: ModelConfig, engine: EngineConfig, layout: Layout) -> None:

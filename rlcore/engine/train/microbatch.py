@@ -48,7 +48,7 @@ def micro_batches(
     """Cut rows of the given token `lengths` into micro-batches of at most `max_rows` and `max_tokens` (0: no limit).
 
     Units are taken longest first, so that rows of like length meet. A unit larger than a limit is a micro-batch alone.
-    Where that gives fewer than `at_least`, as a pipeline has stages to keep busy, none gets more than its share of the tokens.
+    Where that gives fewer than `at_least`, as a pipeline has stages to keep busy, they get equal shares of the tokens.
     """
     units = units_of(len(lengths), together)
     units.sort(key=lambda unit: -max(lengths[row] for row in unit))

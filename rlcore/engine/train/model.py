@@ -53,9 +53,7 @@ class PackedModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def read(
-        self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
         """Return what `forward` does, from the last `hidden` state [selected, hidden]."""
 
     def hidden(self, packing: Packing, select: Tensor) -> Tensor:
@@ -115,9 +113,7 @@ class CausalLM(PackedModel):
         logits = (logits[0] if self.packed else packing.unpad(logits)).index_select(0, select)
         return _of_logits(logits, labels, needs, temperature)
 
-    def read(
-        self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
         """See PackedModel."""
         head = self.hf.get_output_embeddings()
         if "logits" in needs:
@@ -152,9 +148,7 @@ class ScalarModel(PackedModel):
         """See PackedModel."""
         return self.read(self.hidden(packing, select), labels, needs, temperature)
 
-    def read(
-        self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
         """See PackedModel."""
         return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1))
 

@@ -120,7 +120,7 @@ class Parameters:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Add up, in place, gradients of which several ranks have a part: see `summed`, and those of tied embeddings."""
+        """Add up, in place, gradients of which several ranks have a part: see `summed`; and of tied embeddings."""
         mesh = self._mesh
         held = dict(self.here())
         for name in self._summed:

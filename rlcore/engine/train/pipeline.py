@@ -14,7 +14,7 @@ from rlcore.engine.train.selection import Selection
 from rlcore.errors import ConfigError, RLCoreError
 
 Finish = Callable[[int, Tensor], Tensor]
-"""What the last stage does with the hidden state [tokens, hidden] of micro-batch i; returns what to call backward on."""
+"""What the last stage does with the hidden state [tokens, hidden] of micro-batch i; gives what to go backward from."""
 
 
 class Elsewhere(nn.Module):
@@ -39,7 +39,7 @@ def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int
     by_layer = stage_of_layer(len(getattr(hf, hf.base_model_prefix).layers), stages)
     embeddings = hf.get_input_embeddings().weight
     tied = _is_tied(hf)
-    held = {}
+    held: dict[str, tuple[int, ...]] = {}
     for name in names:
         if name.startswith(f"{base}layers."):
             held[name] = (by_layer[int(name.removeprefix(f"{base}layers.").split(".")[0])],)
@@ -58,7 +58,7 @@ def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
     hf, base = model.hf, model.base
     if not model.packed or not getattr(model, "fused_head", True) or not hasattr(base, "layers"):
         raise ConfigError(
-            f"{type(hf).__name__} cannot be cut into pipeline stages (engine.pp={stages}): it needs decoder layers that "
+            f"{type(hf).__name__} cannot be cut into pipeline stages (engine.pp={stages}): it needs layers that "
             "read packed rows and a head that is one linear layer; set engine.pp=1 (the log says which is missing)"
         )
     last = stage == stages - 1
@@ -104,7 +104,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """Sends the micro-batches of a step through all stages, forward and backward; all ranks of a place along dp call."""
+    """Sends the micro-batches of a step through all stages; all ranks of a place along dp call it together."""
 
     def __init__(self, stage: Stage, mesh: TrainMesh, width: int, dtype: torch.dtype) -> None:
         self.stage, self.mesh, self.width, self.dtype = stage, mesh, width, dtype
@@ -151,4 +151,3 @@ class Pipeline:
 
 def _as_it_is(loss: Tensor, index: Tensor) -> Tensor:
     return loss.sum()
-

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlcore.engine.ranks import Ranks
@@ -23,17 +23,17 @@ from rlcore.errors import CheckpointError
 
 def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Write plain tensors and DTensors, each rank its own parts, into `folder`; those that several have, once."""
-    writer = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    _run(checkpoint.save, "written", tensors, folder, ranks, storage_writer=writer)
+    writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    _run(state_dict_saver.save, "written", tensors, folder, ranks, storage_writer=writer)
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Fill `tensors`, in place, from what `save` wrote or from a Hugging Face folder; names that are not asked for stay.
+    """Fill `tensors`, in place, from what `save` wrote or from a Hugging Face folder.
 
     Raises CheckpointError for files that cannot be read and names that are not there.
     """
-    reader = checkpoint.HuggingFaceStorageReader(str(folder))
-    _run(checkpoint.load, "read", tensors, folder, ranks, storage_reader=reader)
+    reader = hf_storage.HuggingFaceStorageReader(str(folder))
+    _run(state_dict_loader.load, "read", tensors, folder, ranks, storage_reader=reader)
 
 
 def _run(function: Any, done: str, tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, **how: Any) -> None:

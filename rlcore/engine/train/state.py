@@ -95,8 +95,9 @@ def save_engine_state(
     """Write optimizer moments, each rank its part, the version, and every rank's random state."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
-    for name, parameter in parameters.here() if optimizer is not None else ():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    states = {} if optimizer is None else optimizer.state
+    for name, parameter in parameters.here():
+        for key, value in states.get(parameter, {}).items():
             if key == "step":
                 steps[name] = float(value)
             else:
