@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -58,9 +58,10 @@ class Reshard(ABC):
                 )
         self._join(groups)
         self.cuts = {name: cut for name, cut in cuts.items() if self._holds(cut)}
-        sizes = [self._numel(cut) for cut in self.cuts.values()]
-        ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-        self._runs = dict(zip(self.cuts, pairwise(ends), strict=True))
+        # Matrices before vectors, so that no bias parts the weights that engines fuse.
+        order = sorted(self.cuts, key=lambda name: -len(self.cuts[name].shape))
+        ends = list(accumulate((self._numel(self.cuts[name]) for name in order), initial=0))
+        self._runs = dict(zip(order, pairwise(ends), strict=True))
         self._elements = ends[-1]
         self._buffer: Tensor | None = None
 

@@ -11,6 +11,7 @@ from rlcore.errors import ConfigError, DataError
 
 CUTS = {
     "q": Cut((4, 6), (0,), 0),
+    "q.bias": Cut((4,), (0,), 0),
     "k": Cut((2, 6), (0,), 0),
     "v": Cut((2, 6), (0,), 0),
     "o": Cut((6, 4), (0,), 1),
