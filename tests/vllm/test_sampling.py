@@ -59,14 +59,14 @@ def test_every_name_in_the_seed_makes_other_samples(rollout, prompts):
 
 
 def test_tokens_follow_the_distribution_that_the_log_probs_state(rollout, pair, prompts):
-    """4000 first tokens, by chi-squared over the 20 likeliest and the rest."""
-    batch = prompts([20], 4000)
+    """2000 first tokens, by chi-squared over the 20 likeliest and the rest; of more prompts than one forward takes."""
+    batch = prompts([20], 2000)
     first = torch.tensor([row[0] for row in tokens(rollout.generate(batch, Sampling(max_tokens=1)))])
     probs = pair.log_probs(batch["prompts"][0], first[:1], 1.0)[0].exp()
     likeliest = probs.topk(20).indices
     counts = torch.stack([(first == token).sum() for token in likeliest]).double()
-    expected = 4000 * probs[likeliest].double()
-    counts, expected = (torch.cat([each, 4000 - each.sum()[None]]) for each in (counts, expected))
+    expected = 2000 * probs[likeliest].double()
+    counts, expected = (torch.cat([each, 2000 - each.sum()[None]]) for each in (counts, expected))
     chi_squared = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_squared < 45.3  # of 20 degrees of freedom, exceeded once in 1000
 
