@@ -35,7 +35,7 @@ class VLLMRollout(RolloutEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         self.shapes, generation_config = _describe(str(folder), options)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
-        on_cpu = device.type == "cpu"
+        self.device, on_cpu = device, device.type == "cpu"
         with _starting(on_cpu=on_cpu):
             from vllm import LLM
 
@@ -79,11 +79,12 @@ class VLLMRollout(RolloutEngine):
         ]
         # Rows with the same prompt stand together: the first computes what the others find in the prefix cache.
         order = sorted(range(len(prompts)), key=prompts.__getitem__)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompts[row]} for row in order],
-            [self._parameters(sampling, keys[row]) for row in order],
-            use_tqdm=False,
-        )
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # vLLM draws what it drops
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": prompts[row]} for row in order],
+                [self._parameters(sampling, keys[row]) for row in order],
+                use_tqdm=False,
+            )
         done = {row: self._response(output.outputs[0], sampling) for row, output in zip(order, outputs, strict=True)}
         rows = [done[row] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
