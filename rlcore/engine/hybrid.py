@@ -106,9 +106,7 @@ class ModelWorker(Worker):
 
     def _create_rollout(self, shared: torch.nn.Module | None) -> RolloutEngine:
         setup = self.setup
-        return setup.create_rollout(
-            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared
-        )
+        return setup.create_rollout(model=setup.model, rollout=setup.rollout, device=self.device, shared=shared)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

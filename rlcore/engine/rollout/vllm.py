@@ -20,6 +20,7 @@ from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto
 
+
 class VLLMRollout(RolloutEngine):
     """Decodes with vLLM. It starts without weights, and has none again if an update broke off half-way.
 
