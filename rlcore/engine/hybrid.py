@@ -99,8 +99,10 @@ class ModelWorker(Worker):
             temperature=setup.rollout.temperature,
             total_steps=setup.total_steps,
         )
-        place = self.train.layout.place(self.rank)
-        self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
+        layout = self.train.layout
+        if layout.pp > 1 or layout.tp > 1:
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
