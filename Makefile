@@ -1,6 +1,7 @@
 # make train   set up and train the shipped tiny model on the CPU
 # make test    set up and run all tests        make check   lint, types, import arrows
 # make bench   run the benchmarks              make bench B=name   run one
+# make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TESTERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: train test check bench crosscheck clean
+.PHONY: train test test-vllm check bench crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -23,6 +24,16 @@ train: $(VENV)/.installed
 # The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/vllm
+
+# The list is whole, so nothing is resolved; what is never imported need not be compiled.
+.venv-vllm/.installed: requirements-vllm.txt pyproject.toml
+	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -50,7 +61,7 @@ crosscheck: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/crosscheck --trl .venv-trl
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-verl build *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm build *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

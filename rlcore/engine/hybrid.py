@@ -106,8 +106,9 @@ class ModelWorker(Worker):
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
-        place = layout.place(self.rank)
-        self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
+        if layout.pp > 1 or layout.tp > 1:
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:

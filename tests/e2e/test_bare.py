@@ -1,4 +1,4 @@
-"""Where ray, wandb and datasets are not installed, an algorithm still trains in process."""
+"""Where ray, wandb, datasets and vllm are not installed, an algorithm still trains in process."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.e2e
-ABSENT = ("ray", "wandb", "datasets")
+ABSENT = ("ray", "wandb", "datasets", "vllm")
 
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
-    """A venv with links to all that is installed here but the three."""
+    """A venv with links to all that is installed here but those."""
     venv = tmp_path_factory.mktemp("bare") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     here = Path(sysconfig.get_path("purelib"))
@@ -46,7 +46,12 @@ def test_an_algorithm_trains_in_process(bare_python, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
-MISSING = {"ray": ["cluster=local"], "wandb": ["tracker=wandb"], "datasets": ["data=gsm8k", "data.path=."]}
+MISSING = {
+    "ray": ["cluster=local"],
+    "wandb": ["tracker=wandb"],
+    "datasets": ["data=gsm8k", "data.path=."],
+    "vllm": ["rollout=vllm"],
+}
 EACH = """
 import contextlib, io, json, sys
 from rlcore.cli import main

@@ -175,17 +175,32 @@ def test_finished_rows_are_dropped_while_decoding(rollout, monkeypatch):
     assert rows[1:] == sorted(rows[1:], reverse=True)
 
 
-def test_sync_takes_whole_weights_and_checks_their_names(rollout, model_folder):
+def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(rollout, model_folder):
     own = engine(model_folder())
     fresh = {name: torch.randn_like(p) for name, p in own.hf.named_parameters()}
-    own.sync(iter(fresh.items()), 3)
+
+    def sync(weights, version, announced=None):
+        own.sync(iter(weights.items()), version, {n: tuple(t.shape) for n, t in (announced or weights).items()})
+
+    sync(fresh, 3)
     assert own.version == 3
     assert all(torch.equal(p, fresh[name]) for name, p in own.hf.named_parameters())
-    with pytest.raises(DataError, match="'nonsense' is not in the rollout model"):
-        own.sync(iter([("nonsense", torch.zeros(1))]), 4)
-    with pytest.raises(DataError, match="no weights came for"):
-        own.sync(iter(list(fresh.items())[1:]), 4)
+    first, *rest = fresh
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in fresh.items()}
+    poisoned = [
+        ({**zeros, "nonsense": torch.zeros(1)}, "nonsense is unknown"),
+        ({name: zeros[name] for name in rest}, f"{first} is missing"),
+        ({**zeros, first: torch.zeros(1)}, rf"{first} has shape \[1\]"),
+    ]
+    for weights, message in poisoned:
+        with pytest.raises(DataError, match=message):
+            sync(weights, 4)
     assert own.version == 3
+    assert all(torch.equal(p, fresh[name]) for name, p in own.hf.named_parameters())
+    with pytest.raises(DataError, match=f"weights {first} were announced and did not come"):
+        sync({name: fresh[name] for name in rest}, 4, announced=fresh)
+    with pytest.raises(DataError, match=rf"weight {first} \[1\] was not announced so"):
+        sync({**fresh, first: torch.zeros(1)}, 4, announced=fresh)
 
 
 def test_a_shared_module_goes_back_to_its_training_state(make_engine, model_folder):

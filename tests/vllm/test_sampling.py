@@ -1,6 +1,7 @@
 """What vLLM samples, and that a batch of it says the same as one of the Hugging Face engine."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -59,14 +60,14 @@ def test_every_name_in_the_seed_makes_other_samples(rollout, prompts):
 
 
 def test_tokens_follow_the_distribution_that_the_log_probs_state(rollout, pair, prompts):
-    """4000 first tokens, by chi-squared over the 20 likeliest and the rest."""
-    batch = prompts([20], 4000)
+    """2000 first tokens, by chi-squared over the 20 likeliest and the rest; of more prompts than one forward takes."""
+    batch = prompts([20], 2000)
     first = torch.tensor([row[0] for row in tokens(rollout.generate(batch, Sampling(max_tokens=1)))])
     probs = pair.log_probs(batch["prompts"][0], first[:1], 1.0)[0].exp()
     likeliest = probs.topk(20).indices
     counts = torch.stack([(first == token).sum() for token in likeliest]).double()
-    expected = 4000 * probs[likeliest].double()
-    counts, expected = (torch.cat([each, 4000 - each.sum()[None]]) for each in (counts, expected))
+    expected = 2000 * probs[likeliest].double()
+    counts, expected = (torch.cat([each, 2000 - each.sum()[None]]) for each in (counts, expected))
     chi_squared = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_squared < 45.3  # of 20 degrees of freedom, exceeded once in 1000
 
@@ -97,7 +98,7 @@ def test_a_batch_says_the_same_as_the_hugging_face_engines(rollout, hf, prompts,
     tokenizer = hf.tokenizer
     free = tokens(hf.generate(batch, Sampling(max_tokens=30, temperature=0.0)))
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in free]
-    stops = tuple(text[2:4] for text in texts if text[2:4].isprintable() and len(text) > 6)
+    stops = tuple(match[0] for text in texts if (match := re.search(r"[ -~]{2}", text[1:])))
     assert stops
     for options in ({}, {"stop": stops}, {"stop": stops, "min_tokens": 3}, {"stop": stops, "min_tokens": 8}):
         sampling = Sampling(max_tokens=30, temperature=0.0, **options)

@@ -14,10 +14,12 @@ from rlcore.assets import model_path
 from rlcore.config import ModelConfig, RolloutConfig
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
+from rlcore.engine.rollout.vllm_cpu import OPTIONS, starting_on_cpu
 from rlcore.engine.train.state import random_state, set_random_state
 from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto
+
 
 class VLLMRollout(RolloutEngine):
     """Decodes with vLLM. It starts without weights, and has none again if an update broke off half-way.
@@ -34,7 +36,8 @@ class VLLMRollout(RolloutEngine):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         self.shapes, generation_config = _describe(str(folder), options)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
-        with _starting(on_cpu=device.type == "cpu"):
+        self.device, on_cpu = device, device.type == "cpu"
+        with _starting(on_cpu=on_cpu):
             from vllm import LLM
 
             self.llm: Any = LLM(
@@ -47,9 +50,8 @@ class VLLMRollout(RolloutEngine):
                 max_num_seqs=rollout.batch_size,
                 kv_cache_memory_bytes=rollout.kv_cache_mb << 20,
                 enable_prefix_caching=True,
-                enable_chunked_prefill=True,
                 logprobs_mode="processed_logprobs",
-                enforce_eager=device.type == "cpu",  # on a GPU decoding runs in CUDA graphs
+                **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
             )
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
@@ -78,11 +80,12 @@ class VLLMRollout(RolloutEngine):
         ]
         # Rows with the same prompt stand together: the first computes what the others find in the prefix cache.
         order = sorted(range(len(prompts)), key=prompts.__getitem__)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompts[row]} for row in order],
-            [self._parameters(sampling, keys[row]) for row in order],
-            use_tqdm=False,
-        )
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # vLLM draws what it drops
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": prompts[row]} for row in order],
+                [self._parameters(sampling, keys[row]) for row in order],
+                use_tqdm=False,
+            )
         done = {row: self._response(output.outputs[0], sampling) for row, output in zip(order, outputs, strict=True)}
         rows = [done[row] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
@@ -135,8 +138,6 @@ def _describe(folder: str, options: dict[str, Any]) -> tuple[Shapes, Any]:
 @contextmanager
 def _starting(*, on_cpu: bool) -> Iterator[None]:
     """Set what vLLM reads while it starts, and leave the process's random state as it was: vLLM seeds it anew."""
-    from rlcore.engine.rollout.vllm_cpu import starting_on_cpu
-
     state = random_state()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, where weights are handed over
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run reports to nobody whom its config does not name

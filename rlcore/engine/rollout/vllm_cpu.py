@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,  # no compiled graph: it takes longer to make than a small model to run
+    # A prompt whose chunk ends within it has its seeded generator rewound by vLLM, which a CPU's generator refuses.
+    "enable_chunked_prefill": False,
+}
+"""Arguments of vllm.LLM on a CPU."""
 
 
 @contextmanager

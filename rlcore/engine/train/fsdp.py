@@ -23,7 +23,7 @@ from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
 from rlcore.engine.train.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
-from rlcore.engine.train.layouts import layout_of
+from rlcore.engine.train.layouts import check_layout, layout_of
 from rlcore.engine.train.mesh import TrainMesh
 from rlcore.engine.train.microbatch import column_values, micro_batches
 from rlcore.engine.train.model import PackedModel, load_causal_lm, load_scalar_model
@@ -64,6 +64,8 @@ class FSDPEngine(TrainEngine):
         self.total_steps = total_steps
         self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
         self.kind = kind
+        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
+        check_layout(model, engine, self.layout)
         self.model: PackedModel
         if kind == "policy":
             self.model = load_causal_lm(
@@ -79,16 +81,7 @@ class FSDPEngine(TrainEngine):
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.training = True  # of the layer alone: what is inside it keeps its dropout off
-        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
-        self.parameters = Parameters(self.model, self.mesh)
-        self.root: nn.Module = self.model
-        self._pipeline: Pipeline | None = None
-        if self.mesh.layout.pp > 1:
-            self.root = stage = Stage(self.model, self.mesh)
-            width = self.model.hf.config.get_text_config().hidden_size
-            self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
-        if ranks.world_size > 1:
-            self._shard()
+        self._lay_out()
         self.optimizer: torch.optim.AdamW | None = None
         if trains:
             self.optimizer = torch.optim.AdamW(
@@ -99,6 +92,18 @@ class FSDPEngine(TrainEngine):
                 weight_decay=engine.weight_decay,
                 fused=True,
             )
+
+    def _lay_out(self) -> None:
+        """Leave of the model what belongs to this rank."""
+        self.parameters = Parameters(self.model, self.mesh)
+        self.root: nn.Module = self.model
+        self._pipeline: Pipeline | None = None
+        if self.layout.pp > 1:
+            self.root = stage = Stage(self.model, self.mesh)
+            width = self.model.hf.config.get_text_config().hidden_size
+            self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
+        if self.ranks.world_size > 1:
+            self._shard()
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
