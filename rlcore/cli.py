@@ -249,7 +249,9 @@ def _config(argv: list[str]) -> int:
     from rlcore.config import check
 
     check(config, plugins)
-    if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead):
+    engine = config.engine
+    laid_out = engine.pp > 1 or engine.tp > 1 or engine.dp > 0 or engine.shard > 0
+    if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead or laid_out):
         from rlcore.engine.placement import plan
         from rlcore.run import with_reward_model
 

@@ -62,7 +62,8 @@ def same_run(a: Config, b: Config) -> list[str]:
     """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
 
     Left out are keys that change nothing of what is computed: all of `run` and `tracker`, `cluster.address` and
-    `cluster.start_timeout`, and of `trainer` the number of kept checkpoints and of written samples.
+    `cluster.start_timeout`, and of `trainer` the number of kept checkpoints and of written samples; and the training
+    layout with `cluster.workers`, which changes no more than the order in which sums are rounded.
     """
     left, right = dict(_flat(to_plain(a))), dict(_flat(to_plain(b)))
     differing = [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
@@ -70,7 +71,8 @@ def same_run(a: Config, b: Config) -> list[str]:
 
 
 _INCIDENTAL = re.compile(
-    r"(run|tracker)\..*|cluster\.(address|start_timeout)|trainer\.(keep_checkpoints|samples_per_step)"
+    r"(run|tracker)\..*|cluster\.(address|start_timeout|workers)|engine\.(pp|tp|dp|shard)"
+    r"|trainer\.(keep_checkpoints|samples_per_step)"
 )
 
 

@@ -112,6 +112,7 @@ class RolloutConfig:
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", min=0)
     stop: list[str] = option([], "strings that end a response (kept in it)")
     batch_size: int = option(256, "sequences that a worker decodes at once", min=1)
+    tp: int = option(1, "tensor-parallel ranks of a generating replica (hf); has to divide engine.tp", min=1)
     kv_cache_mb: int = option(1024, "MiB that a worker's vllm engine takes for keys and values", min=1)
 
 
@@ -120,6 +121,12 @@ class EngineConfig:
     """How models are trained: optimizer, and how a batch is cut to fit into memory."""
 
     name: str = option("fsdp", "train engine: one of the installed ones")
+    pp: int = option(1, "pipeline stages, each with a run of the decoder layers", min=1)
+    tp: int = option(1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1)
+    dp: int = option(0, "data-parallel places, each with rows of its own; 0: workers / (pp * tp)", min=0)
+    shard: int = option(
+        0, "data-parallel places that share one copy of the weights (FSDP); 0: all of them, 1: a copy for each", min=0
+    )
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
     warmup_steps: int = option(0, "steps of linear warm-up", min=0)
@@ -169,7 +176,7 @@ class ClusterConfig:
 
     executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
     address: str | None = option(None, "address of a running Ray cluster; none starts one on this machine")
-    workers: int = option(2, "data-parallel processes of the actor (and of what shares its pool)", min=1)
+    workers: int = option(2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1)
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
     gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
     pools: dict[str, Any] = option(

@@ -58,6 +58,11 @@ def rlcore_check_config(config: Config) -> None:
             "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
             "docs/rollout.md says), or choose rollout=hf"
         )
+    if config.rollout.tp > 1 and config.rollout.name != "hf":
+        raise ConfigError(
+            f"rollout.tp={config.rollout.tp}: only rollout=hf generates tensor-parallel; rollout={config.rollout.name} "
+            "has a whole model on each worker, so set rollout.tp=1 or choose rollout=hf"
+        )
     attention = config.model.attention
     if attention not in ATTENTION:
         raise ConfigError(

@@ -250,7 +250,7 @@ class RoleHandle:
             self._check_needs(function)
         trainer = self._config.trainer
         cap = trainer.importance_cap if trainer.rollouts_ahead and self.role.generates else None
-        ranks = self.group.world_size
+        ranks = self.group.mesh.size("dp")
         shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
         for rows, function, weight in batch:
             check_fields(rows)

@@ -8,11 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_NAMES = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32", torch.bool: "bool"}
+"""The dtypes of most columns, which numpy has too."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def to_array(tensor: Tensor) -> tuple[str, np.ndarray]:
     """Return a tensor's dtype name and its values as a contiguous CPU array (bfloat16 as int16, float8 as uint8)."""
+    name = _NAMES.get(tensor.dtype)
+    if name is not None and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return name, tensor.numpy()  # what most columns are, and each further operation costs as much again
     flat = tensor.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype == torch.bfloat16 or name.startswith("float8"):

@@ -54,6 +54,12 @@ class Form(NamedTuple):
         """Return the form of an object column."""
         return cls("object", None, (), "cpu")
 
+    def known_bytes(self, rows: int) -> int | None:
+        """Return how many bytes so many rows have; None for objects and ragged rows, of which it does not say."""
+        if self.dtype is None or self.kind == "ragged":
+            return None
+        return rows * math.prod(self.shape) * self.dtype.itemsize
+
     def guessed_bytes(self, rows: int) -> int:
         """Return about how many bytes so many rows have: of objects and ragged rows it knows no more than a scale."""
         if self.dtype is None:
@@ -262,7 +268,7 @@ def column_of(name: str, value: Any) -> Column:
     if not isinstance(name, str) or not name:
         raise DataError(f"a column's name is a string that is not empty, got {name!r}")
     if isinstance(value, Ragged):
-        return RaggedColumn(Ragged(value.values.detach().clone(), value.offsets.clone()))
+        return RaggedColumn(value.detach().clone())
     if isinstance(value, Tensor) and value.is_nested:
         return RaggedColumn(Ragged.from_list([row.detach() for row in value.unbind()], dtype=value.dtype))
     if isinstance(value, Tensor) and value.dim():
@@ -286,7 +292,7 @@ def same_contents(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and _same_values(left, right)
     if isinstance(left, Ragged):
-        return same_contents(left.offsets, right.offsets) and same_contents(left.values, right.values)
+        return torch.equal(left.offsets, right.offsets) and same_contents(left.values, right.values)
     if isinstance(left, np.ndarray):
         return left.shape == right.shape and left.dtype == right.dtype and same_contents(left.tolist(), right.tolist())
     if isinstance(left, Mapping):

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from rlcore.errors import DataError
-from rlcore.protocol.columns import Kind, column_of, same_contents
+from rlcore.protocol.columns import Column, Kind, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
 from rlcore.protocol.moments import Moments, combined, part_moments
+from rlcore.protocol.packed import Packed, is_small, pack, unpack
 from rlcore.protocol.remote import RemoteColumn, home_of
 from rlcore.protocol.row_operations import RowOperations
 from rlcore.protocol.rows import Index, select_row, select_rows
@@ -192,7 +193,10 @@ class DataProto(RowOperations):
         return f"DataProto(rows={len(self)}, {{{columns}}}, meta_info={list(self.meta_info)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (type(self), self.table.columns, self.table.meta_info)
+        columns = self.table.columns
+        small = {name: column for name, column in columns.items() if is_small(column)}
+        others = {name: column for name, column in columns.items() if name not in small}
+        return _unpickle, (type(self), list(columns), pack(small), others, self.table.meta_info)
 
     # -- columns
 
@@ -364,5 +368,8 @@ def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
     return column
 
 
-def _unpickle(cls: type[DataProto], columns: dict[str, Any], meta_info: dict[str, Any]) -> DataProto:
-    return cls._of(Table(columns, meta_info))
+def _unpickle(
+    cls: type[DataProto], names: list[str], small: Packed, others: dict[str, Column], meta_info: dict[str, Any]
+) -> DataProto:
+    columns = others | unpack(small)
+    return cls._of(Table({name: columns[name] for name in names}, meta_info))

@@ -23,30 +23,31 @@ class Ragged:
     rows are chosen. Raises DataError when the offsets do not fit the values.
     """
 
-    __slots__ = ("offsets", "values")
+    # The offsets are kept in numpy: on a few rows an operation of torch costs many times one of numpy's.
+    __slots__ = ("_ends", "values")
 
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         if values.dim() == 0:
             raise DataError("the values of a ragged column have at least one dimension, got a scalar")
         if offsets.dim() != 1 or offsets.dtype != torch.int64 or len(offsets) == 0:
             raise DataError(f"offsets are int64 [rows + 1], got {offsets.dtype} {list(offsets.shape)}")
-        offsets = offsets.cpu()
-        if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
-            raise DataError(f"offsets rise from 0 to the {len(values)} values, got {offsets.tolist()[:8]} ...")
+        ends = offsets.cpu().numpy()
+        if ends[0] != 0 or ends[-1] != len(values) or bool((ends[1:] < ends[:-1]).any()):
+            raise DataError(f"offsets rise from 0 to the {len(values)} values, got {ends.tolist()[:8]} ...")
         self.values = values
-        self.offsets = offsets
+        self._ends = ends
 
     @classmethod
-    def _trusted(cls, values: Tensor, offsets: Tensor) -> Ragged:
+    def _trusted(cls, values: Tensor, ends: np.ndarray) -> Ragged:
         """Return the rows of values and offsets that are known to fit: the checks cost as much as a small column."""
         ragged = cls.__new__(cls)
-        ragged.values, ragged.offsets = values, offsets
+        ragged.values, ragged._ends = values, ends
         return ragged
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
         """Return the rows that `lengths` int64 [rows] cut `values` [total, ...] into."""
-        return cls(values, _offsets(lengths))
+        return cls(values, torch.from_numpy(_ends(lengths.cpu().numpy())))
 
     @classmethod
     def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
@@ -77,16 +78,26 @@ class Ragged:
         """Return the rows of all parts, in order; DataError for no parts, or parts of unlike dtype or shape."""
         if not parts:
             raise DataError("nothing to concatenate: the list of ragged tensors is empty")
-        kinds = {(str(part.dtype), tuple(part.values.shape[1:])) for part in parts}
+        kinds = {(part.dtype, part.values.shape[1:]) for part in parts}
         if len(kinds) > 1:
-            raise DataError(f"ragged tensors to concatenate differ in dtype or shape: {sorted(kinds)}")
-        lengths = torch.cat([part.lengths for part in parts])
-        return cls._trusted(torch.cat([part.values for part in parts]), _offsets(lengths))
+            found = sorted((str(dtype), tuple(shape)) for dtype, shape in kinds)
+            raise DataError(f"ragged tensors to concatenate differ in dtype or shape: {found}")
+        lengths = np.concatenate([part._lengths for part in parts])
+        return cls._trusted(torch.cat([part.values for part in parts]), _ends(lengths))
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each row begins in the values, and where the last one ends: int64 [rows + 1], on the CPU."""
+        return torch.from_numpy(self._ends)
 
     @property
     def lengths(self) -> Tensor:
         """The length of each row, int64 [rows], on the CPU."""
-        return self.offsets.diff()
+        return torch.from_numpy(self._lengths)
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return self._ends[1:] - self._ends[:-1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,8 +109,13 @@ class Ragged:
         """The device of the values."""
         return self.values.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values and the offsets."""
+        return self.values.nbytes + self._ends.nbytes
+
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self._ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -109,20 +125,20 @@ class Ragged:
         """Return one row as a tensor (a view), or several as a Ragged; a slice shares storage."""
         if isinstance(index, (int, np.integer)):
             row = select_row(int(index), len(self))
-            return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+            return self.values[int(self._ends[row]) : int(self._ends[row + 1])]
         return self.take(select_rows(index, len(self)))
 
     def take(self, rows: Rows) -> Ragged:
         """Return the rows of a checked selection; a slice shares storage, row numbers copy."""
         if isinstance(rows, slice):
-            offsets = self.offsets[rows.start : rows.stop + 1]
-            first = int(offsets[0])
-            return self._trusted(self.values[first : int(offsets[-1])], offsets - first if first else offsets)
-        lengths = self.lengths[rows]
-        offsets = _offsets(lengths)
-        shift = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], lengths)
-        positions = torch.arange(len(shift)) + shift
-        return self._trusted(self.values[positions.to(self.device)], offsets)
+            ends = self._ends[rows.start : rows.stop + 1]
+            first = int(ends[0])
+            return self._trusted(self.values[first : int(ends[-1])], ends - first if first else ends)
+        chosen = rows.numpy()
+        lengths = self._lengths[chosen]
+        ends = _ends(lengths)
+        positions = np.arange(ends[-1]) + np.repeat(self._ends[chosen] - ends[:-1], lengths)
+        return self._trusted(self.values[torch.from_numpy(positions).to(self.device)], ends)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.to_list())
@@ -143,7 +159,9 @@ class Ragged:
 
     def with_values(self, values: Tensor) -> Ragged:
         """Return the same rows over other values, [total, ...] of any dtype."""
-        return Ragged(values, self.offsets)
+        if values.dim() == 0 or len(values) != self._ends[-1]:
+            raise DataError(f"these rows have {self._ends[-1]} values, got a tensor {list(values.shape)}")
+        return self._trusted(values, self._ends)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
         """Return the same rows over `fn(values)`, a function of each value alone."""
@@ -151,17 +169,21 @@ class Ragged:
 
     def to(self, device: str | torch.device) -> Ragged:
         """Return the rows with their values on `device`."""
-        return Ragged(self.values.to(device), self.offsets)
+        return self._trusted(self.values.to(device), self._ends)
+
+    def detach(self) -> Ragged:
+        """Return the rows without their values' graph."""
+        return self._trusted(self.values.detach(), self._ends)
 
     def clone(self) -> Ragged:
         """Return a copy that shares no storage."""
-        return Ragged(self.values.clone(), self.offsets.clone())
+        return self._trusted(self.values.clone(), self._ends.copy())
 
     def equal(self, other: Ragged) -> bool:
         """Return whether dtype, lengths and all values are equal."""
         return (
             self.dtype == other.dtype
-            and torch.equal(self.offsets, other.offsets)
+            and np.array_equal(self._ends, other._ends)
             and torch.equal(self.values, other.values)
         )
 
@@ -170,15 +192,22 @@ class Ragged:
         return f"Ragged([{len(self)}, {shape}], {self.dtype}, {len(self.values)} values)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (*to_array(self.values), self.offsets.numpy())
+        return ragged_of_arrays, self.arrays()
+
+    def arrays(self) -> tuple[str, np.ndarray, np.ndarray]:
+        """Return the dtype's name, the values and the offsets as arrays on the CPU, for `ragged_of_arrays`."""
+        return (*to_array(self.values), self._ends)
 
 
-def _unpickle(name: str, values: np.ndarray, offsets: np.ndarray) -> Ragged:
-    return Ragged._trusted(from_array(name, values), from_array("int64", offsets))
+def ragged_of_arrays(name: str, values: np.ndarray, ends: np.ndarray) -> Ragged:
+    """Return the Ragged of what `Ragged.arrays` gave, over the same memory."""
+    return Ragged._trusted(from_array(name, values), ends if ends.flags.writeable else ends.copy())
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return ends
 
 
 def _inside(lengths: Tensor, width: int, side: Side) -> Tensor:

@@ -108,13 +108,14 @@ KNOWN_SELECTIONS = 64
 class Layout:
     """Which rows of which blocks: row i is row `rows[i]` of block number `owner[i]`; int64 [rows] each, never changed.
 
+    `is_whole`: it is known to be all rows of every block, in order.
     The columns of one batch share a layout, so that choosing rows is worked out once for all of them.
     """
 
-    __slots__ = ("_joined", "_spans", "_taken", "owner", "rows")
+    __slots__ = ("_joined", "_spans", "_taken", "is_whole", "owner", "rows")
 
-    def __init__(self, owner: Tensor, rows: Tensor) -> None:
-        self.owner, self.rows = owner, rows
+    def __init__(self, owner: Tensor, rows: Tensor, *, is_whole: bool = False) -> None:
+        self.owner, self.rows, self.is_whole = owner, rows, is_whole
         self._taken: dict[object, tuple[Rows, tuple[Layout, Kept]]] = {}
         self._spans: tuple[Layout, list[tuple[int, int]]] | None = None
         self._joined: tuple[tuple[Layout, ...], tuple[int, ...], Layout] | None = None
@@ -123,7 +124,7 @@ class Layout:
     @lru_cache(maxsize=64)  # so that columns which are made one by one share it, too
     def of_block(rows: int) -> Layout:
         """Return the layout of all rows of one block."""
-        return Layout(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+        return Layout(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), is_whole=True)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,7 +169,8 @@ class Layout:
             return known[2]
         first = np.cumsum([0, *blocks]).tolist()
         owner = torch.cat([layout.owner + start for layout, start in zip(layouts, first, strict=False)])
-        joined = Layout(owner, torch.cat([layout.rows for layout in layouts]))
+        whole = all(layout.is_whole for layout in layouts)
+        joined = Layout(owner, torch.cat([layout.rows for layout in layouts]), is_whole=whole)
         layouts[0]._joined = tuple(layouts), tuple(blocks), joined
         return joined
 
@@ -218,6 +220,9 @@ class RemoteColumn(Column):
 
     def _settle(self) -> None:
         """Put in the place of promises that are kept what became of them."""
+        if self.layout.is_whole and all(block.is_promise and block.is_here for block in self.blocks):
+            self._become(cat_columns([block.column() for block in self.blocks]))
+            return
         columns: list[Column] = []
         for number, block in enumerate(self.blocks):
             rows = self.layout.rows[self.layout.owner == number]
@@ -226,8 +231,10 @@ class RemoteColumn(Column):
             else:
                 columns.append(RemoteColumn(self._form, [block], Layout(torch.zeros_like(rows), rows)))
         place = self.layout.owner.argsort(stable=True).argsort()
-        settled = cat_columns(columns) if len(columns) > 1 else columns[0]
-        settled = settled.take(_run(place))
+        self._become(cat_columns(columns).take(_run(place)))
+
+    def _become(self, settled: Column) -> None:
+        """Have the blocks, and the rows of them, of a column of the same contents."""
         if not isinstance(settled, RemoteColumn):
             self._local = settled
             settled = RemoteColumn.of_block(self._form, HeldBlock(settled), len(settled))
@@ -339,7 +346,7 @@ def cat_columns(columns: Sequence[Column]) -> Column:
     """Return the rows of all columns, of one form, in order: by reference when any of them is remote."""
     remote = [column for column in columns if isinstance(column, RemoteColumn)]
     if not remote:
-        return columns[0].cat(columns[1:])
+        return columns[0].cat(columns[1:]) if len(columns) > 1 else columns[0]
     parts = [
         column
         if isinstance(column, RemoteColumn)

@@ -30,12 +30,12 @@ class Table:
 
     def bind(self, name: str, column: Column) -> None:
         """Bind a column to a name, replacing what it held; DataError when its length is not the others'."""
-        for other, present in self.columns.items():
-            if other != name and len(present) != len(column):
-                raise DataError(
-                    f"column {name!r} has {len(column)} rows, but the batch has {len(present)} "
-                    f"(as in column {other!r}); a column has one entry a row"
-                )
+        other = next((other for other in self.columns if other != name), None)  # any: all have as many rows
+        if other is not None and len(self.columns[other]) != len(column):
+            raise DataError(
+                f"column {name!r} has {len(column)} rows, but the batch has {len(self.columns[other])} "
+                f"(as in column {other!r}); a column has one entry a row"
+            )
         self.columns[name] = column
 
     def column(self, name: str, kinds: Sequence[Kind] = ("dense", "ragged", "object")) -> Column:

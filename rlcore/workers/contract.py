@@ -24,6 +24,11 @@ class Promised:
     rows: int
     columns: Mapping[str, Form]
 
+    def may_exceed(self, nbytes: int) -> list[str]:
+        """Return the columns that are not known to have at most so many bytes."""
+        known = {name: form.known_bytes(self.rows) for name, form in self.columns.items()}
+        return [name for name, size in known.items() if size is None or size > nbytes]
+
     def check(self, result: Any) -> None:
         """Raise DataError unless a result is what was promised."""
         if not isinstance(result, DataProto):

@@ -19,151 +19,24 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
-from rlcore.protocol import DataProto
-from rlcore.protocol.remote import Layout, RemoteColumn
-from rlcore.protocol.table import Table
 from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
-from rlcore.workers.group import Pending, Processes, WorkerGroup
+from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs
+from rlcore.workers.ray_call import Sent, pack_calls
 from rlcore.workers.ray_nodes import what_ray_has
+from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
-from rlcore.workers.ray_store import INLINE_BYTES, Promise, Reply, received
+from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
 from rlcore.workers.worker import Worker
 
-POLL_SECONDS = 2.0
-"""While a call is awaited: time between looks at the processes that it does not wait for."""
 DEATH_SECONDS = 3.0
 """After an exception on one rank: time to find out whether another rank's death caused it."""
 STRAGGLER_SECONDS = 15.0
 """After an exception on one rank: time that the others have to finish the same call before they count as hung."""
 LOG_LINES = 20
 """Last lines of a dead worker's log that its error shows."""
-SENT_AS_THEY_ARE = (type(None), bool, int, float, ray.ObjectRef)
-"""Types of arguments that are not worth an object of their own when all ranks get the same."""
-
-
-class RayPending(Pending):
-    """One method call under way; `refs` are the results to come, with their ranks.
-
-    `by_reference`: they are what WorkerHost.run gives, else plain results.
-    """
-
-    def __init__(
-        self, processes: RayProcesses, role: str, method: str, refs: Mapping[Any, int], *, by_reference: bool = True
-    ) -> None:
-        super().__init__()
-        self._processes = processes
-        self._role = role
-        self._method = method
-        self._refs = dict(refs)
-        self._by_reference = by_reference
-        self._promises: list[tuple[int, weakref.ref[Promise]]] = []
-        self._fine: set[Any] = set()
-
-    def done(self) -> bool:
-        """Whether every rank has finished."""
-        return (
-            self.is_settled
-            or not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
-        )
-
-    def promised(self, rank: int, promised: Promised) -> DataProto:
-        """Return what a rank will return, by reference."""
-        by_rank = {rank: ref for ref, rank in self._refs.items()}
-        reply = Reply(by_rank[rank], f"{self._role} rank {rank}, in {self._method}(),", self, rank)
-        layout = Layout.of_block(promised.rows)
-        table = Table()
-        for name, form in promised.columns.items():
-            promise = Promise(reply, name)
-            self._promises.append((rank, weakref.ref(promise)))
-            table.columns[name] = RemoteColumn(form, [promise], layout)
-        return DataProto._of(table)
-
-    def wait(self) -> list[Any]:
-        """Return the results by rank, or raise the first failure, even if other ranks never finish.
-
-        Of a call whose result was promised each promise gets its column, and nothing else of it is held here.
-        """
-        outputs = self._outputs_of_ranks()
-        if self._promises:
-            for rank, known in self._promises:
-                if (promise := known()) is not None:
-                    promise.keep(outputs[rank])
-            self._promises.clear()
-            self._refs.clear()
-            return [None] * len(outputs)
-        return outputs
-
-    def has_failed(self) -> bool:
-        """Whether a rank has raised already; waits for nothing."""
-        if self.is_settled:
-            return False
-        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
-        for ref in ready:
-            if ref not in self._fine:
-                try:
-                    self._values([ref])
-                except Exception:  # raised by whoever waits for this call
-                    return True
-                self._fine.add(ref)
-        return False
-
-    def _outputs_of_ranks(self) -> list[Any]:
-        """Return the results by rank, or raise the first failure.
-
-        Processes that this call does not wait for are pinged, as it may hang because one of them died: a rank of its
-        own group, or of another that is to make its inputs or has the turn before it. Or because an earlier call, which
-        nobody waits for yet, failed on one rank and holds up the others.
-        """
-        processes = self._processes
-        outputs: list[Any] = [None] * processes.world_size
-        waiting, pings = dict(self._refs), dict[Any, tuple[RayProcesses, int]]()
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
-            if not ready:
-                processes.check()
-                for others in {processes, *_STARTED}:
-                    for earlier in others.under_way():
-                        if earlier is not self and earlier.has_failed():
-                            earlier.get()
-                asked = {*pings.values(), *((processes, rank) for rank in waiting.values())}
-                for others in {processes, *_STARTED}:
-                    fresh = others.ping(rank for asker, rank in asked if asker is others)
-                    pings |= {ref: (others, rank) for ref, rank in fresh.items()}
-            try:
-                for ref, value in zip(ready, self._values(ready), strict=True):
-                    outputs[waiting[ref]] = value
-                waiting = {ref: rank for ref, rank in waiting.items() if ref not in set(ready)}
-            except Exception:  # of one of them; one by one says whose, and raises it
-                for ref in ready:
-                    self._one(ref, waiting.pop(ref), waiting)
-                raise
-            for ref in ray.wait(list(pings), num_returns=len(pings), timeout=0)[0] if pings else ():
-                self._pinged(ref, *pings.pop(ref), waiting)
-        return outputs
-
-    def _values(self, refs: Sequence[Any]) -> list[Any]:
-        values = ray.get(list(refs))
-        return received(values) if self._by_reference else values
-
-    def _one(self, ref: Any, rank: int, waiting: Mapping[Any, int]) -> None:
-        try:
-            received([ray.get(ref)]) if ref in self._refs and self._by_reference else ray.get(ref)
-        except Exception as error:
-            raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
-
-    def _pinged(self, ref: Any, others: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
-        if others is self._processes:
-            self._one(ref, rank, waiting)
-            return
-        try:
-            ray.get(ref)
-        except RayActorError as error:
-            if others.is_usable:  # else it was told before
-                call = f"{self._role}.{self._method}()"
-                raise others.failure(error, rank, others.name, call, {}) from None
 
 
 class Stragglers(NamedTuple):
@@ -202,10 +75,13 @@ class RayProcesses(Processes):
         self._infos: list[HostInfo] = []
         self.hosts: list[Any] = []
         self._runs: list[Any] = []
+        self._inline_bytes = inline_bytes
+        self._promising: dict[tuple[int, int], Any] = {}
+        self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         self._under_way: list[weakref.ref[RayPending]] = []
         self._env = {**(env or {}), **_env(pool)}
         try:
-            self._create(log_dir.absolute() if log_dir else None, distributions or {}, inline_bytes)
+            self._create(log_dir.absolute() if log_dir else None, distributions or {})
         except BaseException:
             self.shutdown()
             raise
@@ -223,15 +99,14 @@ class RayProcesses(Processes):
             self.shutdown()
             raise
 
-    def _create(self, log_dir: Path | None, distributions: Mapping[str, str], inline_bytes: int) -> None:
-        one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+    def _create(self, log_dir: Path | None, distributions: Mapping[str, str]) -> None:
         token = os.urandom(3).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name a while
         for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
-            host = actor.remote(self.name, rank, log, distributions, inline_bytes, one_node)
+            host = actor.remote(self.name, rank, log, distributions, self._inline_bytes, self._one_node)
             self.hosts.append(host)
             with warnings.catch_warnings():  # see ray_store for why it is dynamic all the same
                 warnings.simplefilter("ignore", RayDeprecationWarning)
@@ -273,7 +148,7 @@ class RayProcesses(Processes):
         for role, made in classes.items():
             sent = ray.put((made.cls, made.args, made.kwargs))
             refs = {host.make.remote(role, sent): rank for rank, host in enumerate(self.hosts)}
-            started.append(RayPending(self, role, "__init__", refs, by_reference=False))
+            started.append(RayPending(self, role, "__init__", refs))
         for pending in started:
             pending.wait()
 
@@ -289,29 +164,44 @@ class RayProcesses(Processes):
             ray.wait(refs, num_returns=len(refs), timeout=left + 0.01)  # Ray cuts it to whole milliseconds
         self.check()
         refs_sent: dict[Any, int] = {}
+        columns: dict[Any, Mapping[str, Any] | None] = {}
         try:
-            for rank, call in enumerate(_put_shared(calls)):
-                if call is not None:
-                    expected = promised[rank] if promised is not None else None
+            for rank, sent in enumerate(pack_calls(role, method, calls, promised)):
+                if sent is not None:
                     before = self._pool.before(self, rank)
-                    after = before[0].ping_one(before[1]) if before is not None else []
-                    run = self._runs[rank]
-                    refs_sent[run.remote(role, method, expected, after, *call[0], **call[1])] = rank
+                    after = {} if before is None else {"after": before[0].ping_one(before[1])}
+                    ref, kept = self._send(rank, sent, None if promised is None else promised[rank], after)
+                    refs_sent[ref], columns[ref] = rank, kept
                     self._pool.take(self, rank)
         except Exception as error:  # whatever pickling the arguments raises
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
             raise failure from error
-        pending = RayPending(self, role, method, refs_sent)
-        self._under_way = [*self._still_under_way(), weakref.ref(pending)]
+        pending = RayPending(self, role, method, refs_sent, columns)
+        self._under_way = [*(weakref.ref(earlier) for earlier in self.under_way()), weakref.ref(pending)]
         return pending
+
+    def _send(
+        self, rank: int, sent: Sent, promised: Promised | None, after: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any] | None]:
+        """Send a rank its call; return the references of its reply and, where they are known, of its large columns."""
+        if promised is None or not self._one_node:
+            return self._runs[rank].remote(sent.message, *sent.beside, **after), None
+        names = promised.may_exceed(self._inline_bytes)
+        values = 1 + len(names)
+        if (rank, values) not in self._promising:
+            self._promising[rank, values] = self.hosts[rank].run_promised.options(num_returns=values)
+        refs = self._promising[rank, values].remote(sent.message, *sent.beside, **after)
+        reply, *columns = refs if names else [refs]
+        return reply, dict(zip(names, columns, strict=True))
 
     def under_way(self) -> list[RayPending]:
         """Return the calls whose results nobody has waited for yet, in order."""
         return [pending for known in self._under_way if (pending := known()) is not None and not pending.is_settled]
 
-    def _still_under_way(self) -> list[weakref.ref[RayPending]]:
-        return [weakref.ref(pending) for pending in self.under_way()]
+    def all_started(self) -> set[RayProcesses]:
+        """Return these and all other processes that this one has started and not let go of."""
+        return {self, *_STARTED}
 
     def ping(self, but: Iterable[int]) -> dict[Any, int]:
         """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
@@ -321,7 +211,7 @@ class RayProcesses(Processes):
     def spans(self) -> RayPending:
         """See Processes."""
         refs = {host.spans.remote(): rank for rank, host in enumerate(self.hosts)}
-        return RayPending(self, self.name, "spans", refs, by_reference=False)
+        return RayPending(self, self.name, "spans", refs)
 
     def ping_one(self, rank: int) -> list[Any]:
         """Return a reference to the answer of one rank, which it gives after all calls so far; none after shutdown."""
@@ -405,6 +295,7 @@ class RayProcesses(Processes):
             self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
+        self._promising.clear()
         self._under_way.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
@@ -467,24 +358,6 @@ def _env(pool: RayResourcePool) -> dict[str, str]:
     threads = str(pool.cpus_per_worker)
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
     return env | ({"CUDA_VISIBLE_DEVICES": ""} if pool.gpus_per_worker == 0 else {})
-
-
-def _put_shared(calls: Sequence[Call | None]) -> list[Call | None]:
-    """Return the calls with every larger argument that several ranks get replaced by one reference to it."""
-    times = Counter(id(value) for call in calls if call for value in (*call[0], *call[1].values()))
-    put: dict[int, Any] = {}
-
-    def sent(value: Any) -> Any:
-        if times[id(value)] < 2 or isinstance(value, SENT_AS_THEY_ARE):
-            return value
-        if id(value) not in put:
-            put[id(value)] = ray.put(value)
-        return put[id(value)]
-
-    return [
-        call and (tuple(sent(value) for value in call[0]), {name: sent(value) for name, value in call[1].items()})
-        for call in calls
-    ]
 
 
 def _cause(error: RayActorError) -> str:

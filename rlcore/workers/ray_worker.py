@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import ray
 from rlcore.errors import WorkerError
 from rlcore.workers.contract import Promised
 from rlcore.workers.failure import with_worker
-from rlcore.workers.ray_store import await_inputs, kept_here
+from rlcore.workers.ray_call import unpack_call
+from rlcore.workers.ray_store import await_inputs, kept_by_column, kept_here
 from rlcore.workers.spans import MOST_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
@@ -100,25 +102,43 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise with_worker(error, context, "__init__") from None
 
-    def run(
-        self, role: str, method: str, promised: Promised | None, after: list[Any], /, *args: Any, **kwargs: Any
-    ) -> Iterator[Any]:
+    def run(self, message: bytes, /, *beside: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the blocks of what a role's method returns, and then the rest of it.
 
-        Waits first until what `after` refers to is there: whoever has the turn before this process. Raises what the
-        controller is to see; also when the method returns other than it has `promised`.
+        The call is what `pack_calls` made. Waits first until what `after` refers to is there: whoever has the turn
+        before this process. Raises what the controller is to see; also when the method returns other than it has
+        promised.
         """
+        with self._running(message, beside, after) as (result, _):
+            yield from kept_here(result, self._inline_bytes, self._one_node)
+
+    def run_promised(self, message: bytes, /, *beside: Any, after: Sequence[Any] = ()) -> Any:
+        """Return what a role's method returns, and a value for each column that may be large; see `run`.
+
+        For a call that has promised its columns, where there is one node.
+        """
+        with self._running(message, beside, after) as (result, promised):
+            assert promised is not None
+            values = kept_by_column(result, self._inline_bytes, promised.may_exceed(self._inline_bytes))
+            return values if len(values) > 1 else values[0]  # as Ray has it
+
+    @contextmanager
+    def _running(
+        self, message: bytes, beside: Sequence[Any], after: Sequence[Any]
+    ) -> Iterator[tuple[Any, Promised | None]]:
+        """Give the result of a call and what was promised of it; errors on the way, and in the block, name the call."""
+        role, method, promised, args, kwargs = unpack_call(message, beside)
         worker = self._workers[role]
         arrived = time.time()
         try:
             if after:
-                ray.wait(after, num_returns=len(after), fetch_local=False)
+                ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
             began = time.time()
             result = getattr(worker, method)(*args, **kwargs)
             if promised is not None:
                 promised.check(result)
-            yield from kept_here(result, self._inline_bytes, self._one_node)
+            yield result, promised
             self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None

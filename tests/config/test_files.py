@@ -95,17 +95,16 @@ def test_same_run(config, make):
         "cluster.address=a:1",
         "cluster.start_timeout=9",
         "trainer.keep_checkpoints=9",
+        "cluster.workers=1",
+        "engine.tp=2",
     )
     assert same_run(config, incidental) == []
-    changed = make(
-        "trainer.seed=1", "algo.group_size=5", "reward.functions={exact: 1}", "rollout.stop=[x]", "cluster.workers=1"
-    )
+    changed = make("trainer.seed=1", "algo.group_size=5", "reward.functions={exact: 1}", "rollout.stop=[x]")
     assert same_run(config, changed) == [
         "algo.group_size",
         "reward.functions",
         "rollout.stop",
         "trainer.seed",
-        "cluster.workers",
         "reward.functions.exact",
     ]
     assert same_run(config, replace(config, algorithm="other")) == ["algorithm"]

@@ -27,11 +27,7 @@ SIZES = {
 
 def make_model(kind: str, folder: Path) -> Path:
     """Write a random model of an architecture with the tiny model's tokenizer files beside it."""
-    import shutil
-
     import transformers
-
-    from rlcore.assets import TINY
 
     configs = {
         "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
@@ -41,9 +37,19 @@ def make_model(kind: str, folder: Path) -> Path:
         "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),
         "gemma2": (transformers.Gemma2Config, {"head_dim": 12, "sliding_window": 8, "query_pre_attn_scalar": 12}),
     }
-    cls, extra = configs[kind]
+    return write_random(*configs[kind], folder)
+
+
+def write_random(config: type, options: dict, folder: Path) -> Path:
+    """Write a random model of a transformers config with the tiny model's tokenizer files beside it."""
+    import shutil
+
+    import transformers
+
+    from rlcore.assets import TINY
+
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(cls(**SIZES, **extra))
+    model = transformers.AutoModelForCausalLM.from_config(config(**{**SIZES, **options}))
     model.save_pretrained(folder)
     for file in TINY.iterdir():
         if "token" in file.name or file.suffix == ".jinja":
@@ -61,6 +67,11 @@ def model_folder(tmp_path_factory):
         return made[kind]
 
     return get
+
+
+@pytest.fixture(name="write_random", scope="session")
+def write_random_fixture():
+    return write_random
 
 
 @pytest.fixture
@@ -109,7 +120,7 @@ def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:
     )
 
 
-@pytest.fixture(name="random_batch")
+@pytest.fixture(name="random_batch", scope="session")
 def random_batch_fixture():
     return random_batch
 

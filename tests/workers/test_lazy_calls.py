@@ -282,7 +282,7 @@ def test_a_full_object_store_and_a_full_disk(tmp_path):
     script.write_text(FULL)
     run = subprocess.run([sys.executable, script], env=os.environ | full, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "big rank 0 of 1" in run.stdout
+    assert "column 'big' that big rank 0, in make(), made" in run.stdout
     assert "OutOfDiskError: Local disk is full" in run.stdout
 
 

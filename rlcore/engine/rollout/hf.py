@@ -11,19 +11,33 @@ from torch import Tensor, nn
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.engine.reshard.meter import Group
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.cache import BufferedCache
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout.sampling import sample_tokens
+from rlcore.engine.rollout.tensor_shards import TensorShards
 from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.ops import uniform_noise
 from rlcore.protocol import DataProto
 
 
 class HFRollout(RolloutEngine):
-    """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy."""
+    """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy.
 
-    def __init__(self, model: ModelConfig, *, batch_size: int, device: torch.device, shared: nn.Module | None) -> None:
+    `tensor_group`: the ranks that decode the same rows together, each with its shard of the linear layers. They sample
+    the same tokens, as each computes the same logits and a row's noise is its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        batch_size: int,
+        device: torch.device,
+        shared: nn.Module | None,
+        tensor_group: Group | None = None,
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.batch_size, self.device = batch_size, device
@@ -32,7 +46,7 @@ class HFRollout(RolloutEngine):
         self.attention = "sdpa" if model.attention == "auto" else model.attention
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
-        self.owns_module = shared is None
+        self.owns_module = self.adopts = shared is None
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
@@ -41,6 +55,8 @@ class HFRollout(RolloutEngine):
             # Parameters go on requiring a gradient, though none is ever made: torch chooses kernels by that, and the
             # log-probs are to be, to the last bit, those of a trained module that is shared.
             self.hf.to(device).eval()
+        self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
+        self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         ends = end_tokens(self.hf.generation_config, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -49,10 +65,19 @@ class HFRollout(RolloutEngine):
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
         if self.owns_module:
             own = dict(self.hf.named_parameters())
-            check_fit({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
+            check_fit(self.shapes, shapes)
             with torch.no_grad():
                 for name, tensor in as_announced(weights, shapes):
-                    own[name].copy_(tensor)
+                    own[name].copy_(tensor if self._shards is None else self._shards.part(name, tensor))
+        self.version = version
+
+    def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """See RolloutEngine."""
+        own = dict(self.hf.named_parameters())
+        check_fit({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
+        self.version = -1  # until all are there
+        for name, tensor in as_announced(shards, shapes):
+            own[name].data = tensor
         self.version = version
 
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from rlcore.engine.layout import Cut, Layout
 from rlcore.engine.weights import Shapes, Weights
 from rlcore.ops import Loss, Need
 from rlcore.protocol import DataProto, Ragged
@@ -82,6 +83,24 @@ class TrainEngine(ABC):
     @abstractmethod
     def shapes(self) -> Shapes:
         """The shape of each whole parameter by its Hugging Face name, tied ones once."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """How the model is spread over the engine's ranks, of which this is one."""
+
+    @property
+    @abstractmethod
+    def cuts(self) -> Mapping[str, Cut]:
+        """How the layout cuts each parameter, by the names of `shapes`; the same on every rank."""
+
+    @abstractmethod
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every parameter that its stage holds, in the precision of the forward.
+
+        That is the whole of it or, where its Cut has a `dim`, this rank's tensor shard; whole along dp (collective
+        there). Ranks of one stage yield the names in the same order. What was yielded is valid until the next.
+        """
 
     @property
     @abstractmethod

@@ -1,10 +1,13 @@
-"""The train engine on torch's FSDP2 (`fully_shard`); with one rank nothing is sharded and nothing is sent."""
+"""The train engine on torch's own parallelism: FSDP2 along dp, DTensor along tp, 1F1B pipelines along pp.
+
+With one rank nothing is sharded and nothing is sent.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +17,20 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.layout import Cut, Layout
 from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
 from rlcore.engine.train.importance import correct, forward_needs, is_corrected, staleness
+from rlcore.engine.train.layouts import layout_of
+from rlcore.engine.train.mesh import TrainMesh
 from rlcore.engine.train.microbatch import column_values, micro_batches
 from rlcore.engine.train.model import PackedModel, load_causal_lm, load_scalar_model
-from rlcore.engine.train.packing import Packing
+from rlcore.engine.train.parameters import Parameters, reshard
+from rlcore.engine.train.pipeline import Pipeline, Stage
 from rlcore.engine.train.schedule import learning_rate
+from rlcore.engine.train.selection import Selection, total_tokens
 from rlcore.engine.weights import Shapes, Weights, check_fit
 from rlcore.errors import DataError
 from rlcore.ops import Outputs, needs_of
@@ -32,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class FSDPEngine(TrainEngine):
-    """A model of a `kind` (see Role) sharded over the ranks, with AdamW if it `trains`.
+    """A model of a `kind` (see Role) over the ranks as `engine` lays it out, with AdamW if it `trains`.
 
     `new_head`: a critic or reward model may start from a folder without a score head, and gets one of zeros.
     `temperature` divides the logits, as it did when the responses were sampled; `total_steps` is the run's, for the
@@ -71,12 +79,20 @@ class FSDPEngine(TrainEngine):
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.training = True  # of the layer alone: what is inside it keeps its dropout off
+        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
+        self.parameters = Parameters(self.model, self.mesh)
+        self.root: nn.Module = self.model
+        self._pipeline: Pipeline | None = None
+        if self.mesh.layout.pp > 1:
+            self.root = stage = Stage(self.model, self.mesh)
+            width = self.model.hf.config.get_text_config().hidden_size
+            self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
         if ranks.world_size > 1:
             self._shard()
         self.optimizer: torch.optim.AdamW | None = None
         if trains:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
+                self.parameters.by_mesh(),
                 lr=engine.lr,
                 betas=(engine.betas[0], engine.betas[1]),
                 eps=engine.eps,
@@ -85,19 +101,20 @@ class FSDPEngine(TrainEngine):
             )
 
     def _shard(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("dp",))
+        mesh = self.mesh.data
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        # A stage keeps its layers whole between the micro-batches of a step.
+        keep = False if self._pipeline is not None else None
         # Layers apart, so that only one is whole at a time; a small model in one piece, which gathers once, not a dozen
         # times.
         layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
-        if sum(parameter.numel() for parameter in self.model.parameters()) > self.config.layerwise_above:
+        if sum(math.prod(shape) for shape in self.shapes.values()) > self.config.layerwise_above:
             for module in self.model.modules():
                 if type(module).__name__ in layers:
-                    fully_shard(module, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+                    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+        fully_shard(self.root, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
 
     # Forward
 
@@ -107,64 +124,77 @@ class FSDPEngine(TrainEngine):
             return nullcontext()
         return torch.autocast(self.ranks.device.type, dtype=self.dtype)
 
-    def _forward(self, batch: DataProto | None, needs: Collection[str]) -> dict[str, Tensor]:
-        """Return what `needs` names for the response tokens of all rows, laid end to end, [tokens, ...].
-
-        A reward model gives its scores at the last token of each row, [rows]. None stands for a rank without
-        rows, which still has to take part in the collectives: one token, one output.
-        """
-        device = self.ranks.device
-        if batch is None:
-            packing = Packing.of([torch.zeros(1, dtype=torch.int64)]).to(device)
-            select = labels = torch.zeros(1, dtype=torch.int64, device=device)
-        else:
-            prompts, responses = batch.view("prompts").to_list(), batch.view("responses").to_list()
-            labels = batch.view("responses").values.to(device)
-        if batch is not None and self.kind == "reward":
-            packing = Packing.of([torch.cat(row) for row in zip(prompts, responses, strict=True)]).to(device)
-            select = packing.lengths.cumsum(0) - 1
-        elif batch is not None:
-            # The last response token predicts nothing, so it is left out; an empty response leaves a prompt of which
-            # nothing is selected.
-            rows = [torch.cat([p, r])[: max(1, len(p) + len(r) - 1)] for p, r in zip(prompts, responses, strict=True)]
-            packing = Packing.of(rows).to(device)
-            starts = packing.lengths.cpu().cumsum(0) - packing.lengths.cpu()
-            spans = [
-                torch.arange(len(p) - 1, len(p) - 1 + len(r)) + start
-                for p, r, start in zip(prompts, responses, starts.tolist(), strict=True)
-            ]
-            select = torch.cat(spans).to(device)
-        with self._autocast():
-            return self.model(packing, select, labels, needs, self.temperature)
-
     def _cut(self, batch: DataProto, together: str | None) -> list[DataProto | None]:
-        """Cut rows into micro-batches, padded with None to the largest number on any rank."""
+        """Cut rows into micro-batches, padded with None to the largest number on any rank, and one for each stage."""
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
         limits = (self.config.micro_batch_rows, self.config.micro_batch_tokens)
-        cuts = micro_batches(lengths, column_values(batch, together), *limits)
-        most = max(self.ranks.gather(len(cuts)))
+        stages = self.layout.pp
+        cuts = micro_batches(lengths, column_values(batch, together), *limits, at_least=stages)
+        most = max(stages if stages > 1 else 0, *self.ranks.gather(len(cuts)))
         return [batch[rows] for rows in cuts] + [None] * (most - len(cuts))
+
+    def _run(
+        self,
+        parts: Sequence[DataProto | None],
+        needs: Collection[str],
+        finish: Callable[[DataProto | None, dict[str, Tensor]], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """Give `finish` what `needs` names for each micro-batch, and go backward from what it returns.
+
+        That is for the response tokens of all rows, laid end to end, [tokens, ...]; a reward model gives its scores at
+        the last token of each row, [rows]. In a pipeline `finish` is called on the last stage alone.
+        """
+        device, at_end = self.ranks.device, self.kind == "reward"
+        if self._pipeline is None:
+            for part in parts:
+                chosen = Selection.of(part, at_end=at_end, device=device)
+                with self._autocast():
+                    flat = self.model(chosen.packing, chosen.select, chosen.labels, needs, self.temperature)
+                loss = finish(part, flat)
+                if backward:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            return
+        total = total_tokens(parts, at_end=at_end)
+        selections = [Selection.of(part, at_end=at_end, device=device, total=total) for part in parts]
+
+        def read(index: int, hidden: Tensor) -> Tensor:
+            chosen = selections[index]
+            selected = hidden.index_select(0, chosen.select)
+            return finish(parts[index], self.model.read(selected, chosen.labels, needs, self.temperature))
+
+        self._pipeline.run(selections, read, backward=backward)
 
     @torch.no_grad()
     def compute(self, batch: DataProto, names: Sequence[str]) -> dict[str, Ragged | Tensor]:
         """See TrainEngine."""
-        order: list[Tensor] = []
-        pieces: dict[str, list[Tensor]] = {name: [] for name in names}
         numbered = batch.select(["prompts", "responses"], [])
         numbered["row"] = torch.arange(len(batch))
-        for part in self._cut(numbered, None):
-            out = self._forward(part, names)
-            if part is None:
-                continue
-            order.append(part.view("row"))
-            for name in names:
-                lengths = part.view("responses").lengths.tolist()
-                pieces[name].extend(out[name].cpu().split(1 if self.kind == "reward" else lengths))
-        back = torch.cat(order).argsort().tolist() if order else []
-        rows = {name: [values[i] for i in back] for name, values in pieces.items()}
-        if self.kind == "reward":
-            return {name: torch.cat(values) if values else torch.zeros(0) for name, values in rows.items()}
-        return {name: Ragged.from_list(values, dtype=torch.float32) for name, values in rows.items()}
+        parts = self._cut(numbered, None)
+        pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keep(part: DataProto | None, flat: dict[str, Tensor]) -> Tensor:
+            for name in names if part is not None else ():
+                pieces[name].append(flat[name])
+            return torch.zeros((), device=self.ranks.device)
+
+        if parts:
+            self._run(parts, names, keep, backward=False)
+        filled = [part for part in parts if part is not None]
+        lengths = torch.cat([part.view("responses").lengths for part in filled]) if filled else torch.zeros(0).long()
+        sizes = [1] * len(lengths) if self.kind == "reward" else lengths.tolist()
+        back = torch.cat([part.view("row") for part in filled]).argsort().tolist() if filled else []
+        columns: dict[str, Ragged | Tensor] = {}
+        for name in names:
+            flat = torch.cat(pieces[name]) if pieces[name] else torch.zeros(sum(sizes), device=self.ranks.device)
+            values = self.mesh.from_stage(self.layout.pp - 1, flat).cpu().split(sizes)
+            rows = [values[row] for row in back]
+            if self.kind == "reward":
+                columns[name] = torch.cat(rows) if rows else torch.zeros(0)
+            else:
+                columns[name] = Ragged.from_list(rows, dtype=torch.float32)
+        return columns
 
     # Update
 
@@ -207,7 +237,7 @@ class FSDPEngine(TrainEngine):
             sum_counts(item, parts if "logits" in needs_of(item.loss) else [batch], self.model.vocab_size, device)
             for (item, batch), parts in zip(work, cuts, strict=True)
         ]
-        everyone = self.ranks.gather(counts)
+        everyone = self.mesh.gather_places(counts)
         global_counts: list[dict[str, float]] = []
         for index in range(len(work)):
             merged = merge_totals([{k: (0.0, c) for k, c in mine[index].items()} for mine in everyone])
@@ -219,9 +249,9 @@ class FSDPEngine(TrainEngine):
             self._accumulate(item, parts, counted)
             for (item, _), parts, counted in zip(work, cuts, global_counts, strict=True)
         ]
-        for account, counted in zip(accounts, counts, strict=True):
+        for account, counted in zip(accounts, counts, strict=True) if self.mesh.is_last else ():
             account.check_counts(counted)
-        reports = self.ranks.gather([(account.totals, account.bad) for account in accounts])
+        reports = self.mesh.gather_places([(account.totals, account.bad) for account in accounts])
         bad = [text for report in reports for _, texts in report for text in texts]
         if bad:
             self.optimizer.zero_grad(set_to_none=True)
@@ -234,37 +264,41 @@ class FSDPEngine(TrainEngine):
     def _accumulate(
         self, item: UpdateItem, parts: Sequence[DataProto | None], global_counts: dict[str, float]
     ) -> Account:
-        # FSDP divides gradients by the number of ranks; the counts are global already.
-        account = Account(item, global_counts, scale=float(self.ranks.world_size))
-        needs = forward_needs(item)
-        for part in parts:
-            flat = self._forward(part, needs)
+        # FSDP divides gradients by the number of data-parallel places; the counts are global already.
+        account = Account(item, global_counts, scale=float(self.layout.dp))
+
+        def book(part: DataProto | None, flat: dict[str, Tensor]) -> Tensor:
             if part is None:
-                loss = sum(value.sum() for value in flat.values()) * 0.0
-            else:
-                responses = part.view("responses")
-                by_row = {name: _pad_rows(v, responses.lengths) for name, v in flat.items() if name != "scores"}
-                out = Outputs({**flat, **by_row})
-                if is_corrected(item):
-                    out = correct(out, part, account, self.ranks.device)
-                loss = account.add(call_loss(item, out, part, self.ranks.device), part)
-            loss.backward()  # type: ignore[union-attr]
+                return sum(value.sum() for value in flat.values()) * 0.0  # type: ignore[return-value]
+            responses = part.view("responses")
+            by_row = {name: _pad_rows(v, responses.lengths) for name, v in flat.items() if name != "scores"}
+            out = Outputs({**flat, **by_row})
+            if is_corrected(item):
+                out = correct(out, part, account, self.ranks.device)
+            return account.add(call_loss(item, out, part, self.ranks.device), part)
+
+        if parts:
+            self._run(parts, forward_needs(item), book, backward=True)
         return account
 
     def _clip(self, batches: Sequence[DataProto]) -> float:
         # torch's clip_grad_norm_ reduces each sharded gradient's norm by itself; this reduces all of them at once.
-        grads = [state.local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        self.parameters.complete_gradients()
+        gradients, counted = self.parameters.gradients()
+        squares = torch.zeros((), device=self.ranks.device)
+        if counted:
+            squares = torch.stack(torch._foreach_norm(counted)).square().sum()
         if self.ranks.world_size > 1:
             torch.distributed.all_reduce(squares)
         value = float(squares.sqrt())
         limit = self.config.clip_grad
         if 0 < limit < value:
-            torch._foreach_mul_(grads, limit / value)
+            torch._foreach_mul_(gradients, limit / value)
         if not math.isfinite(value):
             assert self.optimizer is not None
             self.optimizer.zero_grad(set_to_none=True)
-            rows = " | ".join(self.ranks.gather("; ".join(row_names(b) for b in batches if len(b))))
+            everyone = self.mesh.gather_places("; ".join(row_names(b) for b in batches if len(b)))
+            rows = " | ".join(names for names in everyone if names)
             raise DataError(f"the gradient's norm is {value} over rows {rows}; the weights were left as they were")
         return value
 
@@ -275,67 +309,56 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         if not isinstance(other, FSDPEngine):
             raise DataError(f"an FSDPEngine follows another one, not {type(other).__name__}")
-        other._reshard()
-        theirs = dict(other.model.hf.named_parameters())
-        self._move(other.shapes, lambda name, _: theirs[name], share)
+        reshard(other.root)
+        theirs = dict(other.parameters.here())
+        self._move(other.shapes, lambda name: state.local(theirs[name]), share)
 
     @torch.no_grad()
     def take(self, weights: Weights, share: float) -> None:
         """See TrainEngine. Each rank copies its own part."""
-        self._move(weights.shapes, lambda name, mine: state.like(weights[name], mine), share)
+        self._move(weights.shapes, lambda name: self.parameters.part(name, weights[name]), share)
 
-    def _move(self, shapes: Shapes, target: Callable[[str, Tensor], Tensor], share: float) -> None:
-        """Move each parameter by `share` of the way to `target(name, parameter)`, which is cut like the parameter."""
-        self._reshard()
+    def _move(self, shapes: Shapes, target: Callable[[str], Tensor], share: float) -> None:
+        """Move this rank's part of each parameter by `share` of the way to `target(name)`, which is cut like it."""
+        reshard(self.root)
         check_fit(self.shapes, shapes)
-        for name, parameter in self.model.hf.named_parameters():
-            own, towards = state.local(parameter), state.local(target(name, parameter))
-            own.copy_(towards) if share == 1 else own.lerp_(towards, share)
+        for name, parameter in self.parameters.here():
+            own, towards = state.local(parameter), target(name)
+            own.copy_(towards) if share == 1 else own.lerp_(towards.to(own.device), share)
         self.version += 1
 
-    def _reshard(self) -> None:
-        """Put the sharded parameters back in place.
+    @property
+    def layout(self) -> Layout:
+        """See TrainEngine."""
+        return self.mesh.layout
 
-        After a forward without a backward FSDP leaves the gathered ones there, in the precision of the forward.
-        """
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """See TrainEngine."""
+        return self.parameters.cuts
 
     @property
     def shapes(self) -> Shapes:
         """See TrainEngine."""
-        return {name: tuple(parameter.shape) for name, parameter in self.model.hf.named_parameters()}
+        return self.parameters.shapes
 
     @property
     def shared_module(self) -> nn.Module | None:
         """See TrainEngine."""
         return self.model.hf if self.ranks.world_size == 1 else None
 
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        return self.parameters.local(self.root, self.dtype)
+
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        from torch.distributed.fsdp import FSDPModule
-
-        if self.ranks.world_size == 1:
-            yield from ((name, parameter.to(self.dtype)) for name, parameter in self.full_parameters())
-            return
-        self._reshard()
-        for prefix, module in self.model.named_modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            module.unshard()  # one gather for all of its parameters; those of modules inside it stay sharded
-            for name, parameter in nn.Module.named_parameters(module):  # type: ignore[arg-type]
-                if not state.is_sharded(parameter):
-                    yield f"{prefix}.{name}".removeprefix(".").removeprefix("hf."), parameter.detach()
-            module.reshard()
+        return self.parameters.gathered(self.root, self.dtype)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        self._reshard()
-        for name, parameter in self.model.hf.named_parameters():
-            yield name, state.whole(parameter.detach())
+        reshard(self.root)
+        return self.parameters.whole(dict(self.parameters.here()))
 
     def save_pretrained(self, folder: Path) -> None:
         """See TrainEngine."""
@@ -344,14 +367,14 @@ class FSDPEngine(TrainEngine):
     def save_state(self, folder: Path) -> None:
         """See TrainEngine."""
         self.save_pretrained(folder / "model")
-        self._reshard()
-        state.save_engine_state(self.model.hf, self.optimizer, self.version, folder, self.ranks)
+        reshard(self.root)
+        state.save_engine_state(self.parameters, self.optimizer, self.version, folder, self.ranks)
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
-        self._reshard()
-        state.load_weights(self.model.hf, folder / "model")
-        self.version = state.load_engine_state(self.model.hf, self.optimizer, folder, self.ranks)
+        reshard(self.root)
+        state.load_weights(self.parameters, folder / "model", self.ranks)
+        self.version = state.load_engine_state(self.parameters, self.optimizer, folder, self.ranks)
 
 
 def _mini_batch(item: UpdateItem, index: int) -> DataProto:

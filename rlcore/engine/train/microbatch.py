@@ -39,11 +39,16 @@ def update_plan(
 
 
 def micro_batches(
-    lengths: Sequence[int], together: Sequence[object] | np.ndarray | None, max_rows: int, max_tokens: int
+    lengths: Sequence[int],
+    together: Sequence[object] | np.ndarray | None,
+    max_rows: int,
+    max_tokens: int,
+    at_least: int = 1,
 ) -> list[list[int]]:
     """Cut rows of the given token `lengths` into micro-batches of at most `max_rows` and `max_tokens` (0: no limit).
 
     Units are taken longest first, so that rows of like length meet. A unit larger than a limit is a micro-batch alone.
+    Where that gives fewer than `at_least`, as a pipeline has stages to keep busy, they get equal shares of the tokens.
     """
     units = units_of(len(lengths), together)
     units.sort(key=lambda unit: -max(lengths[row] for row in unit))
@@ -59,4 +64,6 @@ def micro_batches(
             tokens = 0
         batches[-1].extend(unit)
         tokens += size
+    if len(batches) < at_least and max_tokens != (share := max(1, sum(lengths) // at_least)):
+        return micro_batches(lengths, together, max_rows, share, at_least)
     return batches

@@ -31,11 +31,15 @@ class PackedModel(nn.Module, ABC):
         super().__init__()
         self.hf = hf
         self.packed = packed
+        self.vocab_size = self._vocabulary()
+
+    def _vocabulary(self) -> int:
+        return self.hf.get_input_embeddings().weight.shape[0]
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
-        return self.hf.get_input_embeddings().weight.shape[0]
+    def base(self) -> Any:
+        """The decoder without its head."""
+        return getattr(self.hf, self.hf.base_model_prefix)
 
     @abstractmethod
     def forward(
@@ -48,20 +52,32 @@ class PackedModel(nn.Module, ABC):
         `logits` [selected, vocab] are divided by it; `values` and `scores` are fp32.
         """
 
+    @abstractmethod
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """Return what `forward` does, from the last `hidden` state [selected, hidden]."""
+
     def hidden(self, packing: Packing, select: Tensor) -> Tensor:
         """Return the last hidden state [selected, hidden]."""
-        hidden = self._run(getattr(self.hf, self.hf.base_model_prefix), packing).last_hidden_state
+        hidden = self._run(self.base, packing).last_hidden_state
         return (hidden[0] if self.packed else packing.unpad(hidden)).index_select(0, select)
 
-    def _run(self, module: nn.Module, packing: Packing) -> Any:
+    def decode(self, packing: Packing, hidden: Tensor | None) -> Tensor:
+        """Return [1, tokens, hidden] after the decoder's layers: of the packed tokens, or of `hidden`, so shaped too.
+
+        For a model that is one stage of a pipeline and lacks layers.
+        """
+        return self._run(self.base, packing, hidden).last_hidden_state
+
+    def _run(self, module: nn.Module, packing: Packing, hidden: Tensor | None = None) -> Any:
         if not self.packed:
             ids = packing.pad(packing.input_ids)
             mask = packing.pad(torch.ones_like(packing.input_ids))
             positions = torch.arange(packing.longest, device=ids.device)[None].expand(packing.rows, -1)
             return module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         packs_itself = self.attention == PACKED_ATTENTION
+        tokens = {"input_ids": packing.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         return module(
-            input_ids=packing.input_ids[None],
+            **tokens,
             attention_mask=None,
             position_ids=packing.positions[None],
             use_cache=False,
@@ -84,9 +100,7 @@ class CausalLM(PackedModel):
         super().__init__(hf, packed=packed)
         self.fused_head, self.chunk = fused_head, chunk
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
+    def _vocabulary(self) -> int:
         return self.hf.get_output_embeddings().weight.shape[0]
 
     def forward(
@@ -94,22 +108,32 @@ class CausalLM(PackedModel):
     ) -> dict[str, Tensor]:
         """See PackedModel."""
         if self.fused_head and "logits" not in needs:
-            hidden = self.hidden(packing, select)
-            head = self.hf.get_output_embeddings()
-            log_probs, entropy = chunked_log_probs(
-                hidden,
-                head.weight.to(hidden.dtype),
-                labels,
-                bias=None if head.bias is None else head.bias.to(hidden.dtype),
-                temperature=temperature,
-                chunk=self.chunk,
-            )
-            return {name: value for name, value in (("log_probs", log_probs), ("entropy", entropy)) if name in needs}
+            return self.read(self.hidden(packing, select), labels, needs, temperature)
         logits = self._run(self.hf, packing).logits
-        logits = (logits[0] if self.packed else packing.unpad(logits)).index_select(0, select).float() / temperature
-        log_probs, entropy = token_log_probs(logits, labels)
-        values = {"log_probs": log_probs, "entropy": entropy, "logits": logits}
-        return {name: value for name, value in values.items() if name in needs}
+        logits = (logits[0] if self.packed else packing.unpad(logits)).index_select(0, select)
+        return _of_logits(logits, labels, needs, temperature)
+
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """See PackedModel."""
+        head = self.hf.get_output_embeddings()
+        if "logits" in needs:
+            return _of_logits(head(hidden), labels, needs, temperature)
+        log_probs, entropy = chunked_log_probs(
+            hidden,
+            head.weight.to(hidden.dtype),
+            labels,
+            bias=None if head.bias is None else head.bias.to(hidden.dtype),
+            temperature=temperature,
+            chunk=self.chunk,
+        )
+        return {name: value for name, value in (("log_probs", log_probs), ("entropy", entropy)) if name in needs}
+
+
+def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+    logits = logits.float() / temperature
+    log_probs, entropy = token_log_probs(logits, labels)
+    values = {"log_probs": log_probs, "entropy": entropy, "logits": logits}
+    return {name: value for name, value in values.items() if name in needs}
 
 
 class ScalarModel(PackedModel):
@@ -122,8 +146,11 @@ class ScalarModel(PackedModel):
         self, packing: Packing, select: Tensor, labels: Tensor, needs: Collection[str], temperature: float
     ) -> dict[str, Tensor]:
         """See PackedModel."""
-        numbers = self.hf.score(self.hidden(packing, select)).float().squeeze(-1)
-        return dict.fromkeys(needs, numbers)
+        return self.read(self.hidden(packing, select), labels, needs, temperature)
+
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """See PackedModel."""
+        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1))
 
 
 Model = TypeVar("Model", bound=PackedModel)

@@ -34,8 +34,11 @@ class Packing:
     longest: int
 
     @staticmethod
-    def of(sequences: list[Tensor]) -> Packing:
-        """Pack int64 sequences, each [length] with length >= 1."""
+    def of(sequences: list[Tensor], total: int = 0) -> Packing:
+        """Pack int64 sequences, each [length] with length >= 1; filled up to `total` tokens with rows of zeros."""
+        longest, missing = max(map(len, sequences)), total - sum(map(len, sequences))
+        filler = [torch.zeros(min(longest, missing - at), dtype=torch.int64) for at in range(0, missing, longest)]
+        sequences = [*sequences, *filler]
         lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
         longest = int(lengths.max())
         positions = torch.cat([torch.arange(n) for n in lengths.tolist()])

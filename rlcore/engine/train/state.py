@@ -1,4 +1,4 @@
-"""Weights, optimizer and random state to and from disk: safetensors and JSON, whole tensors, any number of ranks."""
+"""Weights, optimizer and random state to and from disk: safetensors and JSON, under any layout."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.ranks import Ranks
+from rlcore.engine.train import shards
 from rlcore.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlcore.engine.train.parameters import Parameters
 
 ENGINE_STATE = "engine.json"
 """The file of a saved state that is written last."""
+MOMENTS = "optimizer"
+"""The folder of a saved state with the optimizer's moments, called exp_avg.NAME and exp_avg_sq.NAME."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -36,15 +42,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a sharded tensor, or a plain one as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def like(full: Tensor, parameter: Any) -> Tensor:
-    """Cut a whole tensor as `parameter` is cut, without communication: every rank has read it."""
-    if not hasattr(parameter, "device_mesh"):
-        return full.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def save_pretrained(
@@ -74,48 +71,51 @@ def save_pretrained(
     ranks.gather(None)
 
 
-def load_weights(hf: nn.Module, folder: Path) -> None:
-    """Copy the weights of a folder that `save_pretrained` wrote into the (sharded or plain) module.
+def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
+    """Copy this rank's part of the weights of a folder that `save_pretrained` wrote.
 
     Raises CheckpointError when names or shapes differ.
     """
-    saved = _read(folder / "model.safetensors")
-    parameters = dict(hf.named_parameters())
-    if set(saved) != set(parameters):
+    saved, wanted = shards.shapes(folder / "model.safetensors"), parameters.shapes
+    if set(saved) != set(wanted):
         raise CheckpointError(
             f"{folder / 'model.safetensors'} does not fit the model: "
-            f"missing {sorted(set(parameters) - set(saved))[:5]}, unknown {sorted(set(saved) - set(parameters))[:5]}"
+            f"missing {sorted(set(wanted) - set(saved))[:5]}, unknown {sorted(set(saved) - set(wanted))[:5]}"
         )
+    for name, shape in wanted.items():
+        if saved[name] != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {saved[name]}, the model's is {shape}")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if saved[name].shape != parameter.shape:
-                raise CheckpointError(
-                    f"{folder}: {name} has shape {tuple(saved[name].shape)}, the model's is {tuple(parameter.shape)}"
-                )
-            parameter.copy_(like(saved[name], parameter))
+        shards.load({name: parameter.detach() for name, parameter in parameters.here()}, folder, ranks)
 
 
 def save_engine_state(
-    hf: nn.Module, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
 ) -> None:
-    """Write optimizer moments (whole), the version, and every rank's random state."""
+    """Write optimizer moments, each rank its part, the version, and every rank's random state."""
     moments: dict[str, Tensor] = {}
-    if optimizer is not None:
-        for name, parameter in hf.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                full = whole(value)
-                if ranks.rank == 0:
-                    moments[f"{key}.{name}"] = full.detach().cpu().clone().contiguous()
-    random_states = ranks.gather(random_state())
+    steps: dict[str, float] = {}
+    states = {} if optimizer is None else optimizer.state
+    for name, parameter in parameters.here():
+        for key, value in states.get(parameter, {}).items():
+            if key == "step":
+                steps[name] = float(value)
+            else:
+                moments[f"{key}.{name}"] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    everyone = ranks.gather((random_state(), steps))
+    if any(its for _, its in everyone):
+        shards.save(moments, folder / MOMENTS, ranks)
     if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        if moments:
-            _write(folder / "optimizer.safetensors", moments)
-        (folder / ENGINE_STATE).write_text(json.dumps({"version": version, "random": random_states}))
+        merged = {name: step for _, its in everyone for name, step in its.items()}
+        written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
+        (folder / ENGINE_STATE).write_text(json.dumps(written))
     ranks.gather(None)
 
 
-def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks) -> int:
+def load_engine_state(
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
+) -> int:
     """Take back what `save_engine_state` wrote and return the version.
 
     A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that
@@ -124,16 +124,17 @@ def load_engine_state(hf: nn.Module, optimizer: torch.optim.Optimizer | None, fo
     try:
         state = json.loads((folder / ENGINE_STATE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'engine.json'} cannot be read: {error}") from error
-    if optimizer is not None and (folder / "optimizer.safetensors").exists():
-        moments = _read(folder / "optimizer.safetensors")
-        for name, parameter in hf.named_parameters():
-            mine = {key.split(".", 1)[0]: value for key, value in moments.items() if key.split(".", 1)[1] == name}
-            optimizer.state[parameter] = {
+        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {error}") from error
+    if optimizer is not None and state["steps"]:
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.here():
+            if name in state["steps"]:
+                mine = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                moments |= {f"{key}.{name}": value for key, value in mine.items()}
                 # The fused optimizer keeps its step beside the parameter.
-                key: value.to(parameter.device) if key == "step" else like(value, parameter)
-                for key, value in mine.items()
-            }
+                mine["step"] = torch.tensor(state["steps"][name], device=parameter.device)
+                optimizer.state[parameter] = mine
+        shards.load(moments, folder / MOMENTS, ranks)
     if ranks.rank < len(state["random"]):
         set_random_state(state["random"][ranks.rank])
     return int(state["version"])
@@ -144,13 +145,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def random_state() -> dict[str, Any]:

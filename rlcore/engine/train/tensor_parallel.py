@@ -1,0 +1,70 @@
+"""Tensor parallelism by the model's own plan: linear layers become DTensors cut over the `tp` axis of the mesh.
+
+A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` cuts a linear layer's outputs, so that
+attention sees a share of the heads; `rowwise` cuts its inputs and adds the results up; the weights of
+`replicated_with_grad_allreduce` are whole on each rank but see only its heads (Qwen3's norms of queries and keys), so
+their gradients are added up. What a plan does not name is whole on every rank, and computed alike there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rlcore.engine.train.layouts import STYLES
+from rlcore.errors import ConfigError
+
+
+def plan_of(hf: Any) -> dict[str, str]:
+    """Return the style of each module that the plan of a Hugging Face model names, by the module's full name.
+
+    Raises ConfigError for a model without a plan, or with one that is not understood.
+    """
+    plan: Mapping[str, str] = getattr(hf.config.get_text_config(), "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - set(STYLES))
+    if not plan or unknown:
+        what = f"has entries {', '.join(unknown)}" if unknown else "does not exist"
+        raise ConfigError(
+            f"{type(hf).__name__} cannot be trained with engine.tp above 1: its base_model_tp_plan {what}; understood "
+            f"are {', '.join(STYLES)}"
+        )
+    patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
+    found = {}
+    for name, _ in getattr(hf, hf.base_model_prefix).named_modules():
+        for pattern, style in patterns.items():
+            if pattern.fullmatch(name):
+                found[f"{hf.base_model_prefix}.{name}"] = style
+    return found
+
+
+def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
+    """Return the dimension along which each parameter is cut; those left out are whole on every rank."""
+    dims = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        style = plan.get(module)
+        if style == "colwise":
+            dims[name] = 0
+        elif style == "rowwise" and kind == "weight":
+            dims[name] = 1
+    return dims
+
+
+def summed(plan: Mapping[str, str], names: list[str]) -> list[str]:
+    """Return the parameters of which each rank has a part of the gradient's sum."""
+    return [name for name in names if plan.get(name.rpartition(".")[0]) == "replicated_with_grad_allreduce"]
+
+
+def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
+    """Cut the modules that are on this rank, in place, over the one-dimensional DeviceMesh `mesh`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    modules = dict(hf.named_modules())
+    for name, style in plan.items():
+        if style in styles and isinstance(modules.get(name), nn.Linear):
+            # Every rank has read the same weights, so each cuts its part out and none is sent.
+            parallelize_module(modules[name], mesh, styles[style](), src_data_rank=None)

@@ -1,0 +1,259 @@
+"""Run by test_parallel.py: trains small models under one layout after the other, in as many processes as each takes.
+
+The processes of every layout are forked from this one, which has imported all there is, so that starting them costs
+nothing. One process alone goes first; what it finds (losses, norms, gradients, weights) is what the others are held
+against. Prints one JSON object: what each layout is off by.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlcore_grpo import GRPOConfig, grpo_loss
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.ranks import Ranks
+from rlcore.engine.train import state
+from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train.fsdp import FSDPEngine
+from rlcore.engine.train.microbatch import update_plan
+from rlcore.engine.train.parameters import reshard
+
+spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
+conftest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(conftest)
+
+LR = {"sgd": 0.05, "adamw": 1e-4}
+# 15 rows in groups of 3, so that dp places get unequal shares; then a single row, so that all but one get none.
+BATCHES = [
+    conftest.random_batch(5, 3, seed=1),
+    conftest.random_batch(1, 1, seed=2),
+    conftest.random_batch(3, 2, seed=3),
+]
+ACROSS = "qwen3-tied"
+"""The model whose training goes on under another layout."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout; `shard` as in the config."""
+
+    model: str
+    folder: str
+    pp: int
+    tp: int
+    dp: int
+    shard: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.pp}-{self.tp}-{self.dp}" + (f"-shard{self.shard}" if self.shard else "")
+
+
+def engine_of(case: Case, rank: int) -> FSDPEngine:
+    world = case.pp * case.tp * case.dp
+    config = EngineConfig(
+        pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=6
+    )
+    return FSDPEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
+
+
+def step(engine: FSDPEngine, batch: Any) -> dict[str, float]:
+    place = engine.layout.place(engine.ranks.rank).dp
+    rows = update_plan(len(batch), list(batch["uid"]), 1, engine.layout.dp)[place][0]
+    item = UpdateItem(batch[rows], [len(rows)], grpo_loss, GRPOConfig(kl_coef=0.1), keep_together="uid")
+    return engine.update([item], epochs=1, step=0)
+
+
+def gradients(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: state.local(parameter.grad).clone() for name, parameter in engine.parameters.here()}
+
+
+def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    reshard(engine.root)
+    return {name: state.local(parameter.detach()).clone() for name, parameter in engine.parameters.here()}
+
+
+def seen(engine: FSDPEngine) -> dict[str, Any]:
+    """Return all that is compared, of each tensor this rank's part."""
+    found: dict[str, Any] = {"start": weights(engine)}
+    for number, batch in enumerate(BATCHES[:2]):
+        found[f"metrics {number}"] = step(engine, batch)
+        found[f"gradients {number}"] = gradients(engine)
+    place = engine.layout.place(engine.ranks.rank).dp
+    rows = update_plan(len(BATCHES[0]), None, 1, engine.layout.dp)[place][0]
+    found["rows"], found["computed"] = rows, engine.compute(BATCHES[0][rows], ["log_probs", "entropy"])
+    engine.config = replace(engine.config, clip_grad=0.5)
+    reshard(engine.root)
+    for kind, lr in LR.items():
+        for name, parameter in engine.parameters.here():
+            state.local(parameter.detach()).copy_(found["start"][name])
+        engine.config = replace(engine.config, lr=lr)
+        groups = engine.parameters.by_mesh()
+        made = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, weight_decay=0, fused=True)}
+        engine.optimizer = made[kind](groups)  # at the rate of the config
+        found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
+        found[kind] = weights(engine)
+    full = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    mine = {name: engine.parameters.part(name, full[name]) for name in found["adamw"]}
+    found["full"] = list(full) == list(engine.shapes) and same(mine, found["adamw"])
+    found["rollout"] = same({name: tensor.clone() for name, tensor in engine.rollout_weights()}, full)
+    found["local"] = local_is_cut(engine, full)
+    return found
+
+
+def go_on(engine: FSDPEngine) -> dict[str, Tensor]:
+    step(engine, BATCHES[0])
+    return weights(engine)
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return got.keys() == want.keys() and all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def local_is_cut(engine: FSDPEngine, full: dict[str, Tensor]) -> bool:
+    """Whether the local parameters are what `cuts` says of the whole ones, and no other."""
+    place, given = engine.layout.place(engine.ranks.rank), dict[str, Tensor]()
+    for name, tensor in engine.local_parameters():
+        cut = engine.cuts[name]
+        want = full[name] if cut.dim is None else full[name].chunk(engine.layout.tp, cut.dim)[place.tp]
+        if not torch.equal(tensor, want):
+            return False
+        given[name] = tensor
+    return set(given) == {name for name, cut in engine.cuts.items() if place.pp in cut.stages}
+
+
+def off(engine: FSDPEngine, got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Return the largest difference of any tensor from the whole ones of one process, relative by norm."""
+    squares = {}
+    for name, tensor in got.items():
+        assert want[name].norm() > 0, f"{name} is all zeros, so the comparison would show nothing"
+        cut, mesh = engine.cuts[name], engine.mesh
+        holders = len(cut.stages) * mesh.copies * (engine.layout.tp if cut.dim is None else 1)
+        squares[name] = (tensor - engine.parameters.part(name, want[name])).square().sum().item() / holders
+    everyone = engine.ranks.gather(squares)
+    total = {name: sum(ranks.get(name, 0.0) for ranks in everyone) for name in want}
+    assert {name for ranks in everyone for name in ranks} == set(want)
+    return max(total[name] ** 0.5 / want[name].norm().item() for name in want)
+
+
+def off_metrics(got: dict[str, float], want: dict[str, float]) -> float:
+    assert got.keys() == want.keys()
+    return max(abs(got[key] - want[key]) / max(abs(want[key]), 1e-3) for key in want)
+
+
+def compare(engine: FSDPEngine, got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+    computed = [
+        (got["computed"][name][row] - want["computed"][name][at]).abs().max().item()
+        for name in want["computed"]
+        for row, at in enumerate(got["rows"])
+    ]
+    parts = {name: engine.parameters.part(name, want["adamw"][name]) for name in got["adamw"]}
+    return {
+        "metrics": max(off_metrics(got[f"metrics {n}"], want[f"metrics {n}"]) for n in range(2)),
+        "gradients": max(off(engine, got[f"gradients {n}"], want[f"gradients {n}"]) for n in range(2)),
+        "computed": max(computed, default=0.0),
+        "sgd": off(engine, got["sgd"], want["sgd"]),
+        "adamw": max((got["adamw"][name] - part).abs().max().item() for name, part in parts.items() if part.numel()),
+        **{name: float(got[name]) for name in ("full", "rollout", "local")},
+    }
+
+
+def rank_main(rank: int, world: int, port: int, cases: list[Case], folder: Path, results: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        for case in cases:
+            started = time.perf_counter()
+            engine = engine_of(case, rank)
+            got = seen(engine)
+            if case.model == ACROSS:
+                engine.save_state(folder / case.name)
+                got["next"] = go_on(engine)
+            if world == 1:
+                torch.save(got, folder / f"{case.model}.pt")
+            want = torch.load(folder / f"{case.model}.pt", weights_only=False)
+            report: dict[str, Any] = compare(engine, got, want)
+            if case.model == ACROSS:
+                report |= across(engine, case, folder, want)
+            every = [report]
+            if world > 1:
+                every = [{}] * world
+                dist.all_gather_object(every, report)
+            if rank == 0:
+                results.put((case, every))
+                print(f"{time.perf_counter() - started:6.1f} s {case.model} {case.name}", file=sys.stderr)
+        if world > 1:
+            dist.destroy_process_group()
+    except BaseException:
+        results.put((None, f"rank {rank} of {world}: {traceback.format_exc()}"))
+        raise
+
+
+def across(engine: FSDPEngine, case: Case, folder: Path, one: dict[str, Any]) -> dict[str, float]:
+    """What one process saved goes on here; what was saved here goes on in one, and opens with transformers."""
+    engine.load_state(folder / "1-1-1")
+    report = {"loaded": float(engine.version == 8 and off(engine, weights(engine), one["adamw"]) == 0)}
+    again = folder / f"{case.name}-again"
+    engine.save_state(again)
+    report["next"] = off(engine, go_on(engine), one["next"])
+    if engine.ranks.rank == 0:
+        alone = engine_of(replace(case, pp=1, tp=1, dp=1, shard=0), 0)
+        alone.config = engine.config
+        alone.load_state(again)
+        report["there and back"] = float(same(go_on(alone), one["next"]))
+        alone.load_state(folder / case.name)
+        report["elsewhere"] = off(alone, go_on(alone), one["next"])
+        hf = AutoModelForCausalLM.from_pretrained(again / "model", dtype=torch.float32)
+        report["exported"] = float(same(dict(hf.named_parameters()), one["adamw"]))
+    return report
+
+
+def main() -> None:
+    """Run `CASES`, a JSON list of [model, folder, pp, tp, dp, shard], with files in FOLDER."""
+    cases, folder = [Case(*case) for case in json.loads(sys.argv[1])], Path(sys.argv[2])
+    context = multiprocessing.get_context("fork")
+    found: dict[str, Any] = {}
+    for world in sorted({case.pp * case.tp * case.dp for case in cases}):
+        mine = [case for case in cases if case.pp * case.tp * case.dp == world]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = context.Queue()
+        ranks = [
+            context.Process(target=rank_main, args=(rank, world, port, mine, folder, results)) for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            for _ in mine:
+                case, reports = results.get(timeout=240)
+                if case is None:
+                    sys.exit(reports)
+                found[f"{case.model} {case.name}"] = reports
+        finally:
+            for process in ranks:
+                process.join(5)
+                process.kill()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,133 @@
+"""Which layouts a model can take: refused before anything starts, with those that it can."""
+
+import pickle
+
+import pytest
+import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
+
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
+from rlcore.engine.layout import Layout
+from rlcore.engine.placement import plan
+from rlcore.engine.ranks import Ranks
+from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train.fsdp import FSDPEngine
+from rlcore.engine.train.layouts import check_layout, layout_of
+from rlcore.engine.train.microbatch import micro_batches
+from rlcore.engine.train.packing import Packing
+from rlcore.engine.train.pipeline import stage_of_layer
+from rlcore.errors import ConfigError
+from rlcore.plugins import Role
+
+
+def check(folder, workers, **engine):
+    config = EngineConfig(**engine)
+    check_layout(ModelConfig(path=str(folder)), config, layout_of(config, workers))
+
+
+def test_the_rest_of_the_workers_are_data_parallel():
+    assert layout_of(EngineConfig(pp=2, tp=2), 12) == Layout(pp=2, tp=2, dp=3)
+    assert layout_of(EngineConfig(dp=4), 4) == Layout(dp=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "message"),
+    [
+        ({"tp": 2}, 3, "engine.tp=2, engine.dp=0 does not fit 3 workers.* Set cluster.workers=2"),
+        ({"pp": 2, "dp": 2}, 2, "engine.dp=2 does not fit 2 workers.* Set cluster.workers=4"),
+        ({"shard": 4}, 6, "engine.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_workers_is_refused(engine, workers, message):
+    with pytest.raises(ConfigError, match=message):
+        layout_of(EngineConfig(**engine), workers)
+
+
+CAN = "With 4 workers it can take: pp=1 tp=1 dp=4; pp=1 tp=2 dp=2; pp=2 tp=1 dp=2; pp=2 tp=2 dp=1$"
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "message"),
+    [
+        ("qwen2", {"tp": 4}, f"tp=4 does not divide its num_key_value_heads=2.* {CAN}"),
+        ("qwen3", {"pp": 4}, rf"pp=4 is more stages than it has layers to cut \(2\).* {CAN}"),
+        ("gpt2", {"tp": 2}, "no tensor-parallel plan.* it can take: pp=1 tp=1 dp=4$"),
+        ("mistral-window", {"pp": 2}, "full attention.* it can take: pp=1 tp=1 dp=4; pp=1 tp=2 dp=2$"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_take_is_refused(model_folder, kind, engine, message):
+    with pytest.raises(ConfigError, match=message):
+        check(model_folder(kind), 4, **engine)
+
+
+def test_a_folder_that_cannot_be_read_here_is_left_to_the_workers(tmp_path):
+    check(tmp_path, 4, tp=4)
+
+
+def test_stages_need_packed_rows(model_folder):
+    with pytest.raises(ConfigError, match="padding_free"):
+        check(model_folder(), 2, pp=2, padding_free=False)
+
+
+def test_the_run_is_refused_before_its_workers_start(model_folder):
+    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind="reward", model=str(model_folder("gpt2")))}
+    config = Config(
+        algorithm="",
+        algo=None,
+        model=ModelConfig(path=str(model_folder())),
+        engine=EngineConfig(tp=2),
+        cluster=ClusterConfig(workers=2),
+    )
+    with pytest.raises(ConfigError, match=r"pool main, actor, judge: model '.*gpt2.*' cannot be trained"):
+        plan(config, roles)
+    assert plan(config, {"actor": roles["actor"]})[0].workers == 2
+
+
+def test_stages_differ_by_one_layer_at_most():
+    assert stage_of_layer(7, 3) == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_a_pipeline_gets_a_micro_batch_for_each_stage():
+    lengths = [5, 9, 3, 8, 2, 7]
+    cut = micro_batches(lengths, None, 0, 0, at_least=3)
+    assert len(cut) >= 3
+    assert sorted(row for rows in cut for row in rows) == list(range(6))
+    pairs = micro_batches(lengths, ["a", "a", "b", "b", "c", "c"], 0, 0, at_least=3)
+    assert sorted(map(sorted, pairs)) == [[0, 1], [2, 3], [4, 5]]
+    assert micro_batches([4], None, 0, 0, at_least=3) == [[0]]
+    assert micro_batches([], None, 0, 0, at_least=3) == []
+
+
+def test_filling_up_leaves_the_rows_as_they_are():
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    filled = Packing.of(rows, total=9)
+    assert filled.input_ids.tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0]
+    assert filled.lengths.tolist() == [3, 1, 3, 2]
+    assert filled.longest == 3
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_pickled_file_in_a_checkpoint_is_not_opened(model_folder, random_batch, tmp_path):
+    """`.metadata` is what torch's default reader unpickles."""
+    config = ModelConfig(path=str(model_folder()))
+    engine = FSDPEngine(config, EngineConfig(lr=1e-3), ranks=Ranks(), trains=True)
+    batch = random_batch()
+    engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig(kl_coef=0.1))], epochs=1, step=0)
+    engine.save_state(tmp_path / "state")
+    exploded = tmp_path / "exploded"
+    for folder in (tmp_path / "state", tmp_path / "state" / "model", tmp_path / "state" / "optimizer"):
+        (folder / ".metadata").write_bytes(pickle.dumps(Bomb(str(exploded))))
+    engine.load_state(tmp_path / "state")
+    assert engine.version == 1
+    assert not exploded.exists()
+    pickle.loads((tmp_path / "state" / ".metadata").read_bytes()).close()
+    assert exploded.exists(), "the file would have shown itself"

@@ -1,0 +1,87 @@
+"""GRPO's calls through Ray workers under a layout, against one worker in this process."""
+
+import pytest
+import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
+
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.plugins import Role
+from rlcore.workers import ClassWithInitArgs, make_executor
+
+pytestmark = pytest.mark.ray
+ACTOR = Role(trains=True, generates=True)
+LAYOUTS = {"tensor": {"tp": 2}, "pipeline": {"pp": 2}}
+
+
+def config_of(folder, **engine):
+    return Config(
+        algorithm="grpo",
+        algo=GRPOConfig(kl_coef=0.1),
+        model=ModelConfig(path=str(folder)),
+        rollout=RolloutConfig(response_len=8),
+        engine=EngineConfig(lr=1e-3, micro_batch_rows=3, **engine),
+    )
+
+
+def worker_of(config):
+    return ClassWithInitArgs(
+        ModelWorker, RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+    )
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster, model_folder):
+    """One actor in this process; and one for each layout, which share two processes."""
+    configs = {"one": config_of(model_folder())}
+    configs |= {name: config_of(model_folder(), **engine) for name, engine in LAYOUTS.items()}
+    one = make_executor(ClusterConfig(executor="in_process", workers=1))
+    two = make_executor(ClusterConfig(executor="ray", workers=2))
+    with one, two:
+        groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
+        classes = {name: worker_of(configs[name]) for name in LAYOUTS}
+        groups |= two.worker_groups([(two.resource_pool(), classes, "layouts")])[0]
+        for group in groups.values():
+            group.start().get()
+        yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
+
+
+def steps(actor, prompts):
+    """Two steps of GRPO's calls, with a reward that is made up; what came of them."""
+    found = []
+    for step in (1, 2):
+        actor._clock.start(step)
+        batch = actor.generate(prompts)
+        batch = batch.union(actor.log_probs(batch, name="old_log_probs"))
+        batch = batch.union(actor.log_probs(batch, name="ref_log_probs", entropy=True))
+        batch["advantages"] = torch.linspace(-1, 1, len(batch))
+        metrics = dict(actor.update(batch, loss=grpo_loss, mini_batches=2, keep_together="uid"))
+        found.append((batch["responses"], batch["entropy"].values, batch["weights_version"].tolist(), metrics))
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts(random_batch):
+    return random_batch(5, 2).select(["prompts"], ["uid"])
+
+
+@pytest.fixture(scope="module")
+def of_one(actors, prompts):
+    return steps(actors["one"], prompts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
+    for got, want in zip(steps(actors[layout], prompts), of_one, strict=True):
+        assert got[0].equal(want[0])
+        torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
+        assert got[2] == want[2]
+        assert got[3] == pytest.approx(want[3], rel=1e-4, abs=1e-6)
+    assert actors[layout].group.mesh.coordinates[1] == {**dict.fromkeys(("pp", "tp", "dp"), 0), layout_axis(layout): 1}
+
+
+def layout_axis(layout):
+    (axis,) = LAYOUTS[layout]
+    return axis
