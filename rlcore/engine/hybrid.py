@@ -275,3 +275,9 @@ class ModelWorker(Worker):
     def load_state(self, folder: str) -> None:
         """Take back what `save_state` wrote."""
         self.train.load_state(Path(folder))
+
+    def shutdown(self) -> None:
+        """See Worker."""
+        if self.rollout is not None:
+            self.rollout.close()
+            self.rollout = None

@@ -1,10 +1,13 @@
 """Real vLLM on the CPU: `make test-vllm` runs these, in a venv of its own; where vLLM is absent they are skipped."""
 
+import contextlib
 import importlib.util
 import json
+import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,8 +64,16 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
     return folder
 
 
+def process_state() -> tuple:
+    """Return what an engine has to leave as it is: the random states, and how many threads torch has."""
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.get_num_threads()
+
+
 class Pair:
-    """A vLLM engine, and transformers' own model with the weights that the engine was given last."""
+    """A vLLM engine, and transformers' own model with the weights that the engine was given last.
+
+    `before` and `after` the engine was made: process_state.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -72,7 +83,9 @@ class Pair:
         self.folder = folder
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         rollout = RolloutConfig(kv_cache_mb=64)
+        self.before = process_state()
         self.rollout = VLLMRollout(ModelConfig(path=str(folder)), rollout=rollout, device=torch.device("cpu"))
+        self.after = process_state()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.hf.named_parameters()}
@@ -113,9 +126,23 @@ def prompts():
     return make_prompts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_pair(tmp_path_factory):
-    return lambda family, tied: Pair(make_model(tmp_path_factory.mktemp(family), family, tied=tied))
+    """Make one pair after another: vLLM's engines share process groups, which go with the first that is closed."""
+    with contextlib.ExitStack() as stack:
+
+        def make(family: str, tied: bool) -> Pair:
+            stack.close()
+            pair = Pair(make_model(tmp_path_factory.mktemp(family), family, tied=tied))
+            stack.callback(pair.rollout.close)
+            return pair
+
+        yield make
+
+
+@pytest.fixture(name="process_state", scope="session")
+def process_state_fixture():
+    return process_state
 
 
 @pytest.fixture(scope="session")

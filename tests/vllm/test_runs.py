@@ -1,6 +1,7 @@
 """Whole runs that sample with vLLM."""
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.e2e
 SMALL = ["data.batch_size=4", "data.eval_size=4", "trainer.total_steps=4", "engine.lr=1e-3", "trainer.eval_every=4"]
@@ -8,10 +9,18 @@ SMALL = ["data.batch_size=4", "data.eval_size=4", "trainer.total_steps=4", "engi
 
 @pytest.mark.timeout(600)
 def test_the_quickstart_learns_as_much_as_with_the_hugging_face_engine(train_here, tmp_path):
-    summary, metrics = train_here(tmp_path / "run", "cluster=in_process", "trainer.total_steps=160")
+    settings = ["cluster=in_process", "trainer.total_steps=160", "trainer.eval_every=160"]
+    summary, metrics = train_here(tmp_path / "run", *settings)
     assert summary["accuracy_before"] <= 0.40
     assert summary["accuracy_after"] >= 0.90
     assert metrics[-1]["health/truncated"] < 0.05
+
+
+def test_one_run_after_another_in_one_process(train_here, tmp_path):
+    for name in ("one", "two"):
+        summary, _ = train_here(tmp_path / name, *SMALL, "cluster=in_process", "trainer.total_steps=1")
+        assert summary["status"] == "finished"
+        assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.ray

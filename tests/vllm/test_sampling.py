@@ -1,16 +1,13 @@
 """What vLLM samples, and that a batch of it says the same as one of the Hugging Face engine."""
 
-import random
 import re
 
-import numpy as np
 import pytest
 import torch
 
-from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.config import ModelConfig
 from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.rollout.hf import HFRollout
-from rlcore.engine.rollout.vllm import VLLMRollout
 from rlcore.errors import DataError
 
 CPU = torch.device("cpu")
@@ -159,16 +156,12 @@ def test_the_samples_of_a_prompt_share_its_prefill(rollout, prompts, monkeypatch
     assert sorted(cached) == [0] * 2 + [256] * 6
 
 
-def test_the_process_keeps_its_random_state_and_its_threads(pair, prompts):
-    """Another engine is made, on the way, and generates."""
+def test_the_process_keeps_its_random_state_and_its_threads(pair, prompts, process_state):
+    assert pair.before == pair.after
+    before = process_state()
+    pair.rollout.generate(prompts([20], 2), Sampling(max_tokens=4))
+    assert process_state() == before
     threads = torch.get_num_threads()
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    engine = VLLMRollout(ModelConfig(path=str(pair.folder)), rollout=RolloutConfig(kv_cache_mb=16), device=CPU)
-    engine.sync(iter(pair.weights().items()), 0, engine.shapes)
-    engine.generate(prompts([20], 2), Sampling(max_tokens=4))
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)

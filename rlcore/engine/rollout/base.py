@@ -77,3 +77,6 @@ class RolloutEngine(ABC):
         `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
         (int64).
         """
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Let go of what the process holds for the engine, which is not used again."""

@@ -90,6 +90,10 @@ class VLLMRollout(RolloutEngine):
         rows = [done[row] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
 
+    def close(self) -> None:
+        """See RolloutEngine. With it go vLLM's process groups, and torch.distributed's default one."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _parameters(self, sampling: Sampling, key: int) -> Any:
         from vllm import SamplingParams
 
