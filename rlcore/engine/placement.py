@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rlcore.config import Config, option
 from rlcore.config.build import build
+from rlcore.engine.reshard.generation import GenerationLayout
 from rlcore.engine.train.layouts import check_layout, layout_of
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Role
@@ -144,10 +145,12 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
         )
     _check_rollout(home, roles, config.trainer.rollouts_ahead)
     for pool in plans:
-        _check_layout(pool, roles, config)
+        _check_layout(pool, roles, config, sampled_elsewhere=ROLLOUT in home)
+        if ROLLOUT in pool.roles:
+            _check_shards(pool, config)
 
 
-def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config) -> None:
+def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, sampled_elsewhere: bool) -> None:
     models = [name for name in pool.roles if name in roles]
     if not models or config.engine.name != "fsdp":
         return
@@ -155,8 +158,21 @@ def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config) -> 
         layout = layout_of(config.engine, pool.workers)
         for name in models:
             check_layout(replace(config.model, path=roles[name].model or config.model.path), config.engine, layout)
+        if any(roles[name].generates for name in models) and not sampled_elsewhere:
+            GenerationLayout(layout, tp=config.rollout.tp)
     except ConfigError as error:
         raise ConfigError(f"pool {pool.name}, {', '.join(models)}: {error}") from None
+
+
+def _check_shards(pool: PoolPlan, config: Config) -> None:
+    """Check `rollout.tp` on a pool of copies, which have layouts of their own."""
+    shards = config.rollout.tp
+    if pool.workers % shards:
+        possible = ", ".join(str(n) for n in range(1, pool.workers + 1) if pool.workers % n == 0)
+        raise ConfigError(
+            f"pool {pool.name}, {ROLLOUT}: rollout.tp={shards} does not divide its {pool.workers} workers; it can be "
+            f"{possible}"
+        )
 
 
 def _check_places(pool: PoolPlan, *, in_process: bool) -> None:

@@ -114,3 +114,15 @@ def check_fit(own: Shapes, given: Shapes) -> None:
         raise DataError(
             f"weights can be taken over from the same model only; these are of another: {'; '.join(wrong[:5])}{more}"
         )
+
+
+def as_announced(weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights while they are those of `shapes`, each once; raise DataError where they are not."""
+    seen = set()
+    for name, tensor in weights:
+        if name in seen or shapes.get(name) != tuple(tensor.shape):
+            raise DataError(f"weight {name} {list(tensor.shape)} was not announced so, or comes for the second time")
+        seen.add(name)
+        yield name, tensor
+    if missing := [name for name in shapes if name not in seen]:
+        raise DataError(f"weights {', '.join(missing[:5])} were announced and did not come")

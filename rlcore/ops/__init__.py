@@ -1,6 +1,7 @@
-"""Pure torch: log-probs and entropy, KL estimators, advantages, masked sums, noise by name, the terms of a loss."""
+"""Pure torch: log-probs, KL estimators, advantages, importance weights, masked sums, noise by name, terms of a loss."""
 
 from rlcore.ops.advantages import gae, group_advantages, group_index
+from rlcore.ops.importance import Correction, importance_weights, log_prob_gap
 from rlcore.ops.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
 from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, metric, needs, needs_of, objective
@@ -9,6 +10,7 @@ from rlcore.ops.noise import noise_key, uniform_noise
 
 __all__ = [
     "NEEDS",
+    "Correction",
     "KLEstimator",
     "Loss",
     "Need",
@@ -19,7 +21,9 @@ __all__ = [
     "gae",
     "group_advantages",
     "group_index",
+    "importance_weights",
     "kl_estimate",
+    "log_prob_gap",
     "masked_mean",
     "masked_sum",
     "metric",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rlcore.engine.weights import Shapes
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
@@ -45,15 +46,27 @@ class RolloutEngine(ABC):
     """Generates responses with the weights of a train engine.
 
     `version` is that of the weights it holds. `exact`: its log-probs are the train engine's up to rounding of the same
-    arithmetic, so that they can stand in for them.
+    arithmetic, so that they can stand in for them. `adopts`: it can generate from tensors that are not its own.
     """
 
     version: int = -1
     exact: bool = False
+    adopts: bool = False
 
     @abstractmethod
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take over whole weights by their Hugging Face names. Raises DataError when names are missing or unknown."""
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """Take over whole weights by their Hugging Face names; each is valid until the next.
+
+        `shapes` are those of all that `weights` will yield. Raises DataError when names are missing or unknown or have
+        another shape than here, before the first is asked for: the weights held until then go on answering.
+        """
+
+    def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """Take over this rank's generating shards by name, as `sync` does with whole weights.
+
+        An engine that `adopts` generates from these very tensors, which stay valid until the next call; others copy.
+        """
+        self.sync(shards, version, shapes)
 
     @abstractmethod
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.engine.reshard.meter import Group
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.cache import BufferedCache
+from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout.sampling import sample_tokens
-from rlcore.errors import DataError
+from rlcore.engine.rollout.tensor_shards import TensorShards
+from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.ops import uniform_noise
-from rlcore.protocol import DataProto, Ragged
+from rlcore.protocol import DataProto
 
 
 class HFRollout(RolloutEngine):
-    """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy."""
+    """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy.
 
-    def __init__(self, model: ModelConfig, *, batch_size: int, device: torch.device, shared: nn.Module | None) -> None:
+    `tensor_group`: the ranks that decode the same rows together, each with its shard of the linear layers. They sample
+    the same tokens, as each computes the same logits and a row's noise is its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        batch_size: int,
+        device: torch.device,
+        shared: nn.Module | None,
+        tensor_group: Group | None = None,
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.batch_size, self.device = batch_size, device
@@ -33,7 +46,7 @@ class HFRollout(RolloutEngine):
         self.attention = "sdpa" if model.attention == "auto" else model.attention
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
-        self.owns_module = shared is None
+        self.owns_module = self.adopts = shared is None
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
@@ -42,27 +55,29 @@ class HFRollout(RolloutEngine):
             # Parameters go on requiring a gradient, though none is ever made: torch chooses kernels by that, and the
             # log-probs are to be, to the last bit, those of a trained module that is shared.
             self.hf.to(device).eval()
+        self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
+        self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        ends = self.hf.generation_config.eos_token_id if self.hf.generation_config is not None else None
-        ends = self.tokenizer.eos_token_id if ends is None else ends
-        self.end_ids = torch.tensor(
-            [ends] if isinstance(ends, int) else list(ends or ()), dtype=torch.int64, device=device
-        )
+        ends = end_tokens(self.hf.generation_config, self.tokenizer)
+        self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
         if self.owns_module:
             own = dict(self.hf.named_parameters())
+            check_fit(self.shapes, shapes)
             with torch.no_grad():
-                for name, tensor in weights:
-                    if name not in own:
-                        raise DataError(f"weight {name!r} is not in the rollout model")
-                    if own[name].shape != tensor.shape:
-                        there = list(own[name].shape)
-                        raise DataError(f"weight {name!r} has shape {list(tensor.shape)}, the rollout model's {there}")
-                    own.pop(name).copy_(tensor)
-            if own:
-                raise DataError(f"no weights came for {sorted(own)[:5]} of the rollout model")
+                for name, tensor in as_announced(weights, shapes):
+                    own[name].copy_(tensor if self._shards is None else self._shards.part(name, tensor))
+        self.version = version
+
+    def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """See RolloutEngine."""
+        own = dict(self.hf.named_parameters())
+        check_fit({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
+        self.version = -1  # until all are there
+        for name, tensor in as_announced(shards, shapes):
+            own[name].data = tensor
         self.version = version
 
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
@@ -73,37 +88,14 @@ class HFRollout(RolloutEngine):
         ]
         # Rows with the same prompt stand together, and prompts of like length do.
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
-        done: dict[int, _Row] = {}
+        done: dict[int, Response] = {}
         with self._generating():
             for start in range(0, len(order), self.batch_size):
                 rows = order[start : start + self.batch_size]
                 noise = uniform_noise(torch.tensor([keys[r] for r in rows]), 0, sampling.max_tokens).to(self.device)
                 done.update(zip(rows, self._decode([prompts[r] for r in rows], noise, sampling), strict=True))
-        out = self._columns([done[row] for row in range(len(prompts))])
-        out["prompt_length"] = batch.view("prompts").lengths
-        return out
-
-    def _columns(self, rows: list[_Row]) -> DataProto:
-        responses = [torch.tensor(row.tokens, dtype=torch.int64) for row in rows]
-        ragged = (
-            Ragged.from_list(responses)
-            if rows
-            else Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        )
-        log_probs = torch.tensor([value for row in rows for value in row.log_probs], dtype=torch.float32)
-        texts = np.empty(len(rows), dtype=object)
-        texts[:] = [self.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-        return DataProto.from_single_dict(
-            {
-                "responses": ragged,
-                "response_mask": ragged.with_values(torch.ones_like(ragged.values)),
-                "rollout_log_probs": ragged.with_values(log_probs),
-                "response_text": texts,
-                "response_length": ragged.lengths,
-                "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
-                "weights_version": torch.full((len(rows),), self.version, dtype=torch.int64),
-            }
-        )
+        responses = [done[row] for row in range(len(prompts))]
+        return response_columns(responses, batch.view("prompts").lengths, self.tokenizer, self.version)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -125,10 +117,10 @@ class HFRollout(RolloutEngine):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def _decode(self, prompts: list[Tensor], noise: Tensor, sampling: Sampling) -> list[_Row]:
+    def _decode(self, prompts: list[Tensor], noise: Tensor, sampling: Sampling) -> list[Response]:
         """Sample one response for each prompt; `noise` is [rows, max_tokens]."""
         logits, cache, mask, row_of_prompt = self._prefill(prompts, sampling.max_tokens)
-        rows = [_Row() for _ in prompts]
+        rows = [Response() for _ in prompts]
         live = torch.arange(len(prompts), device=self.device)
         cache.pick(row_of_prompt)
         logits, mask = logits[row_of_prompt], mask[row_of_prompt]
@@ -180,7 +172,7 @@ class HFRollout(RolloutEngine):
         return out.logits[:, -1]
 
     def _book(
-        self, rows: list[_Row], live: Tensor, tokens: Tensor, log_probs: Tensor, position: int, sampling: Sampling
+        self, rows: list[Response], live: Tensor, tokens: Tensor, log_probs: Tensor, position: int, sampling: Sampling
     ) -> Tensor:
         """Append the new tokens to rows that go on and return bool [live]: which rows have ended (now or before)."""
         is_end = torch.isin(tokens, self.end_ids).tolist()
@@ -190,21 +182,7 @@ class HFRollout(RolloutEngine):
             if not state.finished:
                 state.tokens.append(token)
                 state.log_probs.append(log_prob)
-                state.finished = end or (position + 1 >= sampling.min_tokens and self._stopped(state, sampling.stop))
+                may_stop = position + 1 >= sampling.min_tokens
+                state.finished = end or (may_stop and ends_with_stop(state.tokens, sampling.stop, self.tokenizer))
             ended.append(state.finished)
         return torch.tensor(ended, device=self.device)
-
-    def _stopped(self, row: _Row, stop: tuple[str, ...]) -> bool:
-        if not stop:
-            return False
-        # A character takes at most 4 byte-level tokens; one more for a token that begins before the stop string.
-        tail = row.tokens[-(4 * max(len(text) for text in stop) + 1) :]
-        text = self.tokenizer.decode(tail, skip_special_tokens=True)
-        return any(s in text for s in stop)
-
-
-@dataclass
-class _Row:
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finished: bool = False

@@ -1,0 +1,96 @@
+"""What a reshard sends and holds, counted where it happens: all of its collectives and buffers pass here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has renamed it.
+_all_gather_in_place: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks, ascending, and torch's process group of them; `handle` None: this rank is alone."""
+
+    ranks: tuple[int, ...]
+    handle: Any = None
+
+
+class ProcessGroups:
+    """torch's process groups by their ranks, each made once. All ranks have to ask for the same ones in one order."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._made: dict[tuple[int, ...], Group] = {}
+
+    def own(self, groups: Sequence[Sequence[int]]) -> Group:
+        """Return that one of the `groups` which this rank is in (collective)."""
+        for ranks in (tuple(sorted(group)) for group in groups):
+            if ranks not in self._made:
+                self._made[ranks] = Group(ranks, dist.new_group(list(ranks)) if len(ranks) > 1 else None)
+        return next(self._made[tuple(sorted(group))] for group in groups if self.rank in group)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements `start` to `stop` of a flat tensor, which `rank` has."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Meter:
+    """Counts in bytes, of this rank: `received` from others, `copied` within the process, `held` in buffers now."""
+
+    received: int = 0
+    copied: int = 0
+    held: int = 0
+    peak: int = 0
+
+    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer, which counts until `free`."""
+        buffer = torch.empty(elements, dtype=dtype, device=device)
+        self.held += buffer.nbytes
+        self.peak = max(self.peak, self.held)
+        return buffer
+
+    def free(self, buffer: Tensor) -> None:
+        """Note that a buffer of `allocate` is let go of; its memory goes with the last tensor that shares it."""
+        self.held -= buffer.nbytes
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy a tensor, unless the two are the same memory."""
+        if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
+            target.copy_(source)
+            self.copied += target.nbytes
+
+    def exchange(self, flat: Tensor, pieces: Sequence[Piece], group: Group, rank: int) -> list[Any]:
+        """Bring every piece of a flat tensor to every rank of the group, in place; return torch's handles to wait for.
+
+        Each piece is already there on the rank that has it. Where all ranks have equal pieces in their order this is
+        one all-gather, else a broadcast for each piece.
+        """
+        if group.handle is None:
+            return []
+        pieces = [piece for piece in pieces if piece.stop > piece.start]
+        self.received += sum(flat.itemsize * (piece.stop - piece.start) for piece in pieces if piece.rank != rank)
+        if _is_even(pieces, group):
+            own = next(piece for piece in pieces if piece.rank == rank)
+            return [_all_gather_in_place(flat, flat[own.start : own.stop], group=group.handle, async_op=True)]
+        return [
+            dist.broadcast(flat[piece.start : piece.stop], src=piece.rank, group=group.handle, async_op=True)
+            for piece in pieces
+        ]
+
+
+def _is_even(pieces: Sequence[Piece], group: Group) -> bool:
+    sizes = {piece.stop - piece.start for piece in pieces}
+    return len(sizes) == 1 and tuple(piece.rank for piece in pieces) == group.ranks

@@ -1,0 +1,32 @@
+"""What vLLM needs on a CPU alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def starting_on_cpu() -> Iterator[None]:
+    """Have vLLM keep weights as they are, and the process its threads, while it starts.
+
+    It would pack the weights of linear layers for oneDNN when it loads them, after which they cannot be loaded again:
+    the layers' parameters are empty, and a tied head goes on computing from the packed copy of old weights. It would
+    compile with a C++ compiler, for half a minute, functions that take no time; bind OpenMP's threads to cores, by the
+    same rule in every process; and take torch.set_num_threads away.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about what is turned off here on purpose
+    import vllm._custom_ops as custom_ops
+    from vllm.platforms import current_platform
+
+    custom_ops._supports_onednn = False
+    current_platform.simple_compile_backend = "eager"
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads

@@ -1,0 +1,143 @@
+"""One of 4 gloo ranks that train under a layout, generate under another, and compare with one rank and whole weights.
+
+python generating.py RANK WORLD PORT RESULT, then a folder for each of LAYOUTS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rlcore_grpo import GRPOConfig, grpo_loss
+
+from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.rollout.base import Sampling
+from rlcore.engine.rollout.hf import HFRollout
+from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.weights import Weights, pack
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto, Ragged
+from rlcore.workers import WorkerContext
+from rlcore.workers.worker import construct
+
+LAYOUTS = {"qwen2": [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1)], "llama": [(1, 2, 2)], "qwen3": [(2, 2, 2)]}
+"""By model: stages and tensor shards of training, tensor shards of generation; the rest of 4 ranks is dp."""
+SAMPLINGS = {"greedy": Sampling(12, temperature=0.0), "sampled": Sampling(12, temperature=0.9, top_p=0.95)}
+
+
+def rows() -> DataProto:
+    """Return 9 rows of 3 prompts of different lengths, and what GRPO's loss reads."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [2, 7, 4]
+    prompts = [torch.randint(3, 97, (length,), generator=generator) for length in lengths for _ in range(3)]
+    responses = Ragged.from_list([torch.randint(3, 97, (5 + row % 4,), generator=generator) for row in range(9)])
+    return DataProto.from_single_dict(
+        {
+            "prompts": Ragged.from_list(prompts),
+            "responses": responses,
+            "response_mask": responses.with_values(torch.ones_like(responses.values)),
+            "old_log_probs": responses.with_values(-4 - torch.rand(len(responses.values), generator=generator)),
+            "ref_log_probs": responses.with_values(-4 - torch.rand(len(responses.values), generator=generator)),
+            "advantages": torch.randn(9, generator=generator),
+            "uid": [f"0:{row // 3}" for row in range(9)],
+            "sample_index": torch.arange(3).repeat(3),
+        }
+    )
+
+
+def make_worker(context: WorkerContext, folder: str, pp: int, tp: int, shards: int, **options: bool) -> ModelWorker:
+    """Return a started worker that trains as pp x tp x dp and generates with so many tensor shards."""
+    setup = RoleSetup(
+        Role(trains=True, generates=True),
+        ModelConfig(path=folder),
+        EngineConfig(pp=pp, tp=tp, lr=1e-2),
+        RolloutConfig(tp=shards),
+        create_fsdp,
+        create_hf,
+        seed=0,
+        total_steps=10,
+        **options,
+    )
+    worker = construct(context, ModelWorker, (setup,), {}, {})
+    assert isinstance(worker, ModelWorker)
+    worker.start()
+    return worker
+
+
+def off(worker: ModelWorker, plain: HFRollout) -> dict[str, float]:
+    """Return how far responses are from those of an engine with whole weights: tokens apart, and log-probs by most."""
+    asked = rows().select(["prompts", "sample_index"], ["uid"])
+    apart, most = 0, 0.0
+    for sampling in SAMPLINGS.values():
+        got = worker.generate(asked, sampling)
+        want = plain.generate(asked, sampling)
+        apart += not got["responses"].equal(want["responses"])
+        if not apart:
+            difference = got["rollout_log_probs"].values - want["rollout_log_probs"].values
+            most = max(most, float(difference.abs().max()))
+    return {"apart": apart, "log_probs": most}
+
+
+def wrong_weights(worker: ModelWorker, shards: int) -> list[str]:
+    """Return the parameters that generate and are not, bit for bit, parts of the fully gathered ones."""
+    assert isinstance(worker.rollout, HFRollout)
+    held = dict(worker.rollout.hf.named_parameters())
+    index = worker.rollout._shards._index if shards > 1 else 0
+    bad = []
+    for name, whole in worker.train.rollout_weights():
+        dim = worker.train.cuts[name].dim
+        part = whole if dim is None or shards == 1 else whole.chunk(shards, dim)[index]
+        if not torch.equal(held.pop(name), part):
+            bad.append(name)
+    return bad + list(held)
+
+
+def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) -> dict:
+    """Generate before and after each of two updates, and compare each time."""
+    worker = make_worker(context, folder, pp, tp, shards)
+    plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
+    found: dict = {"layout": [pp, tp, shards], "rounds": []}
+    for step in range(3):
+        if step:
+            worker.update([UpdateItem(rows(), [9], grpo_loss, GRPOConfig())], 1, step)
+        plain.sync(worker.train.rollout_weights(), worker.train.version, worker.train.shapes)
+        figures = off(worker, plain)
+        found["rounds"].append({**figures, "wrong": wrong_weights(worker, shards), "version": worker.rollout.version})
+    kept = worker._reshard.meter
+    found["held"], found["parameters"] = kept.held, sum(p.nbytes for p in worker.rollout.hf.parameters())
+    return found
+
+
+def copy(context: WorkerContext, folder: str) -> dict:
+    """Generate tensor-parallel as a copy that is sent whole weights."""
+    trained = make_worker(context, folder, 1, 2, 2)
+    worker = make_worker(context, folder, 1, 1, 2, samples_only=True)
+    plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
+    sent = pack(list(trained.train.shapes), trained.train.rollout_weights(), torch.float32, 7)
+    worker.take_weights(sent)
+    plain.sync(iter(Weights(sent).items()), 7, trained.train.shapes)
+    return {**off(worker, plain), "version": worker.rollout.version}
+
+
+def main(rank: int, world: int, port: int, result: str, folders: list[str]) -> None:
+    """Run all cases."""
+    torch.set_num_threads(1)
+    context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
+    pairs = list(zip(LAYOUTS, folders, strict=True))
+    cases = [{"model": kind, **compare(context, folder, *layout)} for kind, folder in pairs for layout in LAYOUTS[kind]]
+    found = {"cases": cases, "copy": copy(context, folders[0])}
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        Path(result).write_text(json.dumps(everyone))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -1,0 +1,124 @@
+"""Four ranks that train under a layout and generate under another, against one rank with whole weights."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf, rlcore_check_config
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.placement import plan
+from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.errors import ConfigError
+from rlcore.plugins import Role
+from rlcore.workers import ClassWithInitArgs, make_executor
+
+ACTOR = Role(trains=True, generates=True)
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, model_folder):
+    """Return what each rank found."""
+    result = tmp_path_factory.mktemp("generating") / "result.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folders = [str(model_folder(kind)) for kind in ("qwen2", "llama", "qwen3")]
+    script = str(Path(__file__).with_name("generating.py"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", script, str(rank), str(WORLD), str(port), str(result), *folders],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)[-4000:]
+    return json.loads(result.read_text())
+
+
+def cases(ranks):
+    return [case for found in ranks for case in found["cases"]]
+
+
+@pytest.mark.e2e
+def test_tensor_parallel_tokens_are_those_of_one_rank_after_every_update(ranks):
+    for case in cases(ranks):
+        for number, figures in enumerate(case["rounds"]):
+            assert figures["version"] == number
+            assert figures["apart"] == 0, case["layout"]
+            assert figures["log_probs"] < 1e-5
+
+
+@pytest.mark.e2e
+def test_what_generates_is_bit_for_bit_the_fully_gathered_weights(ranks):
+    assert all(figures["wrong"] == [] for case in cases(ranks) for figures in case["rounds"])
+
+
+@pytest.mark.e2e
+def test_the_engine_generates_from_the_buffer_itself(ranks):
+    assert all(case["held"] == case["parameters"] for case in cases(ranks))
+
+
+@pytest.mark.e2e
+def test_a_copy_takes_its_shards_of_whole_weights(ranks):
+    for found in ranks:
+        assert found["copy"]["apart"] == 0
+        assert found["copy"]["log_probs"] < 1e-5
+        assert found["copy"]["version"] == 7
+
+
+@pytest.mark.ray
+def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, model_folder, random_batch):
+    """Training 1-2-1 to generation 1-1-2-1 and 1-2-1-1: two replicas of one rank, and one of two."""
+    model, batch = ModelConfig(path=str(model_folder())), random_batch(groups=5, size=3)
+    prompts, found = batch.select(["prompts"], ["uid"]), []
+    for workers, shards in ((1, 1), (2, 1), (2, 2)):
+        config = Config(
+            algorithm="",
+            algo=None,
+            model=model,
+            engine=EngineConfig(tp=workers),
+            rollout=RolloutConfig(response_len=12, tp=shards),
+        )
+        setup = RoleSetup(ACTOR, model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+        kind = "in_process" if workers == 1 else "ray"
+        with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:
+            group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(ModelWorker, setup))
+            group.start()
+            out = RoleHandle("actor", ACTOR, group, config, StepClock(step=1)).generate(prompts)
+            found.append([row.tolist() for row in out["responses"].to_list()])
+            assert out["uid"].tolist() == prompts["uid"].tolist()
+            assert (group.mesh.size("micro_dp"), group.mesh.size("dp")) == (workers // shards, 1)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "pools", "message"),
+    [
+        ({"tp": 2}, {}, "pool main, actor: rollout.tp=2 does not divide engine.tp=1.*rollout.tp can be 1"),
+        (
+            {"tp": 3},
+            {"main": ["actor"], "side": {"roles": ["rollout"], "workers": 4}},
+            "pool side, rollout: rollout.tp=3 does not divide its 4 workers; it can be 1, 2, 4",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_anything_starts(options, pools, message):
+    config = Config(
+        algorithm="", algo=None, rollout=RolloutConfig(**options), cluster=ClusterConfig(workers=4, pools=pools)
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(config, {"actor": ACTOR})
+
+
+def test_other_engines_do_not_generate_tensor_parallel():
+    config = Config(algorithm="", algo=None, rollout=RolloutConfig(name="other", tp=2))
+    with pytest.raises(ConfigError, match="only rollout=hf generates tensor-parallel"):
+        rlcore_check_config(config)

@@ -1,0 +1,63 @@
+"""Resharding in one process: what lies where in the buffer, and what is refused."""
+
+import pytest
+import torch
+
+from rlcore.engine.layout import Cut, Layout
+from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.engine.reshard.meter import ProcessGroups
+from rlcore.engine.reshard.strategies import HybridFlow, flat_pieces
+from rlcore.errors import ConfigError, DataError
+
+CUTS = {
+    "q": Cut((4, 6), (0,), 0),
+    "q.bias": Cut((4,), (0,), 0),
+    "k": Cut((2, 6), (0,), 0),
+    "v": Cut((2, 6), (0,), 0),
+    "o": Cut((6, 4), (0,), 1),
+    "norm": Cut((6,), (0,)),
+}
+
+
+def alone(cuts=CUTS, layout=None) -> HybridFlow:
+    return HybridFlow(layout or GenerationLayout(Layout()), cuts, ProcessGroups(0))
+
+
+def shards():
+    return {name: torch.randn(cut.shape) for name, cut in CUTS.items()}
+
+
+def test_weights_that_engines_fuse_are_one_matrix_in_the_buffer():
+    reshard, given = alone(), shards()
+    found = dict(reshard.gather(given.items()))
+    fused = reshard.buffer[: 8 * 6].view(8, 6)
+    assert fused.equal(torch.cat([given["q"], given["k"], given["v"]]))
+    assert found["q"].data_ptr() == fused.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: given.pop("norm"), "did not give its shards of norm"),
+        (lambda given: given.update(q=torch.zeros(2, 6)), r"shard of q \[2, 6\]; the layout has \[4, 6\]"),
+        (lambda given: given.update(head=torch.zeros(1)), r"shard of head \[1\]; the layout has none"),
+    ],
+)
+def test_shards_of_another_layout_are_refused(change, message):
+    given = shards()
+    change(given)
+    with pytest.raises(DataError, match=message):
+        list(alone().gather(given.items()))
+
+
+def test_what_cannot_be_divided_is_refused():
+    layout = GenerationLayout(Layout(tp=4), tp=2)
+    with pytest.raises(ConfigError, match=r"w has shape \[6, 8\]: engine.tp=4 does not divide its dimension 0"):
+        alone({"w": Cut((6, 8), (0,), 0)}, layout)
+    with pytest.raises(ConfigError, match="vanilla"):
+        alone({}, GenerationLayout(Layout(tp=4), tp=2, vanilla=True))
+
+
+def test_flat_pieces_differ_by_one_element_at_most():
+    pieces = flat_pieces(10, [3, 4, 9])
+    assert [(piece.rank, piece.start, piece.stop) for piece in pieces] == [(3, 0, 3), (4, 3, 6), (9, 6, 10)]

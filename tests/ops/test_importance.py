@@ -1,0 +1,53 @@
+"""Importance weights and the gap between two policies, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rlcore.ops import importance_weights, log_prob_gap
+
+# Ratios pi / b of two rows; the last token of the second row does not count.
+RATIOS = torch.tensor([[2.0, 0.5, 3.0], [1.0, 0.25, 9.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+ROLLOUT = torch.full((2, 3), -1.5)
+POLICY = ROLLOUT + RATIOS.log()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token", [[2.0, 0.5, 2.5], [1.0, 0.25, 1.0]]),
+        ("sequence", [[2.5, 2.5, 2.5], [0.25, 0.25, 1.0]]),  # 2 * 0.5 * 3 = 3, capped; 1 * 0.25
+        ("mask", [[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]),
+    ],
+)
+def test_weights(kind, expected):
+    policy = POLICY.clone().requires_grad_()
+    weights = importance_weights(policy, ROLLOUT, MASK, kind, cap=2.5, floor=0.4)
+    assert torch.allclose(weights, torch.tensor(expected))
+    assert not weights.requires_grad
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="allowed: token, sequence, mask"):
+        importance_weights(POLICY, ROLLOUT, MASK, "row", cap=1.0)
+
+
+def test_a_masked_token_may_hold_anything():
+    rollout = ROLLOUT.clone()
+    rollout[1, 2] = -math.inf
+    for kind in ("token", "sequence", "mask"):
+        assert importance_weights(POLICY, rollout, MASK, kind, cap=2.5).isfinite().all()
+    assert all(value.isfinite() for value in log_prob_gap(POLICY, rollout, MASK, 1.0).values())
+
+
+def test_gap():
+    gap = {name: float(value) for name, value in log_prob_gap(POLICY, ROLLOUT, MASK, bound=1.0).items()}
+    logs = [math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)]
+    assert gap["difference"] == pytest.approx(sum(map(abs, logs)))
+    assert gap["kl"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)))
+    assert gap["beyond"] == 2  # log 3 and log 0.25
+    assert gap["tokens"] == 5
+    assert gap["most"] == pytest.approx(math.log(4.0))
+    assert float(log_prob_gap(POLICY[:0], ROLLOUT[:0], MASK[:0], 1.0)["most"]) == 0

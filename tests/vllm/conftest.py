@@ -1,0 +1,138 @@
+"""Real vLLM on the CPU: `make test-vllm` runs these, in a venv of its own; where vLLM is absent they are skipped."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore.config import ModelConfig, RolloutConfig, compose
+from rlcore.engine.rollout.base import Sampling
+from rlcore.plugins import PluginManager
+from rlcore.protocol import DataProto, Ragged
+
+HERE = Path(__file__).parent
+WARNINGS = (
+    "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning:vllm",
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning:torch",
+)
+"""What vLLM's own modules do, and have torch's do, when they are imported."""
+
+
+def pytest_collection_modifyitems(items):
+    absent = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            for warning in WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+            if absent:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm installs it"))
+
+
+def make_model(folder: Path, family: str, *, tied: bool) -> Path:
+    """Write a random model whose heads have a size that vLLM supports, with the tiny model's tokenizer."""
+    import transformers
+
+    from rlcore.assets import TINY
+
+    cls = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig}[family]
+    config = cls(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(7)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in TINY.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder / file.name)
+    return folder
+
+
+class Pair:
+    """A vLLM engine, and transformers' own model with the weights that the engine was given last."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from rlcore.engine.rollout.vllm import VLLMRollout
+
+        self.folder = folder
+        self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rollout = RolloutConfig(kv_cache_mb=64)
+        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), rollout=rollout, device=torch.device("cpu"))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.hf.named_parameters()}
+
+    def draw(self, seed: int) -> None:
+        """Give transformers' model other weights, all of them."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self.weights().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.1 * noise if "norm" in name else 0.1 * noise)
+
+    def sync(self, version: int) -> None:
+        weights = self.weights()
+        self.rollout.sync(iter(weights.items()), version, {name: tuple(t.shape) for name, t in weights.items()})
+
+    def log_probs(self, prompt: torch.Tensor, response: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Return fp32 [tokens, vocab]: the distribution of each token of the response, by transformers' model."""
+        with torch.no_grad():
+            logits = self.hf(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1)
+
+
+def make_prompts(lengths: list[int], size: int, seed: int = 11) -> DataProto:
+    """Return `size` rows of one random prompt of each length."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randint(5, 300, (length,), generator=generator) for length in lengths]
+    return DataProto.from_single_dict(
+        {
+            "prompts": Ragged.from_list([prompt for prompt in made for _ in range(size)]),
+            "uid": [f"0:{i}" for i in range(len(lengths)) for _ in range(size)],
+            "sample_index": torch.arange(size).repeat(len(lengths)),
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    return make_prompts
+
+
+@pytest.fixture(scope="session")
+def make_pair(tmp_path_factory):
+    return lambda family, tied: Pair(make_model(tmp_path_factory.mktemp(family), family, tied=tied))
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Sampling:
+    return Sampling(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="session")
+def train_here():
+    """Train from the quickstart, in this process or in the test session's Ray; return the summary and the metrics."""
+    from rlcore.trainer import train
+
+    def run(folder: Path, *overrides: str) -> tuple[dict, list[dict]]:
+        plugins = PluginManager.load()
+        settings = ["experiment=quickstart", "rollout=vllm", "rollout.kv_cache_mb=64", "tracker=none"]
+        train(compose([*settings, f"run.dir={folder}", *overrides], plugins), plugins)
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return json.loads((folder / "summary.json").read_text()), metrics
+
+    return run

@@ -1,0 +1,29 @@
+"""Whole runs that sample with vLLM."""
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+SMALL = ["data.batch_size=4", "data.eval_size=4", "trainer.total_steps=4", "engine.lr=1e-3", "trainer.eval_every=4"]
+
+
+@pytest.mark.timeout(600)
+def test_the_quickstart_learns_as_much_as_with_the_hugging_face_engine(train_here, tmp_path):
+    summary, metrics = train_here(tmp_path / "run", "cluster=in_process", "trainer.total_steps=160")
+    assert summary["accuracy_before"] <= 0.40
+    assert summary["accuracy_after"] >= 0.90
+    assert metrics[-1]["health/truncated"] < 0.05
+
+
+@pytest.mark.ray
+def test_two_workers_on_ray_sample_each_with_an_engine_of_its_own(ray_cluster, train_here, tmp_path):
+    summary, metrics = train_here(tmp_path / "run", *SMALL, "cluster.workers=2")
+    assert summary["status"] == "finished"
+    assert sum(row.get("train/optimizer_steps", 0) for row in metrics) > 0
+
+
+@pytest.mark.ray
+def test_on_a_pool_of_its_own_ahead_of_training(ray_cluster, train_here, tmp_path):
+    pools = "cluster.pools={main: [actor, ref], gen: [rollout]}"
+    summary, metrics = train_here(tmp_path / "run", *SMALL, pools, "cluster.workers=1", "trainer.rollouts_ahead=1")
+    assert summary["status"] == "finished"
+    assert [row["rollout/staleness"] > 0 for row in metrics[1:]] == [False, True, True, True]
