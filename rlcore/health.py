@@ -26,7 +26,9 @@ def gap_warning(gap: float, config: Config) -> str:
     if cut:
         cause = f"{cut} samples from a part of the distribution, the log-probs of training are of all of it"
     elif ahead:
-        cause = f"samples are of weights that are up to {ahead} steps older (trainer.rollouts_ahead), and the policy moves"
+        cause = (
+            f"samples are of weights that are up to {ahead} steps older (trainer.rollouts_ahead), and the policy moves"
+        )
     elif model.dtype == "bf16":
         cause = f"bf16 is rounded otherwise by rollout={rollout.name} than in training; model.dtype=fp32 tells for sure"
     else:

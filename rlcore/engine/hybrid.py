@@ -167,6 +167,9 @@ class ModelWorker(Worker):
         if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
                 self._sync()
+        if self.setup.engine.offload and not self.setup.samples_only:
+            with self._timed("offload"):
+                self.train.park()
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature

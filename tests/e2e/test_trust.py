@@ -16,7 +16,13 @@ GAP = "rollout/log_prob_gap"
 
 def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
     """20 steps on two FSDP ranks, which sample with a copy of the weights: no bit of them, and no growing gap."""
-    settings = ["algo=grpo", "engine.lr=0", "trainer.total_steps=20", "cluster.workers=2", "trainer.samples_per_step=64"]
+    settings = [
+        "algo=grpo",
+        "engine.lr=0",
+        "trainer.total_steps=20",
+        "cluster.workers=2",
+        "trainer.samples_per_step=64",
+    ]
     run = train_here(tmp_path / "run", *SMALL, *settings)
     steps = [row for row in run.numbers if GAP in row]
     assert len(steps) == 20

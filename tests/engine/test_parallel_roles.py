@@ -84,12 +84,8 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
         assert got[2] == want[2]
         assert got[3] == pytest.approx(want[3], rel=1e-4, abs=1e-6)
-    assert actors[layout].group.mesh.coordinates[1] == {**dict.fromkeys(("pp", "tp", "dp"), 0), layout_axis(layout): 1}
-
-
-def layout_axis(layout):
-    (axis,) = LAYOUTS[layout]
-    return axis
+    mesh = actors[layout].group.mesh
+    assert {axis: mesh.size(axis) for axis in ("pp", "tp", "dp")} == {"pp": 1, "tp": 1, "dp": 1, **LAYOUTS[layout]}
 
 
 @needs("log_probs")
@@ -103,7 +99,9 @@ def breaking_loss(out, batch, config):
 def test_a_rank_that_fails_amid_a_pipeline_ends_the_call_and_is_named(actors, random_batch):
     """The loss runs on the last stage; the first one waits for a gradient that will never come."""
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"pipeline rank 1 of 2 \(pp=1, tp=0, dp=0\) on .*, in update\(\)") as failed:
+    with pytest.raises(
+        WorkerError, match=r"pipeline rank 1 of 2 \(pp=1, tp=0, dp=0, micro_dp=\d\) on .*, in update\(\)"
+    ) as failed:
         actors["pipeline"].update(random_batch(4, 2), loss=breaking_loss)["train/lr"]
     assert "ValueError: of this rank alone" in str(failed.value)
     with pytest.raises(WorkerError):  # the group is broken, and says so rather than hang

@@ -11,7 +11,6 @@ from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, Model
 from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.roles import RoleHandle, StepClock
-from rlcore.engine.train import state
 from rlcore.engine.train.base import UpdateItem
 from rlcore.errors import DataError
 from rlcore.plugins import Role
@@ -45,7 +44,10 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the whole gradient of every parameter."""
-        return {name: state.whole(p.grad).clone() for name, p in self.train.model.hf.named_parameters()}
+        parameters = self.train.parameters
+        return {
+            name: tensor.clone() for name, tensor in parameters.whole({name: p.grad for name, p in parameters.here()})
+        }
 
     @register(Dispatch.ONE_TO_ALL)
     def draw(self) -> list[float]:
