@@ -105,8 +105,8 @@ class ModelWorker(Worker):
             total_steps=setup.total_steps,
         )
         layout = self.train.layout
+        generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
         if layout.pp > 1 or layout.tp > 1:
-            generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
         if setup.by_text:
