@@ -37,9 +37,9 @@ def gap_warning(gap: float, config: Config) -> str:
             "them computes the model wrongly"
         )
     return (
-        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, more "
-        f"than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. trainer.importance=token, "
-        "sequence or mask corrects what is left (docs/rollout.md)"
+        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, "
+        f"more than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. "
+        "trainer.importance=token, sequence or mask corrects what is left (docs/rollout.md)"
     )
 
 
