@@ -19,7 +19,7 @@ from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.plugins import PluginManager
 from rlcore.run import Run, check_roles, with_reward_model
 from rlcore.testing import loss_checks
-from rlcore.testing.suite import KILLED_AT, Found, Made, NotApplicable, Suite
+from rlcore.testing.suite import KILLED_AT, Found, Made, NotApplicable, Suite, contents
 from rlcore.testing.watch import Changes, function_name, plain_function
 
 METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
@@ -121,8 +121,8 @@ def zero_learning_rate(suite: Suite) -> str:
     made = suite.changed("frozen", Changes(frozen=True), start=save)
     saved = made.saved(len(made.notes.metrics))
     for name, role in made.notes.roles.items():
-        after = f"{name}/model/model.safetensors"
-        if role.trains and saved[after] != (suite.folder / "before" / name / "model.safetensors").read_bytes():
+        before = suite.folder / "before" / name / "model.safetensors"
+        if role.trains and saved[f"{name}/model/model.safetensors"] != contents(before):
             raise Found(f"the weights of {name} changed")
     for loss, away in made.notes.ratios.items():
         if not away <= RATIO_TOLERANCE:

@@ -75,10 +75,10 @@ class Made:
         files = sorted((self.folder / "samples").glob("*.jsonl"))
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
-    def saved(self, step: int) -> dict[str, bytes]:
-        """Return the weights and optimizer states of a checkpoint, as bytes by file."""
+    def saved(self, step: int) -> dict[str, Any]:
+        """Return the weights and optimizer states of a checkpoint, as `contents` by file."""
         folder = self._checkpoint(step)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+        return {str(path.relative_to(folder)): contents(path) for path in sorted(folder.rglob("*.safetensors"))}
 
     def state(self, step: int) -> Any:
         """Return what the algorithm's `state_dict` gave for a checkpoint."""
@@ -86,6 +86,18 @@ class Made:
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step:08d}"
+
+
+def contents(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the names, types, shapes and places of a safetensors file's tensors, and their bytes.
+
+    The notes beside them are left out: safetensors writes those in another order each time.
+    """
+    raw = path.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    header.pop("__metadata__", None)
+    return header, raw[begin:]
 
 
 class Suite:
