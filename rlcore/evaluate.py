@@ -115,6 +115,6 @@ def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
     rows = batch[: min(most, len(batch))]
     names = [name for name in ("uid", "sample_index", "prompt_text", "response_text", "answer") if name in rows]
     names += [name for name in rows.keys() if name.startswith("score")]  # noqa: SIM118 (rows is not a dict)
-    names += ["response_length", "finished", "reward_error", "reward_detail"]
+    names += ["response_length", "finished", "weights_version", "reward_error", "reward_detail"]
     columns = {name: rows[name].tolist() for name in names}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

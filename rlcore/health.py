@@ -9,9 +9,36 @@ from typing import Any
 
 import torch
 
+from rlcore.config import Config
 from rlcore.errors import DataError
 from rlcore.ops import group_index
 from rlcore.protocol import DataProto
+
+
+def gap_warning(gap: float, config: Config) -> str:
+    """Return what to tell the user of a step in which the engines' log-probs are `gap` nats apart, and what causes it.
+
+    The likely cause is the first of those known to set them apart that the config has.
+    """
+    rollout, model, ahead = config.rollout, config.model, config.trainer.rollouts_ahead
+    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_tokens": rollout.min_tokens > 0}
+    cut = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_set in cuts.items() if is_set)
+    if cut:
+        cause = f"{cut} samples from a part of the distribution, the log-probs of training are of all of it"
+    elif ahead:
+        cause = f"samples are of weights that are up to {ahead} steps older (trainer.rollouts_ahead), and the policy moves"
+    elif model.dtype == "bf16":
+        cause = f"bf16 is rounded otherwise by rollout={rollout.name} than in training; model.dtype=fp32 tells for sure"
+    else:
+        cause = (
+            f"in fp32 the two compute the same, so rollout={rollout.name} has other weights than training, or one of "
+            "them computes the model wrongly"
+        )
+    return (
+        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, more "
+        f"than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. trainer.importance=token, "
+        "sequence or mask corrects what is left (docs/rollout.md)"
+    )
 
 
 def step_metrics(

@@ -22,7 +22,7 @@ from rlcore.engine.train.state import ENGINE_STATE, random_state, set_random_sta
 from rlcore.errors import CheckpointError, ConfigError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
-from rlcore.health import step_metrics
+from rlcore.health import gap_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
@@ -116,6 +116,7 @@ class Trainer:
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.saved_step: int | None = None
         self._last_end = 0.0
+        self._warned_of = 0.0
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
         self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
 
@@ -203,6 +204,7 @@ class Trainer:
         tokens = metrics.pop("tokens")
         self.tokens += tokens
         self.seconds += elapsed
+        self._warn_of_gap(metrics.get("rollout/log_prob_gap", 0.0))
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
@@ -213,6 +215,13 @@ class Trainer:
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
         self.plugins.step_end(self.run_, self.step, metrics)
+
+    def _warn_of_gap(self, gap: float) -> None:
+        """Warn when the engines' log-probs are too far apart, and again whenever it has become twice as far."""
+        limit = self.config.trainer.log_prob_gap
+        if limit and gap > max(limit, 2 * self._warned_of):
+            self._warned_of = gap
+            log.warning("step %d: %s", self.step, gap_warning(gap, self.config))
 
     def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:
         """Ask how long each role did what since it was last asked, of its slowest rank; the answer is waited for."""

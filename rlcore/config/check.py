@@ -147,10 +147,17 @@ def _check_trainer(config: Config) -> None:
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
             "trainer.eval_temperature above 0, or trainer.eval_samples=1"
         )
-    if trainer.rollouts_ahead and trainer.importance_cap == 0:
+    weighs = trainer.importance not in ("auto", "off") or (trainer.importance == "auto" and trainer.rollouts_ahead)
+    if weighs and trainer.importance_cap == 0:
         raise ConfigError(
-            f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.rollouts_ahead = "
-            f"{trainer.rollouts_ahead} nothing would be learned; set it above 0, as 2.0"
+            f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.importance = "
+            f"{trainer.importance} nothing would be learned; set it above 0, as 2.0"
+        )
+    if trainer.importance == "mask" and not trainer.importance_floor < 1 < trainer.importance_cap:
+        raise ConfigError(
+            f"trainer.importance = mask keeps tokens whose ratio is from trainer.importance_floor = "
+            f"{trainer.importance_floor} to trainer.importance_cap = {trainer.importance_cap}, a band that must have 1 "
+            "inside it: equal policies have that ratio. Use 0.5 and 2.0"
         )
 
 

@@ -164,8 +164,13 @@ class TrainerConfig:
     rollouts_ahead: int = option(
         0, "steps that sampling may run ahead of training, on a pool `rollout` of its own; 0: in turn", min=0, max=1
     )
-    importance_cap: float = option(
-        2.0, "truncation of the importance weights that correct for samples of older weights (rollouts_ahead)", min=0.0
+    importance: Literal["auto", "off", "token", "sequence", "mask"] = option(
+        "auto", "weights for what another policy sampled than is trained; auto: `token` with rollouts_ahead, else off"
+    )
+    importance_cap: float = option(2.0, "importance weights are at most this; a mask's band ends here", min=0.0)
+    importance_floor: float = option(0.5, "a mask's band of importance ratios begins here", min=0.0)
+    log_prob_gap: float = option(
+        0.05, "mean difference of the two engines' log-probs, in nats, from which on a step warns; 0: never", min=0.0
     )
     trace: bool = option(False, "write timeline.json, which shows who ran when in Perfetto or chrome://tracing")
 

@@ -17,7 +17,7 @@ from rlcore.engine.placement import ROLLOUT, PoolPlan, sampled_role
 from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.rollout_copy import RolloutCopy
 from rlcore.engine.texts import MESSAGES, TEXTS
-from rlcore.engine.train.base import GIVES, UpdateItem
+from rlcore.engine.train.base import GIVES, Importance, UpdateItem
 from rlcore.engine.train.microbatch import column_values, update_plan
 from rlcore.engine.weights import Sender
 from rlcore.errors import DataError
@@ -249,7 +249,10 @@ class RoleHandle:
         for _, function, _ in batch:
             self._check_needs(function)
         trainer = self._config.trainer
-        cap = trainer.importance_cap if trainer.rollouts_ahead and self.role.generates else None
+        kind = trainer.importance if trainer.importance != "auto" else "token" if trainer.rollouts_ahead else "off"
+        importance = None
+        if kind != "off" and self.role.generates:
+            importance = Importance(kind, trainer.importance_cap, trainer.importance_floor)
         ranks = self.group.mesh.size("dp")
         shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
         for rows, function, weight in batch:
@@ -262,7 +265,7 @@ class RoleHandle:
             for share, cuts in zip(shares, plan, strict=True):
                 indices = [row for cut in cuts for row in cut]
                 sizes = [len(cut) for cut in cuts]
-                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together, cap)
+                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together, importance)
                 share.append(item)
         if self._copy is not None:
             self._copy.changed()

@@ -49,6 +49,8 @@ def test_a_sound_config_passes(sections, config, plugins):
         ("reward", {"functions": {"exact": 0}}, r"reward.functions has only weights of 0"),
         ("trainer", {"eval_samples": 4, "eval_temperature": 0}, r"eval_samples = 4 greedy responses .* are all equal"),
         ("trainer", {"rollouts_ahead": 1, "importance_cap": 0.0}, "importance_cap = 0 gives every sample the weight 0"),
+        ("trainer", {"importance": "sequence", "importance_cap": 0.0}, "with trainer.importance = sequence nothing"),
+        ("trainer", {"importance": "mask", "importance_floor": 1.5}, "a band that must have 1 inside it"),
         ("reward", {"functions": {"my.txt:score": 1}}, r"'my.txt:score' must be FILE.py:FUNCTION"),
         ("reward", {"path": "my.py"}, r"reward.path = 'my.py' must be FILE.py:FUNCTION"),
         ("reward", {"path": "my.py:f", "functions": {"exact": 1}}, r"'my.py:f' is used alone.*{my.py\\:f: 1.0}"),

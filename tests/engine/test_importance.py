@@ -5,7 +5,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 
-from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train.base import Importance, UpdateItem
 from rlcore.ops import masked_sum, needs, objective
 
 CONFIG = GRPOConfig(kl_coef=0.1)
@@ -39,12 +39,18 @@ def sampled(random_batch):
 
 
 def update(engine, batch, cap, *, loss=grpo_loss, config=CONFIG):
-    item = UpdateItem(batch, [len(batch)], loss, config, importance_cap=cap)
+    how = cap if cap is None or isinstance(cap, Importance) else Importance("token", cap)
+    item = UpdateItem(batch, [len(batch)], loss, config, importance=how)
     return engine.update([item], epochs=1, step=0)
 
 
-def by_hand(folder, batch, cap, term, old=True):
-    """The gradient of sum(w * term) / tokens, w = min(pi_old / pi_rollout, cap) a constant; and w of every token."""
+def truncated(ratio, mask, cap):
+    """w = min(pi_old / pi_rollout, cap)"""
+    return ratio.clamp(max=cap)
+
+
+def by_hand(folder, batch, cap, term, old=True, weigh=truncated):
+    """The gradient of sum(w * term) / tokens, w a constant; and w of every token."""
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total, tokens, weights = 0.0, 0, []
     for i in range(len(batch)):
@@ -52,7 +58,7 @@ def by_hand(folder, batch, cap, term, old=True):
         logits = hf(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         log_p = logits.log_softmax(-1)[range(len(response)), response]
         compared = batch["old_log_probs"][i] if old else log_p.detach()
-        weight = (compared - batch["rollout_log_probs"][i]).exp().clamp(max=cap)
+        weight = weigh((compared - batch["rollout_log_probs"][i]).exp(), mask, cap)
         total = total + (weight * term(log_p, batch[[i]]) * mask).sum()
         tokens += int(mask.sum())
         weights.append(weight[mask.bool()])
@@ -86,6 +92,45 @@ def test_a_clipped_loss_is_weighted_by_old_over_rollout(
     assert metrics["train/importance_truncated"] == pytest.approx(truncated)
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (1.5, 2.0)  # 5 - 3 and 5 - 4
     assert not {"train/importance_weight", "rollout/staleness"} & unweighted.keys()
+
+
+@pytest.mark.parametrize(
+    ("how", "weigh"),
+    [
+        (Importance("sequence", 3.0), lambda ratio, mask, cap: ratio[mask.bool()].prod().clamp(max=3.0) + 0 * ratio),
+        (Importance("mask", 2.0, 0.5), lambda ratio, mask, cap: ((ratio >= 0.5) & (ratio <= 2.0)).float()),
+    ],
+)
+def test_a_weight_for_the_sequence_and_a_band(make_engine, model_folder, sampled, gradients, assert_close, how, weigh):
+    engine = make_engine(micro_batch_rows=5)
+    metrics = update(engine, sampled, how)
+    want, weights = by_hand(model_folder(), sampled, how.cap, grpo_term, weigh=weigh)
+    assert_close(gradients(engine), want)
+    assert weights.std() > 0.1
+    assert metrics["train/importance_weight"] == pytest.approx(weights.mean().item(), rel=1e-5)
+    cut = weights == (3.0 if how.kind == "sequence" else 0.0)
+    assert 0 < cut.float().mean() < 1
+    assert metrics["train/importance_truncated"] == pytest.approx(cut.float().mean().item(), rel=1e-5)
+
+
+def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engine, sampled):
+    """Whatever the micro-batches, and not again once the weights have moved; without samples there is none."""
+    log_probs = make_engine().compute(sampled, ["log_probs"])["log_probs"]
+    mask = sampled["response_mask"].values.bool()
+    apart = (log_probs.values - sampled["rollout_log_probs"].values)[mask]
+    for rows in (0, 1, 5):
+        engine = make_engine(micro_batch_rows=rows)
+        item = UpdateItem(sampled, [len(sampled)], grpo_loss, CONFIG)
+        metrics = engine.update([item], epochs=3, step=0)
+        assert metrics["train/optimizer_steps"] == 3
+        assert metrics["rollout/log_prob_gap"] == pytest.approx(apart.abs().mean().item(), rel=1e-4)
+        assert metrics["rollout/log_prob_gap_max"] == pytest.approx(apart.abs().max().item(), rel=1e-4)
+        beyond = (apart.abs() > 0.5).float().mean().item()
+        assert 0 < beyond < 1
+        assert metrics["rollout/log_prob_gap_beyond"] == pytest.approx(beyond, rel=1e-4)
+        assert metrics["rollout/kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item(), rel=1e-4)
+    no_samples = sampled.select([name for name in sampled.batch.keys() if name != "rollout_log_probs"])  # noqa: SIM118
+    assert not [name for name in update(make_engine(), no_samples, None) if name.startswith("rollout/")]
 
 
 @pytest.mark.parametrize("loss", [nll, nll_of_logits])

@@ -115,6 +115,7 @@ class Account:
     def __init__(self, item: UpdateItem, global_counts: Mapping[str, float], scale: float) -> None:
         self.item, self.global_counts, self.scale = item, global_counts, scale
         self.totals: Totals = {}
+        self.most: dict[str, float] = {}
         self.bad: list[str] = []
 
     def add(self, terms: Mapping[str, Term], batch: DataProto) -> Tensor:
@@ -136,6 +137,10 @@ class Account:
         """Add to the sum and count of a metric."""
         before = self.totals.get(metric, (0.0, 0.0))
         self.totals[metric] = (before[0] + float(total), before[1] + float(count))
+
+    def keep_most(self, metric: str, value: Tensor | float) -> None:
+        """Keep the largest value of a metric."""
+        self.most[metric] = max(self.most.get(metric, -math.inf), float(value))
 
     def check_counts(self, counted: Mapping[str, float]) -> None:
         """Raise DataError if the micro-batches' counts do not add up to those of the whole."""

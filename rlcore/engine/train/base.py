@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlcore.engine.layout import Cut, Layout
 from rlcore.engine.weights import Shapes, Weights
-from rlcore.ops import Loss, Need
+from rlcore.ops import Correction, Loss, Need
 from rlcore.protocol import DataProto, Ragged
 
 GIVES: dict[str, tuple[Need, ...]] = {
@@ -24,12 +24,21 @@ GIVES: dict[str, tuple[Need, ...]] = {
 
 
 @dataclass(frozen=True)
+class Importance:
+    """How tokens get importance weights; see rlcore.ops.importance_weights."""
+
+    kind: Correction
+    cap: float
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
 class UpdateItem:
     """One batch with its loss; several may share an optimizer step, each weighted.
 
     `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each, as many for all
     items of an update. `config` is what the loss gets; `keep_together` names a column whose equal values no micro-batch
-    may part. `importance_cap` truncates the weights that correct for samples of older weights; None: no correction.
+    may part. `importance` says how tokens are weighted that another policy sampled than is trained; None: not at all.
     """
 
     batch: DataProto
@@ -38,7 +47,7 @@ class UpdateItem:
     config: Any
     weight: float = 1.0
     keep_together: str | None = None
-    importance_cap: float | None = None
+    importance: Importance | None = None
 
 
 class TrainEngine(ABC):

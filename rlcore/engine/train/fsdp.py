@@ -22,7 +22,7 @@ from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
-from rlcore.engine.train.importance import correct, forward_needs, is_corrected, staleness
+from rlcore.engine.train.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
 from rlcore.engine.train.layouts import layout_of
 from rlcore.engine.train.mesh import TrainMesh
 from rlcore.engine.train.microbatch import column_values, micro_batches
@@ -207,11 +207,13 @@ class FSDPEngine(TrainEngine):
             group["lr"] = lr
         behind = staleness(items, self.version, self.ranks)
         totals: list[Totals] = []
+        most: dict[str, float] = {}
         norms: list[float] = []
         skipped = 0
         for _ in range(epochs):
             for index in range(len(items[0].sizes)):
-                done = self._optimizer_step([(item, _mini_batch(item, index)) for item in items])
+                work = [(item, _mini_batch(item, index)) for item in items]
+                done = self._optimizer_step(work, most, is_first=not norms)
                 if done is None:
                     skipped += 1
                     continue
@@ -220,6 +222,7 @@ class FSDPEngine(TrainEngine):
         metrics = {key: total / count for key, (total, count) in merge_totals(totals).items() if count > 0}
         return {
             **metrics,
+            **most,
             **behind,
             "train/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "train/lr": lr,
@@ -227,8 +230,13 @@ class FSDPEngine(TrainEngine):
             "train/skipped_updates": float(skipped),
         }
 
-    def _optimizer_step(self, work: Sequence[tuple[UpdateItem, DataProto]]) -> tuple[Totals, float] | None:
-        """Accumulate the gradient of one mini-batch and step; None if no rank has anything to optimise."""
+    def _optimizer_step(
+        self, work: Sequence[tuple[UpdateItem, DataProto]], most: dict[str, float], *, is_first: bool
+    ) -> tuple[Totals, float] | None:
+        """Accumulate the gradient of one mini-batch and step; None if no rank has anything to optimise.
+
+        The first of an update also measures, into `most` too, how far the weights are from what sampled the rows.
+        """
         assert self.optimizer is not None
         device = self.ranks.device
         cuts = [self._cut(batch, item.keep_together) for item, batch in work]
@@ -246,23 +254,25 @@ class FSDPEngine(TrainEngine):
             return None
         self.optimizer.zero_grad(set_to_none=True)
         accounts = [
-            self._accumulate(item, parts, counted)
+            self._accumulate(item, parts, counted, measures=is_first and is_sampled(item))
             for (item, _), parts, counted in zip(work, cuts, global_counts, strict=True)
         ]
         for account, counted in zip(accounts, counts, strict=True) if self.mesh.is_last else ():
             account.check_counts(counted)
-        reports = self.mesh.gather_places([(account.totals, account.bad) for account in accounts])
-        bad = [text for report in reports for _, texts in report for text in texts]
+        reports = self.mesh.gather_places([(account.totals, account.bad, account.most) for account in accounts])
+        bad = [text for report in reports for _, texts, _ in report for text in texts]
         if bad:
             self.optimizer.zero_grad(set_to_none=True)
             raise DataError(f"the loss is not finite: {' | '.join(bad)}; the weights were left as they were")
         norm = self._clip([batch for _, batch in work])
         self.optimizer.step()
         self.version += 1
-        return merge_totals([totals for report in reports for totals, _ in report]), norm
+        for name, value in [pair for report in reports for _, _, largest in report for pair in largest.items()]:
+            most[name] = max(most.get(name, value), value)
+        return merge_totals([totals for report in reports for totals, _, _ in report]), norm
 
     def _accumulate(
-        self, item: UpdateItem, parts: Sequence[DataProto | None], global_counts: dict[str, float]
+        self, item: UpdateItem, parts: Sequence[DataProto | None], global_counts: dict[str, float], *, measures: bool
     ) -> Account:
         # FSDP divides gradients by the number of data-parallel places; the counts are global already.
         account = Account(item, global_counts, scale=float(self.layout.dp))
@@ -273,6 +283,8 @@ class FSDPEngine(TrainEngine):
             responses = part.view("responses")
             by_row = {name: _pad_rows(v, responses.lengths) for name, v in flat.items() if name != "scores"}
             out = Outputs({**flat, **by_row})
+            if measures:
+                measure_gap(out, part, account, self.ranks.device)
             if is_corrected(item):
                 out = correct(out, part, account, self.ranks.device)
             return account.add(call_loss(item, out, part, self.ranks.device), part)

@@ -1,20 +1,19 @@
-"""Truncated importance weights for samples of older weights (`trainer.rollouts_ahead`).
+"""Samples of a policy that is not quite the one that is trained: importance weights, and how far apart the two are.
 
-With b the weights that sampled token t of a row and pi_old those that the algorithm compares with (`old_log_probs`;
-without that column the weights of the moment, as constants), the gradient of each token's part of a loss is multiplied
-by
-
-    w_t = min(pi_old(y_t) / b(y_t), trainer.importance_cap)
+The two differ where weights are older (`trainer.rollouts_ahead`), where the rollout engine rounds otherwise than the
+train engine, or where one of them is wrong. With b the policy that sampled token t of a row and pi_old the one that the
+algorithm compares with (`old_log_probs`; without that column the weights of the moment, as constants), the gradient of
+each token's part of a loss is multiplied by a weight w_t made from pi_old(y_t) / b(y_t), as `trainer.importance` says.
 
 This is decoupled PPO (arXiv 2110.00641: the behaviour policy is another than the proximal one, against which the ratio
-is clipped), per token and with the weight truncated from above like rho in V-trace (IMPALA, arXiv 1802.01561, section
-4.1). Losses know nothing of it: the value of what they get is unchanged, and its gradient is multiplied by w_t
+is clipped). Losses know nothing of it: the value of what they get is unchanged, and its gradient is multiplied by w_t
 on the way back to the model. For a loss that sees the policy through outputs per token this equals weighting every
 token's term: its derivative is the sum over tokens of dL/d(output_t) times d(output_t)/d(weights).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -23,14 +22,21 @@ from torch import Tensor
 from rlcore.engine.ranks import Ranks
 from rlcore.engine.train.accounting import Account, LossBatch
 from rlcore.engine.train.base import UpdateItem
-from rlcore.ops import Need, Outputs, needs_of
+from rlcore.ops import Need, Outputs, importance_weights, log_prob_gap, needs_of
 from rlcore.protocol import DataProto
+
+GAP_BOUND = 0.5
+"""Nats by which a token's two log-probs may differ before it counts in rollout/log_prob_gap_beyond."""
+
+
+def is_sampled(item: UpdateItem) -> bool:
+    """Whether the item's rows are samples whose log-probs are known."""
+    return "rollout_log_probs" in item.batch and "response_mask" in item.batch
 
 
 def is_corrected(item: UpdateItem) -> bool:
-    """Whether the item's tokens get importance weights: a cap is set, and the rows are samples."""
-    sampled = "rollout_log_probs" in item.batch and "response_mask" in item.batch
-    return item.importance_cap is not None and sampled
+    """Whether the item's tokens get importance weights: it asks for them, and the rows are samples."""
+    return item.importance is not None and is_sampled(item)
 
 
 def forward_needs(item: UpdateItem) -> Collection[Need]:
@@ -45,18 +51,38 @@ def correct(out: Outputs, batch: DataProto, account: Account, device: torch.devi
     """Return a micro-batch's outputs with equal values, whose gradients are weighted; book the weights' statistics.
 
     Outputs are per token: [rows, tokens], logits [rows, tokens, vocab]. Tokens with response_mask 0 have weight 1.
-    Metrics: train/importance_weight (mean), train/importance_truncated (share of tokens above the cap).
+    Metrics: train/importance_weight (mean), train/importance_truncated (share of tokens whose ratio is above the cap,
+    or, of a mask, outside its band).
     """
-    cap = account.item.importance_cap
-    assert cap is not None
+    how = account.item.importance
+    assert how is not None
     columns = LossBatch(batch, device)
     old = columns["old_log_probs"] if "old_log_probs" in batch else out.log_probs.detach()
-    ratio = (old - columns["rollout_log_probs"]).exp()
-    mask = columns["response_mask"].bool()
-    weights = torch.where(mask, ratio.clamp(max=cap), 1.0)
+    sampled, mask = columns["rollout_log_probs"], columns["response_mask"].bool()
+    weights = importance_weights(old, sampled, mask, how.kind, cap=how.cap, floor=how.floor)
+    if how.kind == "mask":
+        cut = weights == 0
+    else:
+        cut = weights < importance_weights(old, sampled, mask, how.kind, cap=math.inf)
     account.book("train/importance_weight", weights[mask].sum(), mask.sum())
-    account.book("train/importance_truncated", (ratio > cap)[mask].sum(), mask.sum())
+    account.book("train/importance_truncated", cut[mask].sum(), mask.sum())
     return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(account.item.loss)})
+
+
+def measure_gap(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> None:
+    """Book how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
+
+    Metrics: rollout/log_prob_gap (mean absolute difference, nats), rollout/log_prob_gap_beyond (share of tokens that
+    differ by more than GAP_BOUND), rollout/log_prob_gap_max, rollout/kl (of the trained policy from the sampling one).
+    """
+    if "log_probs" not in out.given:
+        return
+    columns = LossBatch(batch, device)
+    gap = log_prob_gap(out.log_probs, columns["rollout_log_probs"], columns["response_mask"], GAP_BOUND)
+    account.book("rollout/log_prob_gap", gap["difference"], gap["tokens"])
+    account.book("rollout/log_prob_gap_beyond", gap["beyond"], gap["tokens"])
+    account.book("rollout/kl", gap["kl"], gap["tokens"])
+    account.keep_most("rollout/log_prob_gap_max", gap["most"])
 
 
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:
