@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,7 +132,12 @@ class ModelWorker(Worker):
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
         setup = self.setup
-        sharded = {"tensor_group": groups.own(generation.groups("tp"))} if generation.tp > 1 else {}
+        sharded: dict[str, Any] = {}
+        if generation.tp > 1:
+            sharded = {
+                "tensor_group": groups.own(generation.groups("tp")),
+                "engine_order": generation.engine_order,
+            }
         return setup.create_rollout(
             model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
         )

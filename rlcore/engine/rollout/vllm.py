@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.engine.reshard.meter import Group
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout.vllm_cpu import OPTIONS, starting_on_cpu
+from rlcore.engine.rollout.vllm_ranks import executor, keeping_default_group, numbered
 from rlcore.engine.train.state import random_state, set_random_state
 from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.errors import DataError
@@ -26,9 +29,21 @@ class VLLMRollout(RolloutEngine):
 
     Rows with the same prompt share what its whole blocks of the key-value cache hold. A row's tokens are drawn by a
     generator of its own, seeded by Sampling.key.
+
+    `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer; all ranks of all
+    such groups start together, and `engine_order` is them all, group after group. The ranks of a group sample alike:
+    they have the same logits, and schedule alike.
     """
 
-    def __init__(self, model: ModelConfig, *, rollout: RolloutConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        rollout: RolloutConfig,
+        device: torch.device,
+        tensor_group: Group | None = None,
+        engine_order: Sequence[int] = (),
+    ) -> None:
         from transformers import AutoTokenizer
 
         folder = model_path(model.path)
@@ -37,9 +52,16 @@ class VLLMRollout(RolloutEngine):
         self.shapes, generation_config = _describe(str(folder), options)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
-        with _starting(on_cpu=on_cpu):
+        self._joined = dist.is_initialized()  # vLLM makes its groups in a default group that is there, or makes one
+        with ExitStack() as stack:
+            stack.enter_context(_starting(on_cpu=on_cpu))
             from vllm import LLM
 
+            sharded: dict[str, Any] = {}
+            if tensor_group is not None:
+                stack.enter_context(numbered(engine_order))
+                backend = executor(tensor_group, engine_order, device)
+                sharded = {"tensor_parallel_size": len(tensor_group.ranks), "distributed_executor_backend": backend}
             self.llm: Any = LLM(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
@@ -52,6 +74,7 @@ class VLLMRollout(RolloutEngine):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
+                **sharded,
             )
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
@@ -91,8 +114,9 @@ class VLLMRollout(RolloutEngine):
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
 
     def close(self) -> None:
-        """See RolloutEngine. With it go vLLM's process groups, and torch.distributed's default one."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """See RolloutEngine. With it go vLLM's process groups, and the default one if vLLM made that."""
+        with keeping_default_group() if self._joined else nullcontext():
+            self.llm.llm_engine.engine_core.shutdown()
 
     def _parameters(self, sampling: Sampling, key: int) -> Any:
         from vllm import SamplingParams
