@@ -26,7 +26,9 @@ def gap_warning(gap: float, config: Config) -> str:
     if cut:
         cause = f"{cut} samples from a part of the distribution, the log-probs of training are of all of it"
     elif ahead:
-        cause = f"samples are of weights that are up to {ahead} steps older (trainer.rollouts_ahead), and the policy moves"
+        cause = (
+            f"samples are of weights that are up to {ahead} steps older (trainer.rollouts_ahead), and the policy moves"
+        )
     elif model.dtype == "bf16":
         cause = f"bf16 is rounded otherwise by rollout={rollout.name} than in training; model.dtype=fp32 tells for sure"
     else:
@@ -35,9 +37,9 @@ def gap_warning(gap: float, config: Config) -> str:
             "them computes the model wrongly"
         )
     return (
-        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, more "
-        f"than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. trainer.importance=token, "
-        "sequence or mask corrects what is left (docs/rollout.md)"
+        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, "
+        f"more than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. "
+        "trainer.importance=token, sequence or mask corrects what is left (docs/rollout.md)"
     )
 
 

@@ -127,6 +127,9 @@ class EngineConfig:
     shard: int = option(
         0, "data-parallel places that share one copy of the weights (FSDP); 0: all of them, 1: a copy for each", min=0
     )
+    offload: bool = option(
+        False, "weights and optimizer state leave the GPU for main memory while responses are sampled"
+    )
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
     warmup_steps: int = option(0, "steps of linear warm-up", min=0)

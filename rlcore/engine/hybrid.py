@@ -107,8 +107,9 @@ class ModelWorker(Worker):
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
-        place = layout.place(self.rank)
-        self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
+        if layout.pp > 1 or layout.tp > 1:
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
         if setup.by_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
@@ -172,6 +173,9 @@ class ModelWorker(Worker):
         if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
                 self._sync()
+        if self.setup.engine.offload and not self.setup.samples_only:
+            with self._timed("offload"):
+                self.train.park()
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature

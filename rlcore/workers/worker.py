@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,7 +87,7 @@ class WorkerContext:
     """Where a worker stands: its role, its rank, its host, and how it finds its peers.
 
     `master` is the address and port where rank 0 of the same processes can be met; None means that the worker shares
-    this process with its peers. `gpus` is the worker's share of GPUs.
+    this process with its peers. `gpus` is the worker's share of GPUs. `mesh` is what it gave to `set_mesh`.
     """
 
     role: str = "worker"
@@ -97,9 +97,11 @@ class WorkerContext:
     host: str = "this process"
     gpus: float = 0.0
     master: tuple[str, int] | None = None
+    mesh: Mapping[str, int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} of {self.world_size} on {self.host}"
+        place = "" if self.mesh is None else f" ({', '.join(f'{axis}={at}' for axis, at in self.mesh.items())})"
+        return f"{self.role} rank {self.rank} of {self.world_size}{place} on {self.host}"
 
 
 class Worker:
@@ -164,6 +166,7 @@ class Worker:
             raise ConfigError(f"{self._context}: set_mesh({coordinates}) needs integers from 0, such as dp=0.")
         check_axes(coordinates)
         self._mesh_coords = coordinates
+        self._context = replace(self._context, mesh=coordinates)
 
     def init_process_group(self, timeout: float = 1800.0) -> None:
         """Join torch.distributed's default group with all peers: gloo on the CPU, and nccl too where there is a GPU.

@@ -16,7 +16,13 @@ GAP = "rollout/log_prob_gap"
 
 def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
     """20 steps on two FSDP ranks, which sample with a copy of the weights: no bit of them, and no growing gap."""
-    settings = ["algo=grpo", "engine.lr=0", "trainer.total_steps=20", "cluster.workers=2", "trainer.samples_per_step=64"]
+    settings = [
+        "algo=grpo",
+        "engine.lr=0",
+        "trainer.total_steps=20",
+        "cluster.workers=2",
+        "trainer.samples_per_step=64",
+    ]
     run = train_here(tmp_path / "run", *SMALL, *settings)
     steps = [row for row in run.numbers if GAP in row]
     assert len(steps) == 20
@@ -24,7 +30,8 @@ def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
     assert all(row["rollout/log_prob_gap_max"] < 1e-4 and row["rollout/log_prob_gap_beyond"] == 0 for row in steps)
     (saved,) = (tmp_path / "run" / "checkpoints").glob("*/actor/model/model.safetensors")
     before, after = load_file(f"{model_path('tiny')}/model.safetensors"), load_file(saved)
-    assert before.keys() >= after.keys() and all((before[name] == after[name]).all() for name in after)
+    assert before.keys() >= after.keys()
+    assert all((before[name] == after[name]).all() for name in after)
     taken = [0]
     for row in steps:
         taken.append(taken[-1] + int(row["train/optimizer_steps"]))

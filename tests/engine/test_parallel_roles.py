@@ -1,5 +1,8 @@
 """GRPO's calls through Ray workers under a layout, against one worker in this process."""
 
+import sys
+import time
+
 import pytest
 import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
@@ -8,6 +11,8 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.errors import WorkerError
+from rlcore.ops import needs, objective
 from rlcore.plugins import Role
 from rlcore.workers import ClassWithInitArgs, make_executor
 
@@ -38,7 +43,7 @@ def actors(ray_cluster, model_folder):
     configs = {"one": config_of(model_folder())}
     configs |= {name: config_of(model_folder(), **engine) for name, engine in LAYOUTS.items()}
     one = make_executor(ClusterConfig(executor="in_process", workers=1))
-    two = make_executor(ClusterConfig(executor="ray", workers=2))
+    two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[sys.modules[__name__]])
     with one, two:
         groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
         classes = {name: worker_of(configs[name]) for name in LAYOUTS}
@@ -79,9 +84,26 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
         assert got[2] == want[2]
         assert got[3] == pytest.approx(want[3], rel=1e-4, abs=1e-6)
-    assert actors[layout].group.mesh.coordinates[1] == {**dict.fromkeys(("pp", "tp", "dp"), 0), layout_axis(layout): 1}
+    mesh = actors[layout].group.mesh
+    assert {axis: mesh.size(axis) for axis in ("pp", "tp", "dp")} == {"pp": 1, "tp": 1, "dp": 1, **LAYOUTS[layout]}
 
 
-def layout_axis(layout):
-    (axis,) = LAYOUTS[layout]
-    return axis
+@needs("log_probs")
+def breaking_loss(out, batch, config):
+    """Raise where it sees what a model made; counts are found from made-up outputs, which have no gradient."""
+    if out.log_probs.requires_grad:
+        raise ValueError("of this rank alone")
+    return {"policy": objective(out.log_probs.sum(), batch["response_mask"].sum())}
+
+
+def test_a_rank_that_fails_amid_a_pipeline_ends_the_call_and_is_named(actors, random_batch):
+    """The loss runs on the last stage; the first one waits for a gradient that will never come."""
+    started = time.monotonic()
+    with pytest.raises(
+        WorkerError, match=r"pipeline rank 1 of 2 \(pp=1, tp=0, dp=0, micro_dp=\d\) on .*, in update\(\)"
+    ) as failed:
+        actors["pipeline"].update(random_batch(4, 2), loss=breaking_loss)["train/lr"]
+    assert "ValueError: of this rank alone" in str(failed.value)
+    with pytest.raises(WorkerError):  # the group is broken, and says so rather than hang
+        actors["pipeline"].group.version()
+    assert time.monotonic() - started < 60

@@ -12,7 +12,6 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.roles import RoleHandle, StepClock
-from rlcore.engine.train import state
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import Role
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
@@ -31,7 +30,10 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the whole gradient of every parameter."""
-        return {name: state.whole(p.grad).clone() for name, p in self.train.model.hf.named_parameters()}
+        parameters = self.train.parameters
+        return {
+            name: tensor.clone() for name, tensor in parameters.whole({name: p.grad for name, p in parameters.here()})
+        }
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:

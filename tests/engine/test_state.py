@@ -7,7 +7,10 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.ranks import Ranks
 from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train.fsdp import FSDPEngine
 from rlcore.errors import CheckpointError
 
 
@@ -57,3 +60,30 @@ def test_a_damaged_state_is_refused(make_engine, tmp_path):
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x00\x01")
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         engine.load_state(tmp_path)
+
+
+def test_parking_changes_no_bit(make_engine, random_batch):
+    plain, parked = make_engine(lr=1e-2), make_engine(lr=1e-2)
+    for seed in range(3):
+        parked.park()
+        metrics = step(parked, random_batch(seed=seed))
+        assert {name: metrics.pop(f"memory/{name}") for name in ("before_parking_gb", "parked_gb")} == {
+            "before_parking_gb": 0.0,  # there is no device to count on
+            "parked_gb": 0.0,
+        }
+        assert metrics == step(plain, random_batch(seed=seed))
+    want = dict(plain.full_parameters())
+    assert all(torch.equal(want[name], tensor) for name, tensor in parked.full_parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_parking_frees_the_device(model_folder, random_batch):
+    """Weights stay, as the rollout engine of a single rank shares them; the moments, twice as large, leave."""
+    device = torch.device("cuda", 0)
+    engine = FSDPEngine(ModelConfig(path=str(model_folder())), EngineConfig(), ranks=Ranks(device=device), trains=True)
+    step(engine, random_batch())
+    engine.park()
+    metrics = step(engine, random_batch())
+    moments = 2 * 4 * sum(tensor.numel() for _, tensor in engine.full_parameters()) / 1e9
+    assert metrics["memory/before_parking_gb"] - metrics["memory/parked_gb"] == pytest.approx(moments, rel=0.1)

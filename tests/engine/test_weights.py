@@ -28,9 +28,9 @@ class ProbedWorker(ModelWorker):
     def shake(self) -> None:
         """Add noise to all weights, the same under any number of ranks."""
         generator = torch.Generator().manual_seed(5)
-        for parameter in self.train.model.hf.parameters():
+        for name, parameter in self.train.parameters.here():
             noise = torch.randn(parameter.shape, generator=generator) / 7
-            parameter.data.add_(state.like(noise, parameter))
+            state.local(parameter.data).add_(self.train.parameters.part(name, noise))
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:

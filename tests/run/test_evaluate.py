@@ -177,6 +177,7 @@ def test_sample_rows_say_what_was_sampled_and_why_it_got_its_reward():
         "prompt_text": "2+2=",
         "response_text": "é",
         "answer": None,
+        "weights_version": 0,
         "scores": -1.0,
         "score/exact": 0.5,
         "response_length": 4,

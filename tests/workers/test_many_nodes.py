@@ -69,7 +69,10 @@ def test_a_lost_node_is_told_by_the_rank_that_was_there(seen: dict[str, Any]) ->
 
 
 def test_a_column_that_was_on_a_lost_node_is_said_to_be_lost(seen: dict[str, Any]) -> None:
-    assert re.match(r"column 'wide' that west rank 0, in make\(\), made \(2000000 bytes in \d objects\) is lost: \w+Error", seen["lost"]["column"])
+    assert re.match(
+        r"column 'wide' that west rank 0, in make\(\), made \(2000000 bytes in \d objects\) is lost: \w+Error",
+        seen["lost"]["column"],
+    )
 
 
 def test_another_node_pulls_the_blocks_that_its_rows_are_in(seen: dict[str, Any]) -> None:

@@ -116,6 +116,9 @@ class TrainEngine(ABC):
     def shared_module(self) -> nn.Module | None:
         """The Hugging Face module if a rollout engine in this process may use it as it stands, else None."""
 
+    def park(self) -> None:  # noqa: B027  (an engine need not)
+        """Let weights and optimizer state leave the device until the next call, where the engine can."""
+
     @abstractmethod
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter whole, in the precision of the forward, by its Hugging Face name, tied ones once.

@@ -23,11 +23,12 @@ from rlcore.engine.train import state
 from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
 from rlcore.engine.train.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
-from rlcore.engine.train.layouts import layout_of
+from rlcore.engine.train.layouts import check_layout, layout_of
 from rlcore.engine.train.mesh import TrainMesh
 from rlcore.engine.train.microbatch import column_values, micro_batches
 from rlcore.engine.train.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engine.train.parameters import Parameters, reshard
+from rlcore.engine.train.parking import Parking
 from rlcore.engine.train.pipeline import Pipeline, Stage
 from rlcore.engine.train.schedule import learning_rate
 from rlcore.engine.train.selection import Selection, total_tokens
@@ -64,6 +65,8 @@ class FSDPEngine(TrainEngine):
         self.total_steps = total_steps
         self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
         self.kind = kind
+        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
+        check_layout(model, engine, self.layout)
         self.model: PackedModel
         if kind == "policy":
             self.model = load_causal_lm(
@@ -79,16 +82,7 @@ class FSDPEngine(TrainEngine):
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.training = True  # of the layer alone: what is inside it keeps its dropout off
-        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
-        self.parameters = Parameters(self.model, self.mesh)
-        self.root: nn.Module = self.model
-        self._pipeline: Pipeline | None = None
-        if self.mesh.layout.pp > 1:
-            self.root = stage = Stage(self.model, self.mesh)
-            width = self.model.hf.config.get_text_config().hidden_size
-            self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
-        if ranks.world_size > 1:
-            self._shard()
+        self._lay_out()
         self.optimizer: torch.optim.AdamW | None = None
         if trains:
             self.optimizer = torch.optim.AdamW(
@@ -99,6 +93,19 @@ class FSDPEngine(TrainEngine):
                 weight_decay=engine.weight_decay,
                 fused=True,
             )
+        self._parking = Parking(self.root, self.optimizer, ranks.device, weights=self.shared_module is None)
+
+    def _lay_out(self) -> None:
+        """Leave of the model what belongs to this rank."""
+        self.parameters = Parameters(self.model, self.mesh)
+        self.root: nn.Module = self.model
+        self._pipeline: Pipeline | None = None
+        if self.layout.pp > 1:
+            self.root = stage = Stage(self.model, self.mesh)
+            width = self.model.hf.config.get_text_config().hidden_size
+            self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
+        if self.ranks.world_size > 1:
+            self._shard()
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -169,6 +176,7 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def compute(self, batch: DataProto, names: Sequence[str]) -> dict[str, Ragged | Tensor]:
         """See TrainEngine."""
+        self._parking.unpark()
         numbered = batch.select(["prompts", "responses"], [])
         numbered["row"] = torch.arange(len(batch))
         parts = self._cut(numbered, None)
@@ -202,6 +210,7 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         if self.optimizer is None:
             raise DataError("this role is frozen; declare it with Role(trains=True) to update it")
+        self._parking.unpark()
         lr = learning_rate(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -224,6 +233,7 @@ class FSDPEngine(TrainEngine):
             **metrics,
             **most,
             **behind,
+            **self._parking.metrics,
             "train/grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "train/lr": lr,
             "train/optimizer_steps": float(len(norms)),
@@ -321,7 +331,7 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         if not isinstance(other, FSDPEngine):
             raise DataError(f"an FSDPEngine follows another one, not {type(other).__name__}")
-        reshard(other.root)
+        other._rest()
         theirs = dict(other.parameters.here())
         self._move(other.shapes, lambda name: state.local(theirs[name]), share)
 
@@ -332,7 +342,7 @@ class FSDPEngine(TrainEngine):
 
     def _move(self, shapes: Shapes, target: Callable[[str], Tensor], share: float) -> None:
         """Move this rank's part of each parameter by `share` of the way to `target(name)`, which is cut like it."""
-        reshard(self.root)
+        self._rest()
         check_fit(self.shapes, shapes)
         for name, parameter in self.parameters.here():
             own, towards = state.local(parameter), target(name)
@@ -359,17 +369,29 @@ class FSDPEngine(TrainEngine):
         """See TrainEngine."""
         return self.model.hf if self.ranks.world_size == 1 else None
 
+    def park(self) -> None:
+        """See TrainEngine. The metrics of the next update say how much it was."""
+        reshard(self.root)
+        self._parking.park()
+
+    def _rest(self) -> None:
+        """Bring the parameters back to the device, sharded."""
+        self._parking.unpark()
+        reshard(self.root)
+
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
+        self._rest()
         return self.parameters.local(self.root, self.dtype)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
+        self._rest()
         return self.parameters.gathered(self.root, self.dtype)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        reshard(self.root)
+        self._rest()
         return self.parameters.whole(dict(self.parameters.here()))
 
     def save_pretrained(self, folder: Path) -> None:
@@ -379,12 +401,12 @@ class FSDPEngine(TrainEngine):
     def save_state(self, folder: Path) -> None:
         """See TrainEngine."""
         self.save_pretrained(folder / "model")
-        reshard(self.root)
+        self._rest()
         state.save_engine_state(self.parameters, self.optimizer, self.version, folder, self.ranks)
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
-        reshard(self.root)
+        self._rest()
         state.load_weights(self.parameters, folder / "model", self.ranks)
         self.version = state.load_engine_state(self.parameters, self.optimizer, folder, self.ranks)
 

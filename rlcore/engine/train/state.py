@@ -29,11 +29,6 @@ MOMENTS = "optimizer"
 """The folder of a saved state with the optimizer's moments, called exp_avg.NAME and exp_avg_sq.NAME."""
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered from all ranks (collective), or a plain one as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Whether only a part of the tensor is on this rank."""
     return hasattr(tensor, "to_local")
