@@ -115,7 +115,7 @@ class ModelWorker(Worker):
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            if self.rollout.adopts and layout.pp * layout.tp > 1:
+            if layout.pp * layout.tp > 1 and (self.rollout.adopts or generation.tp > 1):
                 dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
                 self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
 
@@ -152,6 +152,8 @@ class ModelWorker(Worker):
         else:
             shards = self._reshard.gather(self.train.local_parameters())
             self.rollout.adopt(shards, version, self._reshard.shapes)
+            if not self.rollout.adopts:  # it has memory of its own
+                self._reshard.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
