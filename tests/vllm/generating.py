@@ -1,19 +1,26 @@
-"""One of some gloo ranks that train under a layout, and generate with vLLM tensor-parallel in the same processes.
+"""Gloo ranks that train under a layout, and generate with vLLM tensor-parallel in the same processes.
 
-python generating.py RANK WORLD PORT RESULT CASES, of which the last is a list of `compare`'s arguments as JSON
+python generating.py RESULT CASES, where CASES is JSON: a list of the arguments of `compare` for each number of ranks.
+All ranks are forks of one process, as importing vLLM takes longer than all they do.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
+import socket
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import vllm.model_executor.models.llama
+import vllm.model_executor.models.qwen2
+import vllm.v1.worker.cpu_worker  # noqa: F401
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
+from vllm import LLM  # noqa: F401
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.builtin import create_fsdp, create_vllm
@@ -159,19 +166,45 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
     return found
 
 
-def main(rank: int, world: int, port: int, result: str, cases: str) -> None:
-    """Run all cases."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+def run_rank(rank: int, world: int, port: int, cases: list[dict], results: multiprocessing.SimpleQueue) -> None:
+    """Run all cases on one rank, and put what it found."""
     torch.set_num_threads(1)
     context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
-    found = [compare(context, **case) for case in json.loads(cases)]
+    found = [compare(context, **case) for case in cases]
     everyone: list = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        Path(result).write_text(json.dumps(everyone))
+        results.put(everyone)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def run_ranks(world: int, cases: list[dict]) -> list:
+    """Return what each of `world` ranks found; end them all when one fails."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        fork.Process(target=run_rank, args=(rank, world, port, cases, results), daemon=True) for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    left = {rank.sentinel: rank for rank in ranks}
+    while left:
+        for sentinel in multiprocessing.connection.wait(list(left)):
+            done = left.pop(sentinel)
+            done.join()
+            if done.exitcode:
+                sys.exit(f"{done.name} of {world} ended with {done.exitcode}")
+    return results.get()
+
+
+def main(result: str, cases: str) -> None:
+    """Run all cases of each number of ranks."""
+    Path(result).write_text(json.dumps({n: run_ranks(int(n), each) for n, each in json.loads(cases).items()}))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(*sys.argv[1:])

@@ -1,7 +1,9 @@
 """vLLM whose tensor-parallel ranks are the processes that train, against transformers with whole weights."""
 
+import contextlib
 import json
-import socket
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,45 +13,42 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 
-def start(world, result, cases):
-    """Run the cases on some ranks, and return what each rank found of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = str(Path(__file__).with_name("generating.py"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(world), str(port), str(result), json.dumps(cases)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)[-6000:]
-    return json.loads(result.read_text())
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, make_model):
-    """Training and generation 1-2-1: a tied model, an untied one, and that as a copy that is sent whole weights."""
-    folder = tmp_path_factory.mktemp("two")
+def found(tmp_path_factory, make_model):
+    """What each of 2 and of 4 ranks found in each of its cases."""
+    folder = tmp_path_factory.mktemp("models")
     tied = str(make_model(folder / "tied", "qwen2", tied=True))
     untied = str(make_model(folder / "untied", "llama", tied=False))
-    cases = [{"folder": path, "tp": 2, "shards": 2, "lr": 1e-2} for path in (tied, untied)]
-    return start(2, folder / "result.json", [*cases, {**cases[1], "copy": True}])
+    large = str(make_model(folder / "large", "qwen2", tied=False, kv_heads=4))
+    two = [{"folder": path, "tp": 2, "shards": 2, "lr": 1e-2} for path in (tied, untied)]
+    four = [{"folder": large, "tp": 4, "shards": 2, "lr": 0.0}]
+    cases = json.dumps({2: [*two, {**two[1], "copy": True}], 4: four})
+    ranks = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("generating.py")), str(folder / "result.json"), cases],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        errors = ranks.communicate(timeout=240)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+    assert ranks.returncode == 0, errors[-6000:]
+    return json.loads((folder / "result.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, make_model):
+@pytest.fixture
+def two(found):
+    """Training and generation 1-2-1: a tied model, an untied one, and that as a copy that is sent whole weights."""
+    return found["2"]
+
+
+@pytest.fixture
+def four(found):
     """Training 1-4-1 at learning rate 0, generation 1-2-2-1 in groups of ranks [0, 2] and [1, 3]."""
-    folder = tmp_path_factory.mktemp("four")
-    model = str(make_model(folder / "model", "qwen2", tied=False, kv_heads=4))
-    return start(4, folder / "result.json", [{"folder": model, "tp": 4, "shards": 2, "lr": 0.0}])
+    return found["4"]
 
 
 @pytest.fixture(params=["two", "four"])
@@ -92,7 +91,7 @@ def test_weights_come_as_shards_and_nothing_is_kept_beside_vllms(two, four):
 def test_a_poisoned_update_is_refused_and_a_broken_one_leaves_an_engine_that_does_not_answer(ranks):
     for case in [case for found in ranks for case in found if "kept" in case]:
         assert "model.layers.1.self_attn.k_proj.weight is missing" in case["missing"]
-        assert "has shape [128, 256], not [128, 128]" in case["whole"]
+        assert "q_proj.weight has shape [128, 128], not [" in case["whole"]
         assert case["kept"]
         assert "were announced and did not come" in case["broken"]
         assert "sync comes before generate" in case["after"]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from rlcore.engine.weights import Shapes
 
 
-def with_shards(module: nn.Module, weights: Iterable[tuple[str, Tensor]], whole: Shapes) -> Iterator[tuple[str, Tensor]]:
+def with_shards(
+    module: nn.Module, weights: Iterable[tuple[str, Tensor]], whole: Shapes
+) -> Iterator[tuple[str, Tensor]]:
     """Yield weights to `module.load_weights`, which takes its rank's part of whole ones, and shards as they are.
 
     A weight is a shard if its shape is not that of `whole`. vLLM's loaders read from a parameter which part is its own:
