@@ -57,12 +57,10 @@ def rows() -> DataProto:
     )
 
 
-def make_worker(
-    context: WorkerContext, folder: str, tp: int, shards: int, lr: float, samples_only: bool = False
-) -> ModelWorker:
-    """Return a started worker that trains with `tp` tensor shards and generates with `shards`."""
+def make_worker(context: WorkerContext, folder: str, tp: int, shards: int, lr: float, **kind: bool) -> ModelWorker:
+    """Return a started worker that trains with `tp` tensor shards and generates, if it does, with `shards`."""
     setup = RoleSetup(
-        Role(trains=True, generates=True),
+        Role(trains=True, generates=kind.get("generates", True)),
         ModelConfig(path=folder),
         EngineConfig(tp=tp, lr=lr),
         RolloutConfig(name="vllm", tp=shards, kv_cache_mb=32),
@@ -70,7 +68,7 @@ def make_worker(
         create_vllm,
         seed=0,
         total_steps=10,
-        samples_only=samples_only,
+        samples_only=kind.get("samples_only", False),
     )
     worker = construct(context, ModelWorker, (setup,), {}, {})
     assert isinstance(worker, ModelWorker)
@@ -143,9 +141,8 @@ def take(hf: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float, copy: bool = False) -> dict:
     """Generate before and after an update, in the processes that train or as a copy that is sent whole weights."""
-    trained = worker = make_worker(context, folder, tp, tp if copy else shards, lr)
+    trained = worker = make_worker(context, folder, tp, shards, lr, generates=not copy)
     if copy:
-        trained.rollout.close()
         worker = make_worker(context, folder, 1, shards, lr, samples_only=True)
     hf, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {"rounds": []}
     for step in range(2):
