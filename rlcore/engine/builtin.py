@@ -60,8 +60,8 @@ def rlcore_check_config(config: Config) -> None:
         )
     if config.rollout.tp > 1 and config.rollout.name not in ("hf", "vllm"):
         raise ConfigError(
-            f"rollout.tp={config.rollout.tp}: only rollout=hf and rollout=vllm generate tensor-parallel; "
-            f"rollout={config.rollout.name} has a whole model on each worker, so set rollout.tp=1 or choose one of them"
+            f"rollout.tp={config.rollout.tp}: only rollout=hf and rollout=vllm can load shards of a model; "
+            f"rollout={config.rollout.name} has a whole one on each worker, so set rollout.tp=1 or choose one of the two"
         )
     attention = config.model.attention
     if attention not in ATTENTION:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from socket import gethostname
 from typing import Any
 from uuid import uuid4
 
@@ -37,14 +38,15 @@ def numbered(order: Sequence[int]) -> Iterator[None]:
 def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
     """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
 
-    vLLM's own takes the rank from the environment, as torchrun sets it. With `group` come a name for the shared memory
-    of its ranks, which no other group on the machine has, and the rank's number in `order`.
+    vLLM's own takes the rank from the environment, as torchrun sets it. Here it is the rank's number in `order`. With
+    it goes a name for the shared memory in which ranks on a CPU add up their results: no other group on the machine has
+    it, and ranks on several machines differ in it, so that vLLM lets them use torch's group.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = [uuid4().hex]
     dist.broadcast_object_list(name, src=group.ranks[0], group=group.handle)
-    place = (f"of-torch:{name[0]}", order.index(dist.get_rank()), device.index or 0)
+    place = (f"of-torch:{name[0]}-{gethostname()}", order.index(dist.get_rank()), device.index or 0)
     return type("ExecutorInWorker", (ExecutorWithExternalLauncher,), {"_distributed_args": lambda self: place})
 
 
