@@ -1,6 +1,6 @@
 """Gloo ranks that train under a layout, and generate with vLLM tensor-parallel in the same processes.
 
-python generating.py RESULT CASES, where CASES is JSON: a list of the arguments of `compare` for each number of ranks.
+python generating.py FOLDER CASES, where CASES is JSON: a list of the arguments of `compare` for each number of ranks.
 All ranks are forks of one process, as importing vLLM takes longer than all they do.
 """
 
@@ -163,28 +163,27 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
     return found
 
 
-def run_rank(rank: int, world: int, port: int, cases: list[dict], results: multiprocessing.SimpleQueue) -> None:
-    """Run all cases on one rank, and put what it found."""
+def run_rank(rank: int, world: int, port: int, cases: list[dict], result: Path) -> None:
+    """Run all cases on one rank; rank 0 writes what all found."""
     torch.set_num_threads(1)
     context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
     found = [compare(context, **case) for case in cases]
     everyone: list = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        results.put(everyone)
+        result.write_text(json.dumps(everyone))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, cases: list[dict]) -> list:
-    """Return what each of `world` ranks found; end them all when one fails."""
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
+def run_ranks(world: int, cases: list[dict], result: Path) -> None:
+    """Run so many ranks, and end them all when one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=run_rank, args=(rank, world, port, cases, results), daemon=True) for rank in range(world)
+        fork.Process(target=run_rank, args=(rank, world, port, cases, result), daemon=True) for rank in range(world)
     ]
     for rank in ranks:
         rank.start()
@@ -195,12 +194,12 @@ def run_ranks(world: int, cases: list[dict]) -> list:
             done.join()
             if done.exitcode:
                 sys.exit(f"{done.name} of {world} ended with {done.exitcode}")
-    return results.get()
 
 
-def main(result: str, cases: str) -> None:
-    """Run all cases of each number of ranks."""
-    Path(result).write_text(json.dumps({n: run_ranks(int(n), each) for n, each in json.loads(cases).items()}))
+def main(folder: str, cases: str) -> None:
+    """Run the cases of each number of ranks."""
+    for world, each in json.loads(cases).items():
+        run_ranks(int(world), each, Path(folder) / f"{world}.json")
 
 
 if __name__ == "__main__":

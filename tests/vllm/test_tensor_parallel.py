@@ -24,7 +24,7 @@ def found(tmp_path_factory, make_model):
     four = [{"folder": large, "tp": 4, "shards": 2, "lr": 0.0}]
     cases = json.dumps({2: [*two, {**two[1], "copy": True}], 4: four})
     ranks = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("generating.py")), str(folder / "result.json"), cases],
+        [sys.executable, str(Path(__file__).with_name("generating.py")), str(folder), cases],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -36,19 +36,19 @@ def found(tmp_path_factory, make_model):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
     assert ranks.returncode == 0, errors[-6000:]
-    return json.loads((folder / "result.json").read_text())
+    return {world: json.loads((folder / f"{world}.json").read_text()) for world in (2, 4)}
 
 
 @pytest.fixture
 def two(found):
     """Training and generation 1-2-1: a tied model, an untied one, and that as a copy that is sent whole weights."""
-    return found["2"]
+    return found[2]
 
 
 @pytest.fixture
 def four(found):
     """Training 1-4-1 at learning rate 0, generation 1-2-2-1 in groups of ranks [0, 2] and [1, 3]."""
-    return found["4"]
+    return found[4]
 
 
 @pytest.fixture(params=["two", "four"])

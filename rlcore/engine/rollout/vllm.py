@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig, RolloutConfig
@@ -92,7 +92,7 @@ class VLLMRollout(RolloutEngine):
         self._load(shards, version, shapes)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
-        def load(module: nn.Module) -> None:
+        def load(module: Any) -> None:
             with closing(with_shards(module, as_announced(weights, shapes), self.shapes)) as loading:
                 module.load_weights(loading)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from rlcore.engine.weights import Shapes
 
 def with_shards(
     module: nn.Module, weights: Iterable[tuple[str, Tensor]], whole: Shapes
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor], None, None]:
     """Yield weights to `module.load_weights`, which takes its rank's part of whole ones, and shards as they are.
 
     A weight is a shard if its shape is not that of `whole`. vLLM's loaders read from a parameter which part is its own:
