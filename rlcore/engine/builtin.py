@@ -61,7 +61,7 @@ def rlcore_check_config(config: Config) -> None:
     if config.rollout.tp > 1 and config.rollout.name not in ("hf", "vllm"):
         raise ConfigError(
             f"rollout.tp={config.rollout.tp}: only rollout=hf and rollout=vllm can load shards of a model; "
-            f"rollout={config.rollout.name} has a whole one on each worker, so set rollout.tp=1 or choose one of the two"
+            f"rollout={config.rollout.name} has whole ones, so set rollout.tp=1 or choose one of them"
         )
     attention = config.model.attention
     if attention not in ATTENTION:
