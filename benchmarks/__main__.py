@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import data_plane, learning, reshard
+from benchmarks import data_plane, learning, reshard, weight_sync
 
-BENCHMARKS = {"learning": learning.main, "data_plane": data_plane.main, "reshard": reshard.main}
+BENCHMARKS = {
+    "learning": learning.main,
+    "data_plane": data_plane.main,
+    "reshard": reshard.main,
+    "weight_sync": weight_sync.main,
+}
 
 
 def main(argv: list[str]) -> int:

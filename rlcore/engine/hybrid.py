@@ -239,7 +239,7 @@ class ModelWorker(Worker):
         forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32
         with self._timed("send"):
             weights = self.train.rollout_weights() if dtype is forward else self.train.full_parameters()
-            return pack(names.view("name").tolist(), weights, dtype, self.train.version)
+            return pack(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, share: float = 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,23 +46,26 @@ def packed_forms(names: DataProto, dtype: torch.dtype) -> dict[str, Form]:
     }
 
 
-def pack(names: Sequence[str], weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, version: int) -> DataProto:
+def pack(
+    names: Sequence[str], weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, version: int
+) -> DataProto:
     """Return the parameters called `names`, a row each: `name` and `shape` (objects), `values` (ragged), `version`.
 
-    All of `weights`, which gathers them, is gone through; what it yields need be valid only until the next. As rows of
-    a batch the parameters are cut into blocks and travel by reference like any other column.
+    All of `weights`, which gathers them, is gone through, and has to be what `shapes` says (else DataError); what it
+    yields need be valid only until the next. As rows of a batch the parameters are cut into blocks and travel by
+    reference like any other column.
     """
-    wanted = set(names)
-    kept = {
-        name: (tuple(tensor.shape), tensor.detach().to("cpu", dtype, copy=True).reshape(-1))
-        for name, tensor in weights
-        if name in wanted
-    }
+    lengths = torch.tensor([math.prod(shapes[name]) for name in names], dtype=torch.int64)
+    values = Ragged.from_lengths(torch.empty(int(lengths.sum()), dtype=dtype), lengths)
+    row = {name: number for number, name in enumerate(names)}
+    for name, tensor in as_announced(weights, shapes):
+        if name in row:
+            values[row[name]].copy_(tensor.detach().reshape(-1))
     return DataProto.from_single_dict(
         {
             "name": _objects(names),
-            "shape": _objects([kept[name][0] for name in names]),
-            "values": Ragged.from_list([kept[name][1] for name in names], dtype),
+            "shape": _objects([shapes[name] for name in names]),
+            "values": values,
             "version": torch.full((len(names),), version, dtype=torch.int64),
         }
     )

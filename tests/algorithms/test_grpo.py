@@ -181,6 +181,7 @@ def test_sequence_mean_and_no_division_by_std_end_to_end(take_steps):
     assert divided["train/grad_norm"] / plain["train/grad_norm"] == pytest.approx(math.sqrt(2), rel=1e-4)
 
 
+@pytest.mark.e2e
 def test_kl_estimators_end_to_end(take_steps):
     """Before the first update the reference is the policy: each KL is 0, and of the three only k1 has a slope there."""
     found = {}
@@ -199,6 +200,7 @@ def test_kl_estimators_end_to_end(take_steps):
     assert abs(k2[1]["loss/kl"] - k3[1]["loss/kl"]) > 1e-4 * k3[1]["loss/kl"]
 
 
+@pytest.mark.e2e
 def test_epochs_and_mini_batches_are_optimizer_steps_that_the_next_rollout_sees(take_steps):
     options = ["algo.group_size=2", "algo.epochs=2", "algo.mini_batches=2"]
     metrics, batches, _ = take_steps(*options, steps=2)

@@ -228,6 +228,7 @@ def test_the_chosen_become_likelier_than_the_rejected(step):
     assert metrics["loss/margin"] == pytest.approx(metrics["loss/chosen_reward"] - metrics["loss/rejected_reward"])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("limit", ["engine.micro_batch_rows=1", "engine.micro_batch_rows=3"])
 def test_no_micro_batch_parts_a_pair(step, limit):
     """Were one parted, a lone response would count as a pair whose other log-ratio is 0."""
@@ -266,6 +267,7 @@ def test_the_reference_is_frozen_or_copied_every_few_steps(step, options, same):
     assert abs(second["loss/chosen_reward"]) > 1e-4  # the policy of the second step is not its reference
 
 
+@pytest.mark.e2e
 def test_an_averaged_reference_goes_a_share_of_the_way_after_each_step(step):
     """One step at share 0.25: start + (actor - start) / 4."""
     seen = {}

@@ -262,6 +262,7 @@ def test_a_first_step(take_steps, updates):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.e2e
 def test_advantages_are_whitened_over_the_whole_batch_and_not_by_mini_batch(take_steps, updates, tmp_path):
     (tmp_path / "length.py").write_text("def score(prompt, response, answer):\n    return len(response)\n")
     options = ["algo.samples=2", "algo.mini_batches=2", "rollout.temperature=2"]
@@ -275,6 +276,7 @@ def test_advantages_are_whitened_over_the_whole_batch_and_not_by_mini_batch(take
         assert abs(half.mean()) > 1e-2
 
 
+@pytest.mark.e2e
 def test_the_update_raises_what_scored_and_the_critic_learns_the_returns(take_steps, updates):
     found = {}
 
@@ -333,6 +335,7 @@ def test_learning_rates_are_apart(take_steps, tmp_path):
     assert (metrics["train/lr"], metrics["critic/lr"]) == (2e-4, 2e-4)  # without its own, the engine's
 
 
+@pytest.mark.e2e
 def test_epochs_and_mini_batches_are_optimizer_steps_of_both(take_steps):
     metrics, batches, _ = take_steps("algo=ppo", "algo.epochs=3", "algo.mini_batches=2", steps=2)
     assert [(row["train/optimizer_steps"], row["critic/optimizer_steps"]) for row in metrics] == [(6, 6)] * 2
@@ -348,6 +351,7 @@ def test_the_controllers_weight_is_what_a_resume_needs():
     assert algorithm.state_dict() == {"kl_coef": 0.09}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_the_adaptive_controller_end_to_end(take_steps, updates, kl_in):
     """Step 1 has KL 0: 0.1 * (1 - 0.5 * 0.2) = 0.09. Step 2 has far more than the target: 0.09 * 1.1 = 0.099."""

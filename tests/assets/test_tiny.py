@@ -47,6 +47,7 @@ def test_the_tokenizer() -> None:
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
+@pytest.mark.e2e
 def test_it_knows_the_right_answers_and_seldom_gives_them() -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     held_out = problems("eval")[:256]
@@ -73,6 +74,7 @@ def test_slips_make_up_the_wrong_share() -> None:
     assert make_tiny.slip_probability(1, 0.55) == pytest.approx(0.5)
 
 
+@pytest.mark.e2e
 def test_training_learns_and_is_repeatable() -> None:
     def trained(steps: int) -> tuple[float, torch.Tensor]:
         torch.manual_seed(0)

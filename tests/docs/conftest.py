@@ -35,8 +35,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     from rlcore.trainer import train
 
     folder = tmp_path_factory.mktemp("seen")
-    overrides = ["algo=grpo", "cluster=in_process", "tracker=none", "trainer.total_steps=2", "data.eval_size=2"]
-    overrides += ["data.batch_size=2", "rollout.response_len=4", "reward.functions={arithmetic: 1, gsm8k_flexible: 1}"]
+    overrides = ["algo=grpo", "cluster=in_process", "tracker=none", "engine.offload=true", "trainer.total_steps=2"]
+    overrides += [
+        "data.eval_size=2",
+        "data.batch_size=2",
+        "rollout.response_len=4",
+        "reward.functions={arithmetic: 1, gsm8k_flexible: 1}",
+    ]
     plugins = PluginManager.load()
     config = compose([*overrides, f"run.dir={folder / 'run'}"], plugins)
     train(config, plugins)

@@ -42,6 +42,10 @@ def made(setup, **roles):
     return {name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(setup, role=r)) for name, r in roles.items()}
 
 
+def shapes_of(weights):
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
 def setup_of(folder) -> RoleSetup:
     engine = EngineConfig(lr=1e-2)
     return RoleSetup(Role(), ModelConfig(path=str(folder)), engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
@@ -84,7 +88,8 @@ def test_a_parameter_that_does_not_fit_is_named_and_nothing_is_changed(make_engi
     names = list(weights)
     before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
     short = {name: t[:-1] if name == names[0] else t for name, t in weights.items() if name != names[-1]}
-    packed = pack([*short, "extra"], [*short.items(), ("extra", torch.zeros(2))], torch.float32, 7)
+    short["extra"] = torch.zeros(2)
+    packed = pack(list(short), short.items(), shapes_of(short), torch.float32, 7)
     rows, width = before[names[0]].shape
     with pytest.raises(
         DataError,
@@ -95,10 +100,18 @@ def test_a_parameter_that_does_not_fit_is_named_and_nothing_is_changed(make_engi
     assert engine.version == 0
 
 
+def test_a_parameter_that_is_not_made_is_not_sent_as_what_was_in_memory():
+    weights = {"first": torch.ones(2), "second": torch.ones(3)}
+    shapes = shapes_of(weights)
+    assert Weights(pack(["second"], weights.items(), shapes, torch.float32, 1))["second"].tolist() == [1, 1, 1]
+    with pytest.raises(DataError, match="weights second were announced and did not come"):
+        pack(["second"], [("first", weights["first"])], shapes, torch.float32, 1)
+
+
 def test_bf16_weights_are_those_of_the_forward(make_engine):
     engine = make_engine()
     engine.dtype = torch.bfloat16
-    sent = Weights(pack(list(engine.shapes), engine.rollout_weights(), torch.bfloat16, 3))
+    sent = Weights(pack(list(engine.shapes), engine.rollout_weights(), engine.shapes, torch.bfloat16, 3))
     assert sent.version == 3
     for name, tensor in engine.full_parameters():
         assert torch.equal(sent[name], tensor.bfloat16())
@@ -120,7 +133,7 @@ class OneNumber(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_forms)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        return pack(["step"], [("step", torch.tensor([self.step]))], dtype, self.step)
+        return pack(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, share: float = 1.0) -> None:

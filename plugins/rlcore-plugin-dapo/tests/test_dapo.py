@@ -79,6 +79,7 @@ def test_loss_by_hand():
     assert narrow["policy"].total.item() == pytest.approx(-2.4 - 1.0 + 0.8 + 1.5 + 1.0)
 
 
+@pytest.mark.e2e
 def test_prompts_are_drawn_until_the_batch_is_full(tmp_path):
     """A third of the prompts has scores that differ, 0 and 1, so that 4 groups take several rounds of 4 prompts."""
     (tmp_path / "odd_alone.py").write_text(ODD_ALONE)
@@ -95,6 +96,7 @@ def test_prompts_are_drawn_until_the_batch_is_full(tmp_path):
         assert step["train/grad_norm"] > 0
 
 
+@pytest.mark.e2e
 def test_at_the_bound_it_trains_on_what_there_is_and_says_so(tmp_path, caplog):
     (tmp_path / "none.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
     options = [f"reward.path={tmp_path / 'none.py'}:score", "algo.max_rounds=2", "trainer.total_steps=1"]

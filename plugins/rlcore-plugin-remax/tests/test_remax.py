@@ -70,6 +70,7 @@ def test_loss_by_hand():
     assert "kl" not in remax_loss(Outputs({"log_probs": log_probs, "entropy": entropy}), batch, ReMaxConfig(kl_coef=0))
 
 
+@pytest.mark.e2e
 def test_the_greedy_rollout_is_scored_apart_from_the_samples(tmp_path):
     """The reward is the number of rows scored at once: 6 samples of 3 prompts, then 3 greedy responses."""
     (tmp_path / "counting.py").write_text(COUNTING)

@@ -60,6 +60,7 @@ def test_loss_by_hand():
     assert (kl.total.item(), kl.count, kl.weight) == (1.5, 3, None)
 
 
+@pytest.mark.e2e
 def test_steps_raise_the_reward(tmp_path):
     """The reward is the share of the digit 7, which a policy that learns by it says ever more often."""
     (tmp_path / "sevens.py").write_text(

@@ -146,6 +146,7 @@ def test_value_loss_by_hand(value_clip, total, slope):
     assert (terms["value"].total, terms["return"].total) == (2, 6)
 
 
+@pytest.mark.e2e
 def test_steps_with_a_cost_function_and_demonstrations(tmp_path, by_function):
     """A tenth of the 10 demonstrations is held out; the same 9 in both steps, so their loss has to fall."""
     rows = [{"prompt": f"{i}+2=", "response": str(i + 2)} for i in range(10)]
@@ -169,6 +170,7 @@ def test_steps_with_a_cost_function_and_demonstrations(tmp_path, by_function):
     assert steps[1]["loss/ptx"] < steps[0]["loss/ptx"]
 
 
+@pytest.mark.e2e
 def test_steps_with_a_cost_model_and_with_a_reward_model_beside_a_cost_function(tmp_path, by_function):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

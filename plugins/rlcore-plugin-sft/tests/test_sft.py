@@ -43,6 +43,7 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_response_tokens():
     assert (terms["entropy"].total.item(), terms["entropy"].count, terms["entropy"].weight) == (15, 5, None)
 
 
+@pytest.mark.e2e
 def test_the_loss_falls_and_the_evaluation_counts_the_answers(run):
     """The model knows sums but ends them without `!`: the first loss is above 1, and then it learns the new ending."""
     status, metrics = run(ROWS, "algo.response_key=text", "trainer.total_steps=8", "trainer.eval_every=8")
@@ -57,6 +58,7 @@ def test_the_loss_falls_and_the_evaluation_counts_the_answers(run):
     assert metrics[-1]["eval/truncated"] == 0
 
 
+@pytest.mark.e2e
 def test_what_rejection_sampling_kept_is_a_data_set(run, tmp_path):
     first = ["algo=rejection_sampling", "algo.keep=top_k", "algo.samples=2", "trainer.total_steps=1"]
     status, _ = run(ROWS, *first, f"run.dir={tmp_path / 'first'}")

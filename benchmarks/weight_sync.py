@@ -1,0 +1,130 @@
+"""Weights on their way from the workers that train to a pool that samples, through Ray; against gloo's broadcast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from benchmarks.report import Figure, write
+from rlcore.assets import TINY
+from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.builtin import create_fsdp, create_hf
+from rlcore.engine.hybrid import ModelWorker, RoleSetup
+from rlcore.engine.weights import Sender
+from rlcore.plugins import Role
+from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
+
+POOLS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+"""Workers that train, and that sample."""
+ROUNDS = 6
+"""The first connects the processes and is not timed."""
+NOTES = """\
+A Llama of 8 layers, hidden 512, in fp32: M = {m:.0f} MiB, which is sent and loaded whole in every round, on one machine
+of {cores} cores with one thread a process. The actor's ranks (FSDP2 shards where there are two) gather layer by layer,
+each packs its share of the parameters, and the workers of the other pool read them from Ray's shared memory, one
+parameter after the other, into the rollout engine's. Seconds: from the call until the last worker has loaded. The peer
+is torch.distributed's own broadcast of parameters of the same shapes, one after the other, from rank 0 of a gloo group
+with one process more than there are samplers; it gathers, packs and loads nothing, and no rank may do anything else
+meanwhile."""
+
+
+class Broadcaster(Worker):
+    """A rank of a gloo group that has parameters of the given shapes."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.parameters = [torch.zeros(shape) for shape in shapes]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self) -> None:
+        """Meet the other ranks."""
+        self.init_process_group()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def broadcast(self) -> None:
+        """Send rank 0's parameters to all."""
+        for parameter in self.parameters:
+            dist.broadcast(parameter, src=0)
+
+
+def write_model(folder: Path) -> list[tuple[int, ...]]:
+    """Write the random model that is sent; return the shapes of its parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    for file in TINY.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder / file.name)
+    return [tuple(parameter.shape) for parameter in model.parameters()]
+
+
+def seconds(call: Callable[[], object]) -> list[float]:
+    """Return how long each round but the first took."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def model_workers(executor: Executor, folder: Path, workers: int, *, samples_only: bool) -> WorkerGroup:
+    """Start an actor's workers, or those of its copy that samples."""
+    role, model = Role(trains=True, generates=samples_only), ModelConfig(path=str(folder))
+    setup = RoleSetup(
+        role, model, EngineConfig(), RolloutConfig(), create_fsdp, create_hf, 0, 1, samples_only=samples_only
+    )
+    name = "sampling" if samples_only else "trained"
+    group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(ModelWorker, setup), name)
+    group.start().get()
+    return group
+
+
+def by_rlcore(folder: Path, trained: int, sampling: int) -> list[float]:
+    """Return the seconds from the call until the pool that samples has the weights."""
+    with make_executor(ClusterConfig(executor="ray", workers=trained + sampling)) as executor:
+        actor = model_workers(executor, folder, trained, samples_only=False)
+        copy = model_workers(executor, folder, sampling, samples_only=True)
+        sender = Sender(actor, torch.float32)
+        return seconds(lambda: copy.take_weights(sender.send()).get())
+
+
+def by_broadcast(shapes: list[tuple[int, ...]], sampling: int) -> list[float]:
+    """Return the seconds of a broadcast from one process to those that sample."""
+    with make_executor(ClusterConfig(executor="ray", workers=1 + sampling)) as executor:
+        made = ClassWithInitArgs(Broadcaster, shapes)
+        group = executor.worker_group(executor.resource_pool(1 + sampling), made, "broadcast")
+        group.join()
+        return seconds(group.broadcast)
+
+
+def main() -> bool:
+    """Measure every pair of pools and write the results."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        shapes = write_model(Path(folder))
+        for trained, sampling in POOLS:
+            name = f"{trained} to {sampling}"
+            ours = Figure("rlcore", name, "s", by_rlcore(Path(folder), trained, sampling))
+            peer = Figure("gloo broadcast", name, "s", by_broadcast(shapes, sampling))
+            figures += [ours, peer]
+    mebibytes = sum(torch.Size(shape).numel() for shape in shapes) * 4 / 2**20
+    notes = NOTES.format(m=mebibytes, cores=os.cpu_count())
+    return write("weight_sync", "make bench B=weight_sync", figures, [], notes)
