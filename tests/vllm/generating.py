@@ -21,6 +21,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 from vllm import LLM  # noqa: F401
+from vllm.distributed import get_tp_group
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.builtin import create_fsdp, create_vllm
@@ -139,19 +140,30 @@ def take(hf: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     assert not weights
 
 
+def shared_memory() -> list[str]:
+    """Return what of this tensor group's shared memory would stay if its processes were killed."""
+    dist.barrier()
+    group = get_tp_group()
+    assert group.mq_broadcaster is None
+    name = group.device_communicator.dist_module.group_name
+    return [file.name for file in Path("/dev/shm").iterdir() if file.name.startswith(name)]
+
+
 def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float, copy: bool = False) -> dict:
     """Generate before and after an update, in the processes that train or as a copy that is sent whole weights."""
     trained = worker = make_worker(context, folder, tp, shards, lr, generates=not copy)
     if copy:
         worker = make_worker(context, folder, 1, shards, lr, samples_only=True)
-    hf, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {"rounds": []}
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found: dict = {"rounds": [], "shared_memory": shared_memory()}
     for step in range(2):
         if step:
             trained.update([UpdateItem(rows(), [6], grpo_loss, GRPOConfig())], 1, step)
         take(hf, {name: tensor.clone() for name, tensor in trained.train.rollout_weights()})
         if copy:
-            names = list(trained.train.shapes)
-            worker.take_weights(pack(names, trained.train.rollout_weights(), torch.float32, trained.train.version))
+            train = trained.train
+            sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, train.version)
+            worker.take_weights(sent)
         found["rounds"].append(answers(worker, hf))
     if not copy:
         assert worker._reshard is not None

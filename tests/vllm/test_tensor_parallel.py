@@ -100,3 +100,7 @@ def test_a_poisoned_update_is_refused_and_a_broken_one_leaves_an_engine_that_doe
 
 def test_a_closed_engine_leaves_the_default_group_to_training(ranks):
     assert all(case["default_group"] for found in ranks for case in found)
+
+
+def test_processes_that_are_killed_leave_no_shared_memory(ranks):
+    assert all(case["shared_memory"] == [] for found in ranks for case in found)

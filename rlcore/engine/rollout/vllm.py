@@ -18,7 +18,7 @@ from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout.tensor_shards import shard_dims
 from rlcore.engine.rollout.vllm_cpu import OPTIONS, starting_on_cpu
-from rlcore.engine.rollout.vllm_ranks import executor, keeping_default_group, numbered
+from rlcore.engine.rollout.vllm_ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engine.rollout.vllm_shards import with_shards
 from rlcore.engine.train.state import random_state, set_random_state
 from rlcore.engine.weights import Shapes, as_announced, check_fit
@@ -79,6 +79,8 @@ class VLLMRollout(RolloutEngine):
                 **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
                 **sharded,
             )
+            if sharded and on_cpu:
+                unlink_shared_memory()
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from socket import gethostname
 from typing import Any
 from uuid import uuid4
@@ -20,12 +21,14 @@ def numbered(order: Sequence[int]) -> Iterator[None]:
 
     It cuts the default group into tensor groups of consecutive ranks, all made by all ranks. torch has the ranks of a
     group in ascending order whatever order they are named in, so `order` has to ascend within a tensor group.
+    Nothing is told to an engine by another, so groups get no queue for it, which is 24 MiB of shared memory each.
     """
     from vllm.distributed import parallel_state
 
     make = parallel_state.init_model_parallel_group
 
     def make_of_ours(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_message_queue_broadcaster"] = False
         return make([[order[rank] for rank in ranks] for ranks in group_ranks], *args, **kwargs)
 
     parallel_state.init_model_parallel_group = make_of_ours
@@ -48,6 +51,18 @@ def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
     dist.broadcast_object_list(name, src=group.ranks[0], group=group.handle)
     place = (f"of-torch:{name[0]}-{gethostname()}", order.index(dist.get_rank()), device.index or 0)
     return type("ExecutorInWorker", (ExecutorWithExternalLauncher,), {"_distributed_args": lambda self: place})
+
+
+def unlink_shared_memory() -> None:
+    """Take away the name of this rank's shared memory, which all ranks of its tensor group have mapped by now.
+
+    vLLM would do so when its process ends, and what is left by a process that is killed, as Ray's are, would stay.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if name := getattr(group.device_communicator.dist_module, "group_name", None):  # on one machine, not several
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink()
 
 
 @contextmanager
