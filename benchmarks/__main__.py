@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import data_plane, learning, reshard, weight_sync
+from benchmarks import data_plane, layouts, learning, reshard, weight_sync
 
 BENCHMARKS = {
     "learning": learning.main,
     "data_plane": data_plane.main,
+    "layouts": layouts.main,
     "reshard": reshard.main,
     "weight_sync": weight_sync.main,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 
+from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
-from rlcore.assets import TINY
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
@@ -39,7 +37,7 @@ meanwhile."""
 class Broadcaster(Worker):
     """A rank of a gloo group that has parameters of the given shapes."""
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: list[torch.Size]) -> None:
         self.parameters = [torch.zeros(shape) for shape in shapes]
 
     @register(Dispatch.ONE_TO_ALL)
@@ -52,26 +50,6 @@ class Broadcaster(Worker):
         """Send rank 0's parameters to all."""
         for parameter in self.parameters:
             dist.broadcast(parameter, src=0)
-
-
-def write_model(folder: Path) -> list[tuple[int, ...]]:
-    """Write the random model that is sent; return the shapes of its parameters."""
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    for file in TINY.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder / file.name)
-    return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
 def seconds(call: Callable[[], object]) -> list[float]:
@@ -105,7 +83,7 @@ def by_rlcore(folder: Path, trained: int, sampling: int) -> list[float]:
         return seconds(lambda: copy.take_weights(sender.send()).get())
 
 
-def by_broadcast(shapes: list[tuple[int, ...]], sampling: int) -> list[float]:
+def by_broadcast(shapes: list[torch.Size], sampling: int) -> list[float]:
     """Return the seconds of a broadcast from one process to those that sample."""
     with make_executor(ClusterConfig(executor="ray", workers=1 + sampling)) as executor:
         made = ClassWithInitArgs(Broadcaster, shapes)
@@ -119,12 +97,12 @@ def main() -> bool:
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     figures = []
     with tempfile.TemporaryDirectory() as folder:
-        shapes = write_model(Path(folder))
+        shapes = write_llama(Path(folder))
         for trained, sampling in POOLS:
             name = f"{trained} to {sampling}"
             ours = Figure("rlcore", name, "s", by_rlcore(Path(folder), trained, sampling))
             peer = Figure("gloo broadcast", name, "s", by_broadcast(shapes, sampling))
             figures += [ours, peer]
-    mebibytes = sum(torch.Size(shape).numel() for shape in shapes) * 4 / 2**20
+    mebibytes = sum(shape.numel() for shape in shapes) * 4 / 2**20
     notes = NOTES.format(m=mebibytes, cores=os.cpu_count())
     return write("weight_sync", "make bench B=weight_sync", figures, [], notes)
