@@ -112,7 +112,7 @@ class RolloutConfig:
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", min=0)
     stop: list[str] = option([], "strings that end a response (kept in it)")
     batch_size: int = option(256, "sequences that a worker decodes at once", min=1)
-    tp: int = option(1, "tensor-parallel ranks of a generating replica (hf); has to divide engine.tp", min=1)
+    tp: int = option(1, "tensor-parallel ranks of a generating replica (hf, vllm); has to divide engine.tp", min=1)
     kv_cache_mb: int = option(1024, "MiB that a worker's vllm engine takes for keys and values", min=1)
 
 

@@ -24,8 +24,8 @@ def create_fsdp(**kwargs: Any) -> Any:
     return FSDPEngine(**kwargs)
 
 
-def create_hf(*, rollout: RolloutConfig, **kwargs: Any) -> Any:
-    """Make an HFRollout."""
+def create_hf(*, rollout: RolloutConfig, engine_order: Any = (), **kwargs: Any) -> Any:
+    """Make an HFRollout, whose groups are those of torch whatever their order."""
     from rlcore.engine.rollout.hf import HFRollout
 
     return HFRollout(batch_size=rollout.batch_size, **kwargs)
@@ -58,10 +58,10 @@ def rlcore_check_config(config: Config) -> None:
             "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
             "docs/rollout.md says), or choose rollout=hf"
         )
-    if config.rollout.tp > 1 and config.rollout.name != "hf":
+    if config.rollout.tp > 1 and config.rollout.name not in ("hf", "vllm"):
         raise ConfigError(
-            f"rollout.tp={config.rollout.tp}: only rollout=hf generates tensor-parallel; rollout={config.rollout.name} "
-            "has a whole model on each worker, so set rollout.tp=1 or choose rollout=hf"
+            f"rollout.tp={config.rollout.tp}: only rollout=hf and rollout=vllm can load shards of a model; "
+            f"rollout={config.rollout.name} has whole ones, so set rollout.tp=1 or choose one of them"
         )
     attention = config.model.attention
     if attention not in ATTENTION:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ class ModelWorker(Worker):
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            if self.rollout.adopts and layout.pp * layout.tp > 1:
+            if layout.pp * layout.tp > 1 and (self.rollout.adopts or generation.tp > 1):
                 dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
                 self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
 
@@ -132,7 +133,12 @@ class ModelWorker(Worker):
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
         setup = self.setup
-        sharded = {"tensor_group": groups.own(generation.groups("tp"))} if generation.tp > 1 else {}
+        sharded: dict[str, Any] = {}
+        if generation.tp > 1:
+            sharded = {
+                "tensor_group": groups.own(generation.groups("tp")),
+                "engine_order": generation.engine_order,
+            }
         return setup.create_rollout(
             model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
         )
@@ -146,6 +152,8 @@ class ModelWorker(Worker):
         else:
             shards = self._reshard.gather(self.train.local_parameters())
             self.rollout.adopt(shards, version, self._reshard.shapes)
+            if not self.rollout.adopts:  # it has memory of its own
+                self._reshard.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

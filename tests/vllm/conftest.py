@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm installs it"))
 
 
-def make_model(folder: Path, family: str, *, tied: bool) -> Path:
+def make_model(folder: Path, family: str, *, tied: bool, kv_heads: int = 2) -> Path:
     """Write a random model whose heads have a size that vLLM supports, with the tiny model's tokenizer."""
     import transformers
 
@@ -48,7 +48,7 @@ def make_model(folder: Path, family: str, *, tied: bool) -> Path:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=512,
         initializer_range=0.1,
         tie_word_embeddings=tied,
@@ -119,6 +119,11 @@ def make_prompts(lengths: list[int], size: int, seed: int = 11) -> DataProto:
             "sample_index": torch.arange(size).repeat(len(lengths)),
         }
     )
+
+
+@pytest.fixture(scope="session", name="make_model")
+def make_model_fixture():
+    return make_model
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,14 @@ def test_two_workers_on_ray_sample_each_with_an_engine_of_its_own(ray_cluster, t
 
 
 @pytest.mark.ray
+def test_two_workers_on_ray_train_and_sample_tensor_parallel(ray_cluster, train_here, tmp_path):
+    summary, metrics = train_here(tmp_path / "run", *SMALL, "cluster.workers=2", "engine.tp=2", "rollout.tp=2")
+    assert summary["status"] == "finished"
+    assert sum(row.get("train/optimizer_steps", 0) for row in metrics) > 0
+    assert max(row["rollout/log_prob_gap_max"] for row in metrics if "rollout/log_prob_gap_max" in row) < 1e-4
+
+
+@pytest.mark.ray
 def test_on_a_pool_of_its_own_ahead_of_training(ray_cluster, train_here, tmp_path):
     pools = "cluster.pools={main: [actor, ref], gen: [rollout]}"
     summary, metrics = train_here(tmp_path / "run", *SMALL, pools, "cluster.workers=1", "trainer.rollouts_ahead=1")

@@ -34,6 +34,16 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+def shard_dims(hf: Any, ranks: int) -> dict[str, int]:
+    """Return the dimension along which so many ranks divide each parameter; those left out are whole on every rank.
+
+    Raises ConfigError for a model that so many ranks cannot divide.
+    """
+    if problem := ModelShape.of(hf.config).problem(Layout(tp=ranks)):
+        raise ConfigError(f"{type(hf).__name__} cannot generate with rollout.tp={ranks}: {problem}")
+    return cut_dims(plan_of(hf), [name for name, _ in hf.named_parameters()])
+
+
 class TensorShards:
     """Cuts a module in place into the shard of this rank of `group`, in the group's order of ranks.
 
@@ -42,11 +52,8 @@ class TensorShards:
 
     def __init__(self, hf: Any, group: Group) -> None:
         self._index, self._count = group.ranks.index(dist.get_rank()), len(group.ranks)
-        if problem := ModelShape.of(hf.config).problem(Layout(tp=self._count)):
-            raise ConfigError(f"{type(hf).__name__} cannot generate with rollout.tp={self._count}: {problem}")
-        plan = plan_of(hf)
-        self._dims = cut_dims(plan, [name for name, _ in hf.named_parameters()])
-        for name, style in plan.items():
+        self._dims = shard_dims(hf, self._count)
+        for name, style in plan_of(hf).items():
             module = hf.get_submodule(name)
             if style == "rowwise" and isinstance(module, nn.Linear):
                 hf.set_submodule(name, RowParallelLinear(module, group.handle))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.engine.reshard.meter import Group
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
+from rlcore.engine.rollout.tensor_shards import shard_dims
 from rlcore.engine.rollout.vllm_cpu import OPTIONS, starting_on_cpu
+from rlcore.engine.rollout.vllm_ranks import executor, keeping_default_group, numbered, unlink_shared_memory
+from rlcore.engine.rollout.vllm_shards import with_shards
 from rlcore.engine.train.state import random_state, set_random_state
 from rlcore.engine.weights import Shapes, as_announced, check_fit
 from rlcore.errors import DataError
@@ -26,20 +31,40 @@ class VLLMRollout(RolloutEngine):
 
     Rows with the same prompt share what its whole blocks of the key-value cache hold. A row's tokens are drawn by a
     generator of its own, seeded by Sampling.key.
+
+    `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer; all ranks of all
+    such groups start together, and `engine_order` is them all, group after group. The ranks of a group sample alike:
+    they have the same logits, and schedule alike.
     """
 
-    def __init__(self, model: ModelConfig, *, rollout: RolloutConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        rollout: RolloutConfig,
+        device: torch.device,
+        tensor_group: Group | None = None,
+        engine_order: Sequence[int] = (),
+    ) -> None:
         from transformers import AutoTokenizer
 
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        self.shapes, generation_config = _describe(str(folder), options)
+        ranks = 1 if tensor_group is None else len(tensor_group.ranks)
+        self.shapes, self.shard_shapes, generation_config = _describe(str(folder), options, ranks)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
-        with _starting(on_cpu=on_cpu):
+        self._joined = dist.is_initialized()  # vLLM makes its groups in a default group that is there, or makes one
+        with ExitStack() as stack:
+            stack.enter_context(_starting(on_cpu=on_cpu))
             from vllm import LLM
 
+            sharded: dict[str, Any] = {}
+            if tensor_group is not None:
+                stack.enter_context(numbered(engine_order))
+                backend = executor(tensor_group, engine_order, device)
+                sharded = {"tensor_parallel_size": ranks, "distributed_executor_backend": backend}
             self.llm: Any = LLM(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
@@ -52,14 +77,29 @@ class VLLMRollout(RolloutEngine):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
+                **sharded,
             )
+            if sharded and on_cpu:
+                unlink_shared_memory()
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. Tensors go into the model one by one, and what was cached of the old ones is forgotten."""
         check_fit(self.shapes, shapes)
+        self._load(weights, version, shapes)
+
+    def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        """See RolloutEngine. They are copied, as by `sync`."""
+        check_fit(self.shard_shapes, shapes)
+        self._load(shards, version, shapes)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
+        def load(module: Any) -> None:
+            with closing(with_shards(module, as_announced(weights, shapes), self.shapes)) as loading:
+                module.load_weights(loading)
+
         self.version = -1
-        self.llm.apply_model(lambda module: module.load_weights(as_announced(weights, shapes)))
+        self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
             raise DataError("vLLM did not let go of the keys and values of the former weights: requests are under way")
         self.version = version
@@ -91,8 +131,9 @@ class VLLMRollout(RolloutEngine):
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
 
     def close(self) -> None:
-        """See RolloutEngine. With it go vLLM's process groups, and torch.distributed's default one."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """See RolloutEngine. With it go vLLM's process groups, and the default one if vLLM made that."""
+        with keeping_default_group() if self._joined else nullcontext():
+            self.llm.llm_engine.engine_core.shutdown()
 
     def _parameters(self, sampling: Sampling, key: int) -> Any:
         from vllm import SamplingParams
@@ -125,8 +166,11 @@ class VLLMRollout(RolloutEngine):
         return Response(tokens, log_probs, finished=output.finish_reason == "stop")
 
 
-def _describe(folder: str, options: dict[str, Any]) -> tuple[Shapes, Any]:
-    """Return the shapes of the parameters by Hugging Face name, tied ones once, and the generation config."""
+def _describe(folder: str, options: dict[str, Any], ranks: int) -> tuple[Shapes, Shapes, Any]:
+    """Return the shapes of the parameters by Hugging Face name, tied ones once, and the generation config.
+
+    Whole, and as so many tensor-parallel ranks have them.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder, **options)
@@ -136,7 +180,13 @@ def _describe(folder: str, options: dict[str, Any]) -> tuple[Shapes, Any]:
         generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # there is no such file
         generation_config = GenerationConfig.from_model_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}, generation_config
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    dims = shard_dims(module, ranks) if ranks > 1 else {}
+    shards = {
+        name: tuple(size // ranks if dim == dims.get(name) else size for dim, size in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+    return shapes, shards, generation_config
 
 
 @contextmanager

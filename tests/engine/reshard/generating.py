@@ -118,7 +118,8 @@ def copy(context: WorkerContext, folder: str) -> dict:
     trained = make_worker(context, folder, 1, 2, 2)
     worker = make_worker(context, folder, 1, 1, 2, samples_only=True)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
-    sent = pack(list(trained.train.shapes), trained.train.rollout_weights(), torch.float32, 7)
+    train = trained.train
+    sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, 7)
     worker.take_weights(sent)
     plain.sync(iter(Weights(sent).items()), 7, trained.train.shapes)
     return {**off(worker, plain), "version": worker.rollout.version}

@@ -120,5 +120,5 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(options, pool
 
 def test_other_engines_do_not_generate_tensor_parallel():
     config = Config(algorithm="", algo=None, rollout=RolloutConfig(name="other", tp=2))
-    with pytest.raises(ConfigError, match="only rollout=hf generates tensor-parallel"):
+    with pytest.raises(ConfigError, match="rollout=vllm can load shards of a model; rollout=other has whole ones"):
         rlcore_check_config(config)
