@@ -14,7 +14,7 @@ from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 
 SCRIPT = Path(__file__).with_name("ranks.py")
-WORLD, ROUNDS = 4, 6
+WORLD, ROUNDS = 4, 4
 """The first step connects the processes, makes the moments, and is not measured."""
 LAYOUTS = {
     "1-1-4, shards over 4": [1, 1, 4, 4],
@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 NOTES = """\
 {world} gloo processes with one thread each on one machine of {cores} cores; a Llama of 8 layers and hidden 512 in fp32,
-P = {p:.0f} MiB; one GRPO update of 32 rows of 128 tokens, in micro-batches of 4 rows. A layout is pp-tp-dp. Held:
+P = {p:.0f} MiB; one GRPO update of 16 rows of 64 tokens, in micro-batches of 4 rows. A layout is pp-tp-dp. Held:
 weights, gradients and AdamW's moments of the rank with the most, 4 P being all of one. Sent: what the kernel received
 over the loopback in a step, of all ranks together, with TCP's own. Seconds: with more processes than cores they say
 what a layout adds in work and waiting, not how it scales.
