@@ -1,6 +1,6 @@
 # make train   set up and train the shipped tiny model on the CPU
 # make test    set up and run all tests        make check   lint, types, import arrows
-# make bench   run the benchmarks              make bench B=name   run one
+# make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
@@ -15,7 +15,7 @@ TESTERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: train test test-vllm check bench crosscheck clean
+.PHONY: train test test-vllm check bench bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -42,8 +42,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py)
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev .venv-verl/.installed
+bench: bench-setup
 	$(BIN)/python -m benchmarks $(B)
+
+bench-setup: $(VENV)/.installed-dev .venv-verl/.installed .venv-trl/.installed
 
 # Of verl only the package and what its DataProto and its Ray controller import.
 .venv-verl/.installed: constraints.txt
@@ -53,12 +55,15 @@ bench: $(VENV)/.installed-dev .venv-verl/.installed
 	.venv-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	touch $@
 
+crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
+	$(BIN)/python -m pytest tests/crosscheck --trl .venv-trl
+
 # Of TRL 1.12 only the package, for its PPO; what it imports is what 1.16 needs too.
-crosscheck: $(VENV)/.installed-dev
+.venv-trl/.installed: constraints.txt
 	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt torch trl==1.16.0
 	.venv-trl/bin/python -m pip install --quiet --no-deps --upgrade --target .venv-trl/trl-1.12 trl==1.12.0
-	$(BIN)/python -m pytest tests/crosscheck --trl .venv-trl
+	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm build *.egg-info

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rlcore.assets import TINY
+from rlcore.assets.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 
 
 def write_llama(folder: Path) -> list[torch.Size]:
@@ -29,3 +31,33 @@ def write_llama(folder: Path) -> list[torch.Size]:
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, folder / file.name)
     return [parameter.shape for parameter in model.parameters()]
+
+
+def write_characters(folder: Path) -> list[str]:
+    """Write a random Qwen2 of 8 layers, hidden 256, with 80 tokens, of which 74 are characters; return those."""
+    special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    characters = [chr(code) for code in range(33, 127)][: 80 - len(special)]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *characters])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(special)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    config = transformers.Qwen2Config(
+        vocab_size=80,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return characters

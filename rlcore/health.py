@@ -21,7 +21,17 @@ def gap_warning(gap: float, config: Config) -> str:
     The likely cause is the first of those known to set them apart that the config has.
     """
     rollout, model, ahead = config.rollout, config.model, config.trainer.rollouts_ahead
-    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_tokens": rollout.min_tokens > 0}
+    if math.isnan(gap):
+        return (
+            "the log-probs that the rollout engine gave of its samples, or training's, are not numbers: "
+            f"rollout={rollout.name} has wrong weights, or one of the two computes the model wrongly"
+        )
+    cuts = {
+        "temperature": rollout.temperature == 0,
+        "top_p": rollout.top_p < 1,
+        "top_k": rollout.top_k > 0,
+        "min_tokens": rollout.min_tokens > 0,
+    }
     cut = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_set in cuts.items() if is_set)
     if cut:
         cause = f"{cut} samples from a part of the distribution, the log-probs of training are of all of it"

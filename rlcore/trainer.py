@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -217,10 +218,10 @@ class Trainer:
         self.plugins.step_end(self.run_, self.step, metrics)
 
     def _warn_of_gap(self, gap: float) -> None:
-        """Warn when the engines' log-probs are too far apart, and again whenever it has become twice as far."""
+        """Warn when the engines' log-probs are too far apart, and again whenever it has become twice as far, or NaN."""
         limit = self.config.trainer.log_prob_gap
-        if limit and gap > max(limit, 2 * self._warned_of):
-            self._warned_of = gap
+        if limit and (gap > max(limit, 2 * self._warned_of) or (math.isnan(gap) and self._warned_of < math.inf)):
+            self._warned_of = math.inf if math.isnan(gap) else gap
             log.warning("step %d: %s", self.step, gap_warning(gap, self.config))
 
     def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:

@@ -107,7 +107,7 @@ class ModelWorker(Worker):
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
-        if layout.pp > 1 or layout.tp > 1:
+        if self.world_size > 1:
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
         if setup.by_text:
@@ -125,6 +125,7 @@ class ModelWorker(Worker):
         layout = Layout(tp=shards, dp=self.world_size // shards)
         if shards > 1:
             self.init_process_group()
+        if self.world_size > 1:
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
@@ -151,9 +152,11 @@ class ModelWorker(Worker):
             self.rollout.sync(self.train.rollout_weights(), version, self.train.shapes)
         else:
             shards = self._reshard.gather(self.train.local_parameters())
-            self.rollout.adopt(shards, version, self._reshard.shapes)
-            if not self.rollout.adopts:  # it has memory of its own
-                self._reshard.release()
+            try:
+                self.rollout.adopt(shards, version, self._reshard.shapes)
+            finally:
+                if not self.rollout.adopts:  # it has memory of its own
+                    self._reshard.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -175,9 +178,11 @@ class ModelWorker(Worker):
         if not self.setup.samples_only and self.rollout.version != self.train.version:
             with self._timed("sync"):
                 self._sync()
-        if self.setup.engine.offload and not self.setup.samples_only:
+        if self.setup.engine.offload:
             with self._timed("offload"):
-                self.train.park()
+                for worker in (self, *self._siblings.values()):
+                    if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
+                        worker.train.park()
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
@@ -233,7 +238,7 @@ class ModelWorker(Worker):
         """Return the Hugging Face names of all parameters, tied ones once."""
         return list(self.train.shapes)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_forms)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
         """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
         forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32

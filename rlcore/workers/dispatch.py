@@ -325,6 +325,8 @@ class Dispatch(Enum):
     DP_COMPUTE_PROTO = rows_over("DP_COMPUTE_PROTO", "dp")
     """Rows cut over the data-parallel ranks, every one of which is called, with no rows if need be; results joined
     (paper: DP_PROTO)."""
+    ALL_RANKS_PROTO = rows_over("ALL_RANKS_PROTO", "dp", "pp", "tp")
+    """Rows cut over all ranks, whatever their stage and tensor shard; all results joined."""
     DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(
         "DP_COMPUTE_PROTO_WITH_FUNC", with_function, joined_from("dp"), joins_rows=True
     )

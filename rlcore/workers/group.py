@@ -78,6 +78,8 @@ class Processes(ABC):
     """What an executor started for a pool: one process a rank, with one worker for each role in it."""
 
     world_size: int
+    meshes: dict[str, Mesh]
+    """The mesh of each role whose group has asked for it."""
 
     @abstractmethod
     def submit(
@@ -165,6 +167,7 @@ class WorkerGroup(Home):
         if self._mesh is None:
             calls: list[Call | None] = [((), {})] * self.world_size
             self._mesh = Mesh(tuple(self._processes.submit(self.role, "_read_mesh", calls).wait()))
+            self._processes.meshes[self.role] = self._mesh
         return self._mesh
 
     @property

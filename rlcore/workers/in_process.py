@@ -44,6 +44,7 @@ class InProcess(Processes):
 
     def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
         self.world_size = world_size
+        self.meshes = {}
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
         by_rank: list[dict[str, Worker]] = [{} for _ in range(world_size)]

@@ -29,7 +29,7 @@ from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
-from rlcore.workers.worker import Worker
+from rlcore.workers.worker import Worker, rank_name
 
 DEATH_SECONDS = 3.0
 """After an exception on one rank: time to find out whether another rank's death caused it."""
@@ -70,6 +70,7 @@ class RayProcesses(Processes):
         self._pool = pool
         self._classes = classes
         self._start_timeout = start_timeout
+        self.meshes = {}
         self._broken: WorkerError | None = None
         self._stragglers: Stragglers | None = None
         self._infos: list[HostInfo] = []
@@ -246,7 +247,11 @@ class RayProcesses(Processes):
         """
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
-        where = f"{role} rank {rank} of {self.world_size}"
+        mesh = self.meshes.get(role)
+        place = (
+            mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
+        )  # one axis: none was declared
+        where = rank_name(role, rank, self.world_size, place)
         if self._infos:
             where += f" on {self._infos[rank].address}"
         if isinstance(error, RayActorError):

@@ -100,8 +100,13 @@ class WorkerContext:
     mesh: Mapping[str, int] | None = None
 
     def __str__(self) -> str:
-        place = "" if self.mesh is None else f" ({', '.join(f'{axis}={at}' for axis, at in self.mesh.items())})"
-        return f"{self.role} rank {self.rank} of {self.world_size}{place} on {self.host}"
+        return f"{rank_name(self.role, self.rank, self.world_size, self.mesh)} on {self.host}"
+
+
+def rank_name(role: str, rank: int, world_size: int, mesh: Mapping[str, int] | None) -> str:
+    """Return what messages call a rank, with its place in the mesh where it has declared one."""
+    place = f" ({', '.join(f'{axis}={at}' for axis, at in mesh.items())})" if mesh else ""
+    return f"{role} rank {rank} of {world_size}{place}"
 
 
 class Worker:

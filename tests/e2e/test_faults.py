@@ -127,18 +127,28 @@ def rlcore_algorithm():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("how", "cause"), [("kill", "these are my last words"), ("raise", "the disk is on fire")])
-def test_a_worker_that_dies_or_fails_mid_step_ends_the_run(ray_cluster, train_here, tmp_path, how, cause):
-    """Rank 0 meanwhile waits for rank 1 in a collective."""
+@pytest.mark.parametrize(
+    ("how", "cause", "layout", "place"),
+    [
+        ("kill", "these are my last words", "engine.dp=2", "pp=0, tp=0, dp=1"),
+        ("raise", "the disk is on fire", "engine.dp=2", "pp=0, tp=0, dp=1"),
+        ("kill", "these are my last words", "engine.pp=2", "pp=1, tp=0, dp=0"),
+    ],
+)
+def test_a_worker_that_dies_or_fails_mid_step_ends_the_run(
+    ray_cluster, train_here, tmp_path, how, cause, layout, place
+):
+    """Rank 0 meanwhile waits for rank 1 in a collective, or for its gradient."""
     (tmp_path / "dying.py").write_text(DYING)
     plugins = PluginManager.load([str(tmp_path / "dying.py")])
     folder = tmp_path / "run"
-    options = ["algo=dying", f"algo.how={how}", *HERE[1:], "cluster.workers=2"]
+    options = ["algo=dying", f"algo.how={how}", *HERE[1:], "cluster.workers=2", layout]
     with pytest.raises(WorkerError) as caught:
         train_here(folder, *options, plugins=plugins)
     ended = time.time()
     message = str(caught.value)
-    assert re.search(r"actor.*rank 1", message)
+    assert re.search(rf"actor rank 1 of 2 \({place}", message), message
+    assert "update" in message
     assert cause in message
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "failed"

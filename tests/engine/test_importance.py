@@ -1,5 +1,7 @@
 """Importance weights against gradients that are written out one row at a time, on the plain Hugging Face model."""
 
+import math
+
 import pytest
 import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
@@ -129,6 +131,15 @@ def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engi
         assert 0 < beyond < 1
         assert metrics["rollout/log_prob_gap_beyond"] == pytest.approx(beyond, rel=1e-4)
         assert metrics["rollout/kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item(), rel=1e-4)
+    values = sampled["rollout_log_probs"].values.clone()
+    values[mask.nonzero()[0]] = torch.nan  # what a broken rollout engine gives is not lost among what is sound
+    broken = sampled[:]
+    broken["rollout_log_probs"] = sampled["rollout_log_probs"].with_values(values)
+    metrics = make_engine(micro_batch_rows=1).update(
+        [UpdateItem(broken, [len(broken)], grpo_loss, CONFIG)], epochs=1, step=0
+    )
+    assert math.isnan(metrics["rollout/log_prob_gap"])
+    assert math.isnan(metrics["rollout/log_prob_gap_max"])
     no_samples = sampled.select([name for name in sampled.batch.keys() if name != "rollout_log_probs"])  # noqa: SIM118
     assert not [name for name in update(make_engine(), no_samples, None) if name.startswith("rollout/")]
 

@@ -11,6 +11,7 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.builtin import create_fsdp, create_hf
 from rlcore.engine.hybrid import ModelWorker, RoleSetup
 from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.engine.weights import Sender, Weights
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
@@ -86,6 +87,16 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         assert got[3] == pytest.approx(want[3], rel=1e-4, abs=1e-6)
     mesh = actors[layout].group.mesh
     assert {axis: mesh.size(axis) for axis in ("pp", "tp", "dp")} == {"pp": 1, "tp": 1, "dp": 1, **LAYOUTS[layout]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_for_another_pool_are_packed_once_and_by_all_ranks(actors, layout):
+    of_one = Weights(Sender(actors["one"].group, torch.float32).send())
+    sent = Sender(actors[layout].group, torch.float32).send()
+    by_rank = [list(block.column().view()) for block in sent.table.columns["name"].blocks]
+    assert len(by_rank) == 2
+    assert [name for names in by_rank for name in names] == list(of_one)
+    assert all(torch.allclose(Weights(sent)[name], of_one[name], atol=1e-5) for name in of_one)
 
 
 @needs("log_probs")

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from rlcore.config import Config, RolloutConfig
 from rlcore.errors import DataError
-from rlcore.health import step_metrics
+from rlcore.health import gap_warning, step_metrics
 from rlcore.protocol import DataProto
 
 
@@ -149,3 +150,15 @@ def test_groups_of_one_say_nothing():
     metrics = step_metrics({}, {}, [scored([1.0, 0.0], ["a", "b"], [2, 2])], 1.0)
     assert not {"health/equal_groups", "health/effective_tokens"} & metrics.keys()
     assert metrics["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("gap", "options", "cause"),
+    [
+        (math.nan, {}, "are not numbers: rollout=hf has wrong weights"),
+        (0.3, {"temperature": 0.0}, "rollout.temperature=0.0 samples from a part of the distribution"),
+        (0.3, {}, "in fp32 the two compute the same"),
+    ],
+)
+def test_the_likely_cause_of_a_gap(gap, options, cause):
+    assert cause in gap_warning(gap, Config(algorithm="grpo", algo=None, rollout=RolloutConfig(**options)))

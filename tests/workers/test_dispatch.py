@@ -107,6 +107,7 @@ def collected(mode: Dispatch, group: SimpleNamespace) -> object:
         (Dispatch.DP_COMPUTE_METRIC, [0, 4]),
         (Dispatch.DP_COMPUTE, [0, 4]),
         (Dispatch.ALL_MICRO_DP_3D, [0, 4]),  # one generating replica for each training replica
+        (Dispatch.ALL_RANKS_PROTO, [*range(8)]),
         (Dispatch.ONE_TO_ALL, [*range(8)]),
         (Dispatch.ALL_TO_ALL, [*range(8)]),
         (Dispatch.RANK_ZERO, [0]),
@@ -127,6 +128,11 @@ BY_ROWS = [Dispatch.PROTO_3D, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_MET
 )
 def test_all_ranks_of_a_dp_place_get_its_rows(mode: Dispatch, rows: int, first: list[int], second: list[int]) -> None:
     assert rows_of(mode, three_d(2, 2, 2), rows) == [first] * 4 + [second] * 4
+
+
+def test_rows_over_all_ranks() -> None:
+    """Rank = 4 dp + 2 pp + tp: rows are halved over dp, each half over pp, and that over tp."""
+    assert rows_of(Dispatch.ALL_RANKS_PROTO, three_d(2, 2, 2), 9) == [[0, 1], [2], [3], [4], [5], [6], [7], [8]]
 
 
 @pytest.mark.parametrize("mode", [Dispatch.ONE_TO_ALL, Dispatch.PP_ONLY_3D, Dispatch.RANK_ZERO])

@@ -139,8 +139,8 @@ class Account:
         self.totals[metric] = (before[0] + float(total), before[1] + float(count))
 
     def keep_most(self, metric: str, value: Tensor | float) -> None:
-        """Keep the largest value of a metric."""
-        self.most[metric] = max(self.most.get(metric, -math.inf), float(value))
+        """Keep the largest value of a metric; NaN counts as larger than any."""
+        self.most[metric] = larger(self.most.get(metric, -math.inf), float(value))
 
     def check_counts(self, counted: Mapping[str, float]) -> None:
         """Raise DataError if the micro-batches' counts do not add up to those of the whole."""
@@ -151,6 +151,11 @@ class Account:
                     f"the counts of loss term {key!r} add up to {got} over the micro-batches, but to {count} over the "
                     "mini-batch; a count must depend on batch columns alone and be a sum over rows"
                 )
+
+
+def larger(one: float, other: float) -> float:
+    """Return the larger of two numbers, NaN if one is."""
+    return other if math.isnan(other) or other > one else one
 
 
 def merge_totals(all_totals: list[Totals]) -> Totals:

@@ -20,7 +20,7 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.layout import Cut, Layout
 from rlcore.engine.ranks import Ranks
 from rlcore.engine.train import state
-from rlcore.engine.train.accounting import Account, Totals, call_loss, merge_totals, row_names, sum_counts
+from rlcore.engine.train.accounting import Account, Totals, call_loss, larger, merge_totals, row_names, sum_counts
 from rlcore.engine.train.base import TrainEngine, UpdateItem
 from rlcore.engine.train.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
 from rlcore.engine.train.layouts import check_layout, layout_of
@@ -147,15 +147,19 @@ class FSDPEngine(TrainEngine):
         finish: Callable[[DataProto | None, dict[str, Tensor]], Tensor],
         *,
         backward: bool,
+        is_last: bool = True,
     ) -> None:
         """Give `finish` what `needs` names for each micro-batch, and go backward from what it returns.
 
         That is for the response tokens of all rows, laid end to end, [tokens, ...]; a reward model gives its scores at
-        the last token of each row, [rows]. In a pipeline `finish` is called on the last stage alone.
+        the last token of each row, [rows]. In a pipeline `finish` is called on the last stage alone. `is_last`: nothing
+        more goes backward before the optimizer's step, so copies of the weights add up their gradients.
         """
         device, at_end = self.ranks.device, self.kind == "reward"
         if self._pipeline is None:
-            for part in parts:
+            for index, part in enumerate(parts):
+                if backward and self.mesh.copies > 1:
+                    self.root.set_requires_all_reduce(is_last and index + 1 == len(parts))  # type: ignore[operator]
                 chosen = Selection.of(part, at_end=at_end, device=device)
                 with self._autocast():
                     flat = self.model(chosen.packing, chosen.select, chosen.labels, needs, self.temperature)
@@ -263,9 +267,12 @@ class FSDPEngine(TrainEngine):
         if not any(count > 0 for counted in global_counts for count in counted.values()):
             return None
         self.optimizer.zero_grad(set_to_none=True)
+        final = max(index for index, parts in enumerate(cuts) if parts)
         accounts = [
-            self._accumulate(item, parts, counted, measures=is_first and is_sampled(item))
-            for (item, _), parts, counted in zip(work, cuts, global_counts, strict=True)
+            self._accumulate(
+                item, cuts[index], global_counts[index], measures=is_first and is_sampled(item), is_last=index == final
+            )
+            for index, (item, _) in enumerate(work)
         ]
         for account, counted in zip(accounts, counts, strict=True) if self.mesh.is_last else ():
             account.check_counts(counted)
@@ -278,11 +285,17 @@ class FSDPEngine(TrainEngine):
         self.optimizer.step()
         self.version += 1
         for name, value in [pair for report in reports for _, _, largest in report for pair in largest.items()]:
-            most[name] = max(most.get(name, value), value)
+            most[name] = larger(most.get(name, value), value)
         return merge_totals([totals for report in reports for totals, _, _ in report]), norm
 
     def _accumulate(
-        self, item: UpdateItem, parts: Sequence[DataProto | None], global_counts: dict[str, float], *, measures: bool
+        self,
+        item: UpdateItem,
+        parts: Sequence[DataProto | None],
+        global_counts: dict[str, float],
+        *,
+        measures: bool,
+        is_last: bool,
     ) -> Account:
         # FSDP divides gradients by the number of data-parallel places; the counts are global already.
         account = Account(item, global_counts, scale=float(self.layout.dp))
@@ -300,7 +313,7 @@ class FSDPEngine(TrainEngine):
             return account.add(call_loss(item, out, part, self.ranks.device), part)
 
         if parts:
-            self._run(parts, forward_needs(item), book, backward=True)
+            self._run(parts, forward_needs(item), book, backward=True, is_last=is_last)
         return account
 
     def _clip(self, batches: Sequence[DataProto]) -> float:

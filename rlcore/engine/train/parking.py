@@ -26,6 +26,8 @@ class Parking:
         if self.is_parked:
             return
         before = self._allocated()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)  # the last step's, which nothing reads again
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # or the allocator keeps it from the rollout engine's own

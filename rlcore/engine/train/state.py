@@ -118,21 +118,25 @@ def load_engine_state(
     """
     try:
         state = json.loads((folder / ENGINE_STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {error}") from error
-    if optimizer is not None and state["steps"]:
+        version, steps, random_states = int(state["version"]), dict(state["steps"]), list(state["random"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {reason}") from error
+    if optimizer is not None:
+        optimizer.state.clear()
+    if optimizer is not None and steps:
         moments: dict[str, Tensor] = {}
         for name, parameter in parameters.here():
-            if name in state["steps"]:
+            if name in steps:
                 mine = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 moments |= {f"{key}.{name}": value for key, value in mine.items()}
                 # The fused optimizer keeps its step beside the parameter.
-                mine["step"] = torch.tensor(state["steps"][name], device=parameter.device)
+                mine["step"] = torch.tensor(steps[name], device=parameter.device)
                 optimizer.state[parameter] = mine
         shards.load(moments, folder / MOMENTS, ranks)
-    if ranks.rank < len(state["random"]):
-        set_random_state(state["random"][ranks.rank])
-    return int(state["version"])
+    if ranks.rank < len(random_states):
+        set_random_state(random_states[ranks.rank])
+    return version
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -67,6 +67,15 @@ def test_the_engine_generates_from_the_buffer_itself(ranks):
 
 
 @pytest.mark.e2e
+def test_a_worker_receives_what_table_2_says(ranks):
+    """On one stage what tensor ranks do not divide is there already."""
+    shares = {tuple(case["layout"]): case["received"] for case in cases(ranks) if case["layout"][0] == 1}
+    assert shares
+    for (_, tp, shards), share in shares.items():
+        assert share == (tp - shards) / (shards * tp)
+
+
+@pytest.mark.e2e
 def test_a_copy_takes_its_shards_of_whole_weights(ranks):
     for found in ranks:
         assert found["copy"]["apart"] == 0

@@ -1,0 +1,248 @@
+"""GRPO against TRL on the same machine: the quickstart's small steps, and responses with a long tail."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.models import write_characters
+from benchmarks.report import Bar, Figure, write
+from rlcore.assets import TINY
+from rlcore.data.arithmetic import problems
+
+HERE = Path(__file__).parent
+PEER = HERE.parents[1] / ".venv-trl" / "bin" / "python"
+TRL = "TRL 1.16.0"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides train: files, batch, lengths, and the steps of a run, of which the first `warm` do not count."""
+
+    model: str
+    data: str
+    reward: str
+    prompts: int
+    response_len: int
+    steps: int
+    warm: int
+    micro_batch: int | None = None
+    """Rows of TRL's micro-batches; None for all at once."""
+    samples: int = 8
+    lr: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who trains, on which cores."""
+
+    name: str
+    cores: int
+    settings: Sequence[str] = ()
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds and tokens of each counted step, and the most memory of all processes (proportional set size, bytes)."""
+
+    seconds: list[float]
+    tokens: list[float]
+    memory: float
+
+
+def run(work: Work, side: Side, folder: Path) -> Run:
+    """Train in processes of their own, bound to the side's cores."""
+    file = folder / "steps.jsonl"
+    if side.name.startswith(TRL):
+        asked = {
+            **{name: getattr(work, name) for name in ("model", "data", "reward", "prompts", "samples", "response_len")},
+            **{name: getattr(work, name) for name in ("steps", "lr", "micro_batch")},
+            **{"threads": side.cores, "bf16": side.bf16, "out": str(folder / "out"), "file": str(file)},
+        }
+        command = [str(PEER), str(HERE / "trl_side.py"), json.dumps(asked)]
+    else:
+        file = folder / "run" / "metrics.jsonl"
+        command = [sys.executable, "-m", "rlcore.cli", "train", "algo=grpo", "algo.kl_coef=0", "data=file"]
+        command += [f"model.path={work.model}", f"data.path={work.data}", f"reward.path={work.reward}:score"]
+        command += [f"data.batch_size={work.prompts}", f"algo.group_size={work.samples}"]
+        command += [f"rollout.response_len={work.response_len}", f"engine.lr={work.lr}", "data.prompt_len=128"]
+        command += [f"trainer.total_steps={work.steps}", "trainer.eval_every=0", "tracker=none"]
+        command += [f"run.dir={folder / 'run'}", f"model.dtype={'bf16' if side.bf16 else 'fp32'}", *side.settings]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    cores = set(range(side.cores))
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+        )
+        memory = Memory(process.pid)
+        memory.start()
+        status = process.wait()
+    if status:
+        raise RuntimeError(f"{side.name} failed:\n{(folder / 'log').read_text()[-4000:]}")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if not side.name.startswith(TRL):
+        rows = [row for row in rows if "time/step" in row]
+        rows = [
+            {"seconds": row["time/step"], "tokens": row["throughput/tokens_per_second"] * row["time/step"]}
+            for row in rows
+        ]
+    counted = rows[work.warm :]
+    return Run([row["seconds"] for row in counted], [row["tokens"] for row in counted], memory.most)
+
+
+class Memory(threading.Thread):
+    """Watches the memory of a process and all its descendants until it ends."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.most = pid, 0.0
+
+    def run(self) -> None:
+        """See Thread."""
+        while Path(f"/proc/{self.pid}/status").exists():
+            self.most = max(self.most, float(sum(proportional(pid) for pid in tree(self.pid))))
+            time.sleep(0.5)
+
+
+def tree(pid: int) -> list[int]:
+    """Return the process and all its descendants."""
+    found, at = [pid], 0
+    while at < len(found):
+        for children in Path(f"/proc/{found[at]}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in children.read_text().split()]
+            except OSError:  # it has ended meanwhile
+                continue
+        at += 1
+    return found
+
+
+def proportional(pid: int) -> int:
+    """Return a process's proportional set size in bytes; 0 for one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def alternate(work: Work, sides: Sequence[Side], rounds: int) -> dict[str, list[Run]]:
+    """Run the sides in turn, `rounds` times."""
+    found: dict[str, list[Run]] = {side.name: [] for side in sides}
+    for _ in range(rounds):
+        for side in sides:
+            with tempfile.TemporaryDirectory() as folder:
+                found[side.name].append(run(work, side, Path(folder)))
+    return found
+
+
+def rates(runs: Sequence[Run]) -> list[float]:
+    """Return steps per second of each run, by its median step."""
+    return [1 / statistics.median(run.seconds) for run in runs]
+
+
+def throughputs(runs: Sequence[Run]) -> list[float]:
+    """Return prompt and response tokens per second of each run."""
+    return [sum(run.tokens) / sum(run.seconds) for run in runs]
+
+
+def figures(found: Mapping[str, Sequence[Run]]) -> list[Figure]:
+    """Return what was measured of each side."""
+    made = []
+    for side, runs in found.items():
+        made.append(Figure(side, "steps", "1/s", rates(runs)))
+        made.append(Figure(side, "prompt and response tokens", "1/s", throughputs(runs)))
+        made.append(Figure(side, "peak memory of all processes", "GiB", [run.memory / GIB for run in runs]))
+    return made
+
+
+def quickstart() -> bool:
+    """Measure the shipped model's small steps and write the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"prompt": each.prompt, "answer": str(each.result)} for each in problems("train")]
+        write_rows(Path(folder), rows)
+        work = Work(str(TINY), folder, str(HERE / "sums.py"), prompts=16, response_len=16, steps=60, warm=10)
+        sides = [
+            Side(TRL, 1),
+            Side("rlcore in process, 1 core", 1, ["cluster=in_process"]),
+            Side("rlcore on Ray, 2 workers, 2 cores", 2, ["cluster=local", "cluster.workers=2"]),
+        ]
+        found = alternate(work, sides, rounds=5)
+    peer, alone, ray = (statistics.median(rates(found[side.name])) for side in sides)
+    bars = [
+        Bar("in process, one core: times TRL's steps", alone / peer, 1.3, at_least=True),
+        Bar("Ray, two workers, two cores: times TRL's steps", ray / peer, 1.7, at_least=True),
+    ]
+    return write("quickstart", "make bench B=quickstart", figures(found), bars, QUICKSTART)
+
+
+QUICKSTART = """\
+The shipped model (Qwen2, 1 M parameters), GRPO without a reference, 16 prompts x 8 samples, at most 16 new tokens,
+AdamW, one optimizer step a batch, fp32. TRL: one process, one thread on one core, Hugging Face generation, 128 rows in
+one micro-batch. Runs of 60 steps in turn, the first 10 do not count; a run's steps/s are of its median step. rlcore
+scores in isolated processes and writes its metrics and samples; TRL does neither."""
+
+
+def long_tail() -> bool:
+    """Measure responses of very different length and write the results."""
+    numbers = random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        alphabet = write_characters(folder / "model")
+        texts = ["".join(numbers.choices(alphabet, k=numbers.randint(4, 60))) for _ in range(400)]
+        write_rows(folder, [{"prompt": text, "answer": ""} for text in texts])
+        work = Work(
+            str(folder / "model"),
+            str(folder),
+            str(HERE / "digits.py"),
+            prompts=8,
+            response_len=512,
+            steps=4,
+            warm=1,
+            micro_batch=16,
+            lr=1e-6,
+        )
+        settings = ["cluster=in_process", "cluster.cpus_per_worker=2"]
+        sides = [
+            Side(TRL, 2),
+            Side("rlcore in process", 2, settings),
+            Side(f"{TRL}, bf16", 2, bf16=True),
+            Side("rlcore in process, bf16", 2, settings, bf16=True),
+        ]
+        found = alternate(work, sides, rounds=5)
+    peer, ours, peer_bf16, ours_bf16 = (statistics.median(throughputs(found[side.name])) for side in sides)
+    memory = [statistics.median(run.memory for run in found[side.name]) for side in sides]
+    bars = [
+        Bar("fp32: times TRL's tokens/s", ours / peer, 4, at_least=True),
+        Bar("fp32: peak memory, of TRL's", memory[1] / memory[0], 0.5, at_least=False),
+        Bar("bf16: times TRL's tokens/s", ours_bf16 / peer_bf16, 4, at_least=True),
+    ]
+    return write("long_tail", "make bench B=long_tail", figures(found), bars, LONG_TAIL)
+
+
+LONG_TAIL = """\
+A random-weight Qwen2 of 8 layers, hidden 256, intermediate 1024, 8 heads, 2 key-value heads, 80 characters, so that
+response lengths are geometric with a mean near 64; 8 prompts of 8 to 64 tokens x 8 samples, at most 512 new tokens,
+GRPO without a reference, one optimizer step a batch. Both sides on the same two cores with two threads, rlcore in
+process. TRL's micro-batches are of 16 rows, rlcore's as it cuts them by default. Tokens/s: prompt and response tokens
+of the counted steps (the first of each run does not count) by their seconds. Memory: the most proportional set size of
+all processes of the run, seen twice a second."""
+
+
+def write_rows(folder: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write a data set that both sides read."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(lines)
