@@ -217,7 +217,7 @@ def across(engine: FSDPEngine, case: Case, folder: Path, one: dict[str, Any]) ->
     report["next"] = off(engine, go_on(engine), one["next"])
     if engine.ranks.rank == 0:
         alone = engine_of(replace(case, pp=1, tp=1, dp=1, shard=0), 0)
-        alone.config = engine.config
+        alone.config = replace(engine.config, micro_batch_rows=alone.config.micro_batch_rows)
         alone.load_state(again)
         report["there and back"] = float(same(go_on(alone), one["next"]))
         alone.load_state(folder / case.name)

@@ -170,7 +170,14 @@ def test_ranks_that_need_the_same_get_the_very_same_object(mode: Dispatch) -> No
     value = [{"x": torch.zeros(row + 1)} for row in range(slices)] if slices else {"batch": batch, "rate": [0.5]}
     args = [len, value] if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC else [value]
     calls = calls_of(mode.value, group, args, {"named": value})
-    different = {"ALL_TO_ALL": 8, "ALL_MICRO_DP_3D": 4, "ONE_TO_ALL": 1, "PP_ONLY_3D": 1, "RANK_ZERO": 1}
+    different = {
+        "ALL_TO_ALL": 8,
+        "ALL_RANKS_PROTO": 8,
+        "ALL_MICRO_DP_3D": 4,
+        "ONE_TO_ALL": 1,
+        "PP_ONLY_3D": 1,
+        "RANK_ZERO": 1,
+    }
     assert len({id(call[0][-1]) for call in calls}) == different.get(mode.name, 2)
     assert len({id(call[1]["named"]) for call in calls}) == different.get(mode.name, 2)
 

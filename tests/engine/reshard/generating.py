@@ -25,7 +25,7 @@ from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
 from rlcore.workers.worker import construct
 
-LAYOUTS = {"qwen2": [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1)], "llama": [(1, 2, 2)], "qwen3": [(2, 2, 2)]}
+LAYOUTS = {"qwen2": [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1)], "llama": [(1, 2, 2), (1, 2, 1)], "qwen3": [(2, 2, 2)]}
 """By model: stages and tensor shards of training, tensor shards of generation; the rest of 4 ranks is dp."""
 SAMPLINGS = {"greedy": Sampling(12, temperature=0.0), "sampled": Sampling(12, temperature=0.9, top_p=0.95)}
 
@@ -112,7 +112,7 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     found["held"], found["parameters"] = kept.held, sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
     divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.cuts.items() if cut.dim is not None]
-    found["received"] = kept.received / len(found["rounds"]) / (4 * sum(divided))
+    found["received"], found["divided"] = kept.received / len(found["rounds"]), 4 * sum(divided)
     return found
 
 
