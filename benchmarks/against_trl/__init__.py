@@ -171,8 +171,10 @@ def figures(found: Mapping[str, Sequence[Run]]) -> list[Figure]:
 def quickstart() -> bool:
     """Measure the shipped model's small steps and write the results."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = [{"prompt": each.prompt, "answer": str(each.result)} for each in problems("train")]
-        write_rows(Path(folder), rows)
+        splits = {split: problems(split) for split in ("train", "eval")}
+        for split, chosen in splits.items():
+            rows = [{"prompt": each.prompt, "answer": str(each.result)} for each in chosen]
+            write_rows(Path(folder) / f"{split}.jsonl", rows)
         work = Work(str(TINY), folder, str(HERE / "sums.py"), prompts=16, response_len=16, steps=60, warm=10)
         sides = [
             Side(TRL, 1),
@@ -202,7 +204,8 @@ def long_tail() -> bool:
         folder = Path(name)
         alphabet = write_characters(folder / "model")
         texts = ["".join(numbers.choices(alphabet, k=numbers.randint(4, 60))) for _ in range(400)]
-        write_rows(folder, [{"prompt": text, "answer": ""} for text in texts])
+        write_rows(folder / "train.jsonl", [{"prompt": text, "answer": ""} for text in texts[1:]])
+        write_rows(folder / "eval.jsonl", [{"prompt": texts[0], "answer": ""}])
         work = Work(
             str(folder / "model"),
             str(folder),
@@ -241,8 +244,6 @@ of the counted steps (the first of each run does not count) by their seconds. Me
 all processes of the run, seen twice a second."""
 
 
-def write_rows(folder: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Write a data set that both sides read."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text(lines)
+def write_rows(file: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write a split of a data set that both sides read."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
