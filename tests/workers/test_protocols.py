@@ -282,7 +282,8 @@ def test_an_error_on_one_rank_names_it_and_leaves_the_group_usable(three: Worker
     with pytest.raises(WorkerError) as caught:
         three.fail_at(batch_of(5), rank=rank)
     message = str(caught.value)
-    assert message.startswith(f"three rank {rank} of 8 on ")
+    place = f"dp={rank // 4}, pp={rank // 2 % 2}, tp={rank % 2}"
+    assert message.startswith(f"three rank {rank} of 8 ({place}) on ")
     assert f", in fail_at(): ValueError: no {rows}" in message
     assert three.proto_3d(batch_of(2))["rank"].tolist() == [2, 6]
 
@@ -293,7 +294,10 @@ def test_an_error_while_a_peer_waits_for_it_breaks_the_group_and_says_so(
     from rlcore.workers import ray_group
 
     monkeypatch.setattr(ray_group, "STRAGGLER_SECONDS", 1.0)
-    with pytest.raises(WorkerError, match=r"^three rank 6 of 8 on .*, in fail_alone\(\): ValueError: rank 6 gives up"):
+    with pytest.raises(
+        WorkerError,
+        match=r"^three rank 6 of 8 \(dp=1, pp=1, tp=0\) on .*, in fail_alone\(\): ValueError: rank 6 gives up",
+    ):
         groups["three"].fail_alone(batch_of(4))
     for group in groups.values():
         with pytest.raises(
