@@ -248,9 +248,8 @@ class RayProcesses(Processes):
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
         mesh = self.meshes.get(role)
-        place = (
-            mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
-        )  # one axis: none was declared
+        is_declared = mesh is not None and len(mesh.axes) > 1  # else it is the one axis that every group has
+        place = mesh.coordinates[rank] if mesh is not None and is_declared else None
         where = rank_name(role, rank, self.world_size, place)
         if self._infos:
             where += f" on {self._infos[rank].address}"
