@@ -261,7 +261,7 @@ class Big(Worker):
     def make(self, batch):
         return DataProto.from_single_dict({"big": torch.ones(len(batch), 250_000)})
 
-ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
 with make_executor(ClusterConfig(workers=1)) as executor:
     group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Big), name="big")
     first, second = (group.make(DataProto.from_single_dict({"x": torch.arange(60)})) for _ in range(2))
