@@ -326,7 +326,7 @@ def _is_given_back(result: DataProto | None, batch: DataProto) -> bool:
     """Whether all that a call returned are numbers that it was sent."""
     if result is None or not len(result) or not result.table.columns:
         return False
-    sent = [_numbers(batch, name) for name in batch.batch]
+    sent = [_numbers(batch, name) for name in batch.batch.keys()]  # noqa: SIM118  (a batch iterates over chunks)
     for name in result.table.columns:
         found = _numbers(result, name)
         if found is None or not any(each is not None and torch.equal(each, found) for each in sent):

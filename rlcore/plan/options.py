@@ -1,0 +1,287 @@
+"""What each set of roles can do with so many devices: layouts, what they take in each stage, and what they hold.
+
+Of several ways only those are kept that no other beats in all stages and in memory, so that no optimum is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeVar
+
+from rlcore.engine.layout import Layout
+from rlcore.engine.placement import ROLLOUT
+from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.plan import generation, memory
+from rlcore.plan.dataflow import FORWARD, GENERATION, UPDATE, Call
+from rlcore.plan.generation import generate_seconds, transition_seconds
+from rlcore.plan.inference import forward_seconds, weights_seconds
+from rlcore.plan.problem import Devices, Problem
+from rlcore.plan.training import shard_of, update_seconds
+
+T = TypeVar("T")
+
+UNITS = 256
+"""Parts of a device's memory in which needs are counted, rounded up."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A role on a pool: its layout, what it takes in each stage, and the units of memory that it holds.
+
+    `generation`: its replicas, of which each decodes `slots` rows at once.
+    """
+
+    role: str
+    layout: Layout
+    stages: tuple[float, ...]
+    resident: int
+    working: int
+    generation: GenerationLayout | None = None
+    generating: int = 0
+    slots: int = 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """Roles together on `count` devices of a kind: the sum of their stages, the units held at most."""
+
+    parts: tuple[Part, ...]
+    stages: tuple[float, ...]
+    count: int
+    kind: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why roles do not fit on so many devices: bytes that a device needs and has, for the way that needs least."""
+
+    roles: tuple[str, ...]
+    kind: int
+    count: int
+    needed: float
+    capacity: float
+
+
+class Options:
+    """The options of every set of roles, each worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.entries = len(problem.stage_names)
+        self.shortages: dict[tuple[tuple[str, ...], int], Shortage] = {}
+        self.least: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[float, ...] | None] = {}
+        # Not shared between problems, so not on the class.
+        self.of_role = cache(self._of_role)
+        self.of_pool = cache(self._of_pool)
+        self.best_up_to = cache(self._best_up_to)
+        self._decoding = cache(self._decode_seconds)
+
+    def unit(self, kind: int) -> float:
+        """Bytes of a unit of memory."""
+        profile = self.problem.devices[kind].profile
+        return profile.memory * profile.usable / UNITS
+
+    def _of_role(self, role: str, kind: int, count: int, apart: bool) -> tuple[Part, ...]:
+        """Return every layout of a role that its model can take, with its stages but for decoding.
+
+        `apart`: the role that it follows is on another pool.
+        """
+        parts = []
+        for layout in self._layouts(role, self.problem.devices[kind], count):
+            for replicas in self._generations(role, layout):
+                parts.append(self._part(role, layout, replicas, kind, apart))
+        return tuple(parts)
+
+    def _layouts(self, role: str, devices: Devices, count: int) -> Iterable[Layout]:
+        size, work = self.problem.sizes[role], self.problem.work
+        tp = 1
+        while tp <= min(count, devices.profile.per_machine):
+            if count % tp == 0:
+                stages = [p for p in range(1, count // tp + 1) if count // tp % p == 0 and p <= size.layers]
+                for pp in [1] if role == ROLLOUT else stages:
+                    layout = Layout(pp, tp, count // (pp * tp))
+                    if not size.shape.problem(layout) and layout.dp % shard_of(work, layout) == 0:
+                        yield layout
+            tp *= 2
+
+    def _generations(self, role: str, layout: Layout) -> Sequence[GenerationLayout | None]:
+        if not any(call.method in GENERATION for call in self.problem.calls(role)):
+            return [None]
+        if role == ROLLOUT:
+            return [GenerationLayout(layout, tp=layout.tp)]
+        shards = [t for t in range(1, layout.tp + 1) if layout.tp % t == 0]
+        stages = [p for p in range(1, layout.pp + 1) if layout.pp % p == 0] if self.problem.stages_divide else [1]
+        return [GenerationLayout(layout, pp=p, tp=t) for p in stages for t in shards]
+
+    def _part(self, role: str, layout: Layout, replicas: GenerationLayout | None, kind: int, apart: bool) -> Part:
+        problem, profile = self.problem, self.problem.devices[kind].profile
+        size, work, unit = problem.sizes[role], problem.work, self.unit(kind)
+        stages = [0.0] * self.entries
+        for entry, calls in self._entries():
+            mine = [call for call in calls if call.role == role]
+            stages[entry] += sum(self._seconds(call, layout, kind, apart) + profile.call_seconds for call in mine)
+            if replicas is not None and any(call.method in GENERATION for call in mine):
+                if role != ROLLOUT:
+                    stages[entry] += transition_seconds(size, replicas, work, profile)
+                else:
+                    stages[entry] += generation.send_seconds(size, layout, layout.world_size, work, profile)
+        generating = 0.0 if replicas is None else memory.generating_bytes(size, replicas, work)
+        held = memory.Held(0.0, 0.0)
+        if role != ROLLOUT:
+            calls = tuple(call for call in problem.calls(role) if call.method in (*FORWARD, *UPDATE))
+            held = memory.role_held(size, layout, role in problem.trains, calls, work)
+        return Part(
+            role,
+            layout,
+            tuple(stages),
+            resident=math.ceil(held.resident / unit),
+            working=math.ceil(held.working / unit),
+            generation=replicas,
+            generating=math.ceil(generating / unit),
+        )
+
+    def _entries(self) -> Iterable[tuple[int, tuple[Call, ...]]]:
+        """Give the calls of each entry of a vector of stages; with rollouts ahead those of sampling are the first."""
+        for number, calls in enumerate(self.problem.dataflow.stages):
+            if not self.problem.ahead:
+                yield number, calls
+            else:
+                yield 0, tuple(call for call in calls if call.role == ROLLOUT)
+                yield number + 1, tuple(call for call in calls if call.role != ROLLOUT)
+
+    def _seconds(self, call: Call, layout: Layout, kind: int, apart: bool) -> float:
+        """Return the seconds of a call, decoding aside."""
+        problem, profile = self.problem, self.problem.devices[kind].profile
+        size = problem.sizes[call.role]
+        if call.method in UPDATE:
+            return update_seconds(size, layout, call, problem.work, profile)
+        if call.method in FORWARD:
+            return forward_seconds(size, layout, call, problem.work, profile)
+        if call.method in GENERATION:
+            return 0.0
+        return weights_seconds(size, layout, profile, apart=apart)
+
+    def _decode_seconds(
+        self, role: str, entry: int, replicas: GenerationLayout, slots: int, kind: int
+    ) -> float:
+        profile = self.problem.devices[kind].profile
+        calls = [call for number, calls in self._entries() if number == entry for call in calls]
+        return sum(
+            generate_seconds(self.problem.sizes[role], replicas, call, self.problem.work, slots, profile)
+            for call in calls
+            if call.role == role and call.method in GENERATION
+        )
+
+    def _of_pool(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
+        """Return what roles that share `count` devices can do, as no other option beats it in every stage."""
+        joined: list[tuple[Part, ...]] = [()]
+        for role in roles:
+            leader = self.problem.leaders.get(role)
+            own = self.of_role(role, kind, count, leader is not None and leader not in roles)
+            joined = [(*parts, part) for parts in joined for part in own if self._go_together(parts, part)]
+            joined = self._unbeaten(joined, roles)
+        found = [option for parts in joined if (option := self._option(parts, kind, count)) is not None]
+        if not found:
+            self._note_shortage(roles, kind, count, joined)
+        return tuple(front(found))
+
+    def _go_together(self, parts: tuple[Part, ...], part: Part) -> bool:
+        """Whether a role that follows another of the pool has its layout."""
+        leaders = self.problem.leaders
+        return all(
+            part.layout == other.layout
+            for other in parts
+            if leaders.get(part.role) == other.role or leaders.get(other.role) == part.role
+        )
+
+    def _unbeaten(self, joined: list[tuple[Part, ...]], roles: tuple[str, ...]) -> list[tuple[Part, ...]]:
+        """Leave out what another beats in every stage and in memory, where nothing else tells the two apart."""
+        leaders = self.problem.leaders
+        tied = {role for role in roles if leaders.get(role) in roles} | {leaders[r] for r in roles if r in leaders}
+        groups: dict[tuple[object, ...], list[tuple[tuple[float, ...], tuple[Part, ...]]]] = {}
+        for parts in joined:
+            key = (
+                *(part.generation for part in parts),
+                *(part.layout for part in parts if part.role in tied),
+            )
+            needs = (
+                *(sum(values) for values in zip(*(part.stages for part in parts), strict=True)),
+                float(sum(part.resident for part in parts)),
+                float(max(part.working for part in parts)),
+            )
+            groups.setdefault(key, []).append((needs, parts))
+        return [parts for group in groups.values() for _, parts in unbeaten(group)]
+
+    def _option(self, parts: tuple[Part, ...], kind: int, count: int) -> Option | None:
+        """Return the parts with the slots that memory leaves them; None if they do not fit."""
+        problem = self.problem
+        resident = sum(part.resident for part in parts)
+        generating = sum(part.generating for part in parts)
+        held = resident + generating + max(part.working for part in parts)
+        if held > UNITS:
+            return None
+        placed = []
+        for part in parts:
+            if part.generation is None:
+                placed.append(part)
+                continue
+            left = UNITS - generating - (0 if problem.work.offload else resident)
+            row = memory.cache_bytes(problem.sizes[part.role], part.generation, problem.work)
+            slots = math.floor(left * self.unit(kind) / row)
+            if slots < 1:
+                return None
+            rows = max(
+                math.ceil(problem.work.rows(call) / part.generation.replicas)
+                for call in problem.calls(part.role)
+                if call.method in GENERATION
+            )
+            slots = min(slots, rows)
+            decoding = [self._decoding(part.role, n, part.generation, slots, kind) for n in range(self.entries)]
+            stages = tuple(a + b for a, b in zip(part.stages, decoding, strict=True))
+            placed.append(replace(part, stages=stages, slots=slots))
+            held = max(held, UNITS - left + math.ceil(slots * row / self.unit(kind)))
+        total = tuple(sum(values) for values in zip(*(part.stages for part in placed), strict=True))
+        return Option(tuple(placed), total, count, kind, held)
+
+    def _note_shortage(
+        self, roles: tuple[str, ...], kind: int, count: int, joined: list[tuple[Part, ...]]
+    ) -> None:
+        profile = self.problem.devices[kind].profile
+        needs = []
+        for parts in joined:
+            rest = sum(part.resident + part.generating for part in parts)
+            rows = [
+                memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work)
+                for part in parts
+                if part.generation is not None
+            ]
+            needs.append(rest * self.unit(kind) + max(max(p.working for p in parts) * self.unit(kind), *rows, 0.0))
+        if needs:
+            capacity = profile.memory * profile.usable
+            self.shortages[roles, kind] = Shortage(roles, kind, count, min(needs), capacity)
+
+    def _best_up_to(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
+        """Return the options on at most `count` devices; the others of them stay idle."""
+        sizes = [n for n in self.problem.devices[kind].allocations if n <= count]
+        if not sizes:
+            return ()
+        before = self.best_up_to(roles, kind, sizes[-2]) if len(sizes) > 1 else ()
+        return tuple(front([*before, *self.of_pool(roles, kind, sizes[-1])]))
+
+
+def front(options: Iterable[Option]) -> list[Option]:
+    """Return the options that no other beats in every stage; of equal ones the first."""
+    return [option for _, option in unbeaten([(option.stages, option) for option in options])]
+
+
+def unbeaten(scored: Sequence[tuple[tuple[float, ...], T]]) -> list[tuple[tuple[float, ...], T]]:
+    """Return the entries whose scores no other's are all at most; of equal ones the first."""
+    kept: list[tuple[tuple[float, ...], T]] = []
+    for scores, thing in sorted(scored, key=lambda entry: entry[0]):
+        if not any(all(a <= b for a, b in zip(other, scores, strict=True)) for other, _ in kept):
+            kept.append((scores, thing))
+    return kept
