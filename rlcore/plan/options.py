@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import add, le
 from typing import TypeVar
 
 from rlcore.engine.layout import Layout
@@ -42,6 +43,40 @@ class Part:
     generation: GenerationLayout | None = None
     generating: int = 0
     slots: int = 0
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """All of a generating layout that decoding depends on, as numbers."""
+        if self.generation is None:
+            return ()
+        replicas = self.generation
+        return (
+            replicas.pp,
+            replicas.tp,
+            replicas.replicas,
+            self.layout.tp if replicas.pp > 1 or replicas.tp > 1 else 1,
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Layouts of roles that share devices: sums of their stages and of what they hold, the most that one works with."""
+
+    parts: tuple[Part, ...]
+    stages: tuple[float, ...]
+    resident: int
+    working: int
+    generating: int
+
+    def with_part(self, part: Part) -> Joined:
+        """Return the layouts with one more role's."""
+        return Joined(
+            (*self.parts, part),
+            tuple(map(add, self.stages, part.stages)),
+            self.resident + part.resident,
+            max(self.working, part.working),
+            self.generating + part.generating,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +113,9 @@ class Options:
         self.of_role = cache(self._of_role)
         self.of_pool = cache(self._of_pool)
         self.best_up_to = cache(self._best_up_to)
-        self._decoding = cache(self._decode_seconds)
+        self._joined = cache(self._join)
+        self._memory_counts = cache(self._memory_is_counted)
+        self._decoded: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def unit(self, kind: int) -> float:
         """Bytes of a unit of memory."""
@@ -165,63 +202,109 @@ class Options:
             return 0.0
         return weights_seconds(size, layout, profile, apart=apart)
 
-    def _decode_seconds(
-        self, role: str, entry: int, replicas: GenerationLayout, slots: int, kind: int
-    ) -> float:
-        profile = self.problem.devices[kind].profile
-        calls = [call for number, calls in self._entries() if number == entry for call in calls]
-        return sum(
-            generate_seconds(self.problem.sizes[role], replicas, call, self.problem.work, slots, profile)
-            for call in calls
-            if call.role == role and call.method in GENERATION
-        )
+    def _decoding(self, part: Part, slots: int, kind: int) -> tuple[float, ...]:
+        """Return the seconds of sampling in each stage."""
+        key = (part.role, part.replicas, slots, kind)
+        if key not in self._decoded:
+            assert part.generation is not None
+            problem, seconds = self.problem, [0.0] * self.entries
+            for entry, calls in self._entries():
+                for call in calls:
+                    if call.role == part.role and call.method in GENERATION:
+                        seconds[entry] += generate_seconds(
+                            problem.sizes[part.role],
+                            part.generation,
+                            call,
+                            problem.work,
+                            slots,
+                            problem.devices[kind].profile,
+                        )
+            self._decoded[key] = tuple(seconds)
+        return self._decoded[key]
 
     def _of_pool(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
         """Return what roles that share `count` devices can do, as no other option beats it in every stage."""
-        joined: list[tuple[Part, ...]] = [()]
-        for role in roles:
-            leader = self.problem.leaders.get(role)
-            own = self.of_role(role, kind, count, leader is not None and leader not in roles)
-            joined = [(*parts, part) for parts in joined for part in own if self._go_together(parts, part)]
-            joined = self._unbeaten(joined, roles)
-        found = [option for parts in joined if (option := self._option(parts, kind, count)) is not None]
+        together = self._joined(roles, kind, count)
+        found = [option for joined in together if (option := self._option(joined, kind, count)) is not None]
         if not found:
-            self._note_shortage(roles, kind, count, joined)
+            self._note_shortage(roles, kind, count, together)
         return tuple(front(found))
+
+    def _join(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Joined, ...]:
+        """Return the layouts of all roles together, each role after those whose weights it follows."""
+        *earlier, role = roles
+        leader = self.problem.leaders.get(role)
+        nothing = Joined((), (0.0,) * self.entries, 0, 0, 0)
+        parts = self.of_role(role, kind, count, leader is not None and leader not in earlier)
+        own = self._kept((nothing.with_part(part) for part in parts), kind, count)
+        before = self._joined(tuple(earlier), kind, count) if earlier else (nothing,)
+        return tuple(
+            self._kept(
+                (
+                    joined.with_part(single.parts[0])
+                    for joined in before
+                    for single in own
+                    if self._go_together(joined.parts, single.parts[0])
+                ),
+                kind,
+                count,
+            )
+        )
 
     def _go_together(self, parts: tuple[Part, ...], part: Part) -> bool:
         """Whether a role that follows another of the pool has its layout."""
-        leaders = self.problem.leaders
-        return all(
-            part.layout == other.layout
-            for other in parts
-            if leaders.get(part.role) == other.role or leaders.get(other.role) == part.role
-        )
+        leader = self.problem.leaders.get(part.role)
+        return all(part.layout == other.layout for other in parts if other.role == leader)
 
-    def _unbeaten(self, joined: list[tuple[Part, ...]], roles: tuple[str, ...]) -> list[tuple[Part, ...]]:
-        """Leave out what another beats in every stage and in memory, where nothing else tells the two apart."""
+    def _kept(self, joined: Iterable[Joined], kind: int, count: int) -> list[Joined]:
+        """Leave out what another beats in every stage and in memory, where nothing else tells the two apart.
+
+        Replicas do, as decoding is not counted yet, and the layouts of roles that follow or are followed.
+        """
         leaders = self.problem.leaders
-        tied = {role for role in roles if leaders.get(role) in roles} | {leaders[r] for r in roles if r in leaders}
-        groups: dict[tuple[object, ...], list[tuple[tuple[float, ...], tuple[Part, ...]]]] = {}
-        for parts in joined:
+        tied = {*leaders, *leaders.values()}
+        is_tight, free = self._memory_counts(kind, count)
+        groups: dict[tuple[object, ...], list[tuple[tuple[float, ...], Joined]]] = {}
+        for each in joined:
             key = (
-                *(part.generation for part in parts),
-                *(part.layout for part in parts if part.role in tied),
+                *(part.replicas for part in each.parts if part.generation is not None),
+                *(part.layout for part in each.parts if part.role in tied),
             )
-            needs = (
-                *(sum(values) for values in zip(*(part.stages for part in parts), strict=True)),
-                float(sum(part.resident for part in parts)),
-                float(max(part.working for part in parts)),
-            )
-            groups.setdefault(key, []).append((needs, parts))
-        return [parts for group in groups.values() for _, parts in unbeaten(group)]
+            needs = (*each.stages, float(each.resident if is_tight else 0), float(max(each.working, free)))
+            groups.setdefault(key, []).append((needs, each))
+        return [each for group in groups.values() for _, each in unbeaten(group)]
 
-    def _option(self, parts: tuple[Part, ...], kind: int, count: int) -> Option | None:
+    def _memory_is_counted(self, kind: int, count: int) -> tuple[bool, int]:
+        """Return whether what is resident can make a difference, and the units that are free to work with anyway.
+
+        With all roles on these devices, each in the layout that holds most.
+        """
+        parts = [self.of_role(role, kind, count, False) for role in self.problem.roles]
+        if any(not own for own in parts):
+            return True, 0
+        resident = sum(max(part.resident for part in own) for own in parts)
+        free = UNITS - resident - sum(max(part.generating for part in own) for own in parts)
+        replicas = [part for own in parts for part in own if part.generation is not None]
+        needed = max((self._rows(part) * self._row_bytes(part) for part in replicas), default=0.0)
+        working = max(part.working for own in parts for part in own)
+        return max(needed / self.unit(kind), working) > free, max(0, free)
+
+    def _rows(self, part: Part) -> int:
+        """Return the most rows that each replica of a generating part gets in a call."""
+        assert part.generation is not None
+        calls = [call for call in self.problem.calls(part.role) if call.method in GENERATION]
+        return max(math.ceil(self.problem.work.rows(call) / part.generation.replicas) for call in calls)
+
+    def _row_bytes(self, part: Part) -> float:
+        """Return a device's bytes for the keys and values of a row."""
+        assert part.generation is not None
+        return memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work)
+
+    def _option(self, joined: Joined, kind: int, count: int) -> Option | None:
         """Return the parts with the slots that memory leaves them; None if they do not fit."""
-        problem = self.problem
-        resident = sum(part.resident for part in parts)
-        generating = sum(part.generating for part in parts)
-        held = resident + generating + max(part.working for part in parts)
+        problem, parts = self.problem, joined.parts
+        resident, generating = joined.resident, joined.generating
+        held = resident + generating + joined.working
         if held > UNITS:
             return None
         placed = []
@@ -230,36 +313,24 @@ class Options:
                 placed.append(part)
                 continue
             left = UNITS - generating - (0 if problem.work.offload else resident)
-            row = memory.cache_bytes(problem.sizes[part.role], part.generation, problem.work)
-            slots = math.floor(left * self.unit(kind) / row)
+            row = self._row_bytes(part)
+            slots = min(math.floor(left * self.unit(kind) / row), self._rows(part))
             if slots < 1:
                 return None
-            rows = max(
-                math.ceil(problem.work.rows(call) / part.generation.replicas)
-                for call in problem.calls(part.role)
-                if call.method in GENERATION
-            )
-            slots = min(slots, rows)
-            decoding = [self._decoding(part.role, n, part.generation, slots, kind) for n in range(self.entries)]
+            decoding = self._decoding(part, slots, kind)
             stages = tuple(a + b for a, b in zip(part.stages, decoding, strict=True))
             placed.append(replace(part, stages=stages, slots=slots))
             held = max(held, UNITS - left + math.ceil(slots * row / self.unit(kind)))
         total = tuple(sum(values) for values in zip(*(part.stages for part in placed), strict=True))
         return Option(tuple(placed), total, count, kind, held)
 
-    def _note_shortage(
-        self, roles: tuple[str, ...], kind: int, count: int, joined: list[tuple[Part, ...]]
-    ) -> None:
+    def _note_shortage(self, roles: tuple[str, ...], kind: int, count: int, together: Iterable[Joined]) -> None:
         profile = self.problem.devices[kind].profile
         needs = []
-        for parts in joined:
-            rest = sum(part.resident + part.generating for part in parts)
-            rows = [
-                memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work)
-                for part in parts
-                if part.generation is not None
-            ]
-            needs.append(rest * self.unit(kind) + max(max(p.working for p in parts) * self.unit(kind), *rows, 0.0))
+        for joined in together:
+            rows = [self._row_bytes(part) for part in joined.parts if part.generation is not None]
+            unit = self.unit(kind)
+            needs.append((joined.resident + joined.generating) * unit + max(joined.working * unit, *rows, 0.0))
         if needs:
             capacity = profile.memory * profile.usable
             self.shortages[roles, kind] = Shortage(roles, kind, count, min(needs), capacity)
@@ -282,6 +353,9 @@ def unbeaten(scored: Sequence[tuple[tuple[float, ...], T]]) -> list[tuple[tuple[
     """Return the entries whose scores no other's are all at most; of equal ones the first."""
     kept: list[tuple[tuple[float, ...], T]] = []
     for scores, thing in sorted(scored, key=lambda entry: entry[0]):
-        if not any(all(a <= b for a, b in zip(other, scores, strict=True)) for other, _ in kept):
+        for other, _ in kept:
+            if all(map(le, other, scores)):
+                break
+        else:
             kept.append((scores, thing))
     return kept

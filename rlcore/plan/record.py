@@ -280,7 +280,6 @@ class _RecordedRun(Run):
         return self._loaders[name].next_batch()
 
 
-
 def _rows(config: Any, split: str) -> list[dict[str, str]]:
     first = 0 if split == "train" else 50
     keys = ("prompt", "answer", "completion", "chosen", "rejected", config.prompt_key, config.answer_key)
