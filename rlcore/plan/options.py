@@ -92,12 +92,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why roles do not fit on so many devices: bytes that a device needs and has, for the way that needs least."""
+    """Why roles do not fit on so many devices: bytes that a device needs and has, for the way that needs least.
+
+    `needed` None: there is no layout at all.
+    """
 
     roles: tuple[str, ...]
     kind: int
     count: int
-    needed: float
+    needed: float | None
     capacity: float
 
 
@@ -141,16 +144,19 @@ class Options:
                 stages = [p for p in range(1, count // tp + 1) if count // tp % p == 0 and p <= size.layers]
                 for pp in [1] if role == ROLLOUT else stages:
                     layout = Layout(pp, tp, count // (pp * tp))
-                    if not size.shape.problem(layout) and layout.dp % shard_of(work, layout) == 0:
+                    fixed = self.problem.fixed.layouts.get(role, (pp, tp))
+                    possible = not size.shape.problem(layout) and layout.dp % shard_of(work, layout) == 0
+                    if possible and fixed == (pp, tp):
                         yield layout
             tp *= 2
 
     def _generations(self, role: str, layout: Layout) -> Sequence[GenerationLayout | None]:
         if not any(call.method in GENERATION for call in self.problem.calls(role)):
             return [None]
+        fixed = self.problem.fixed.generation_tp
         if role == ROLLOUT:
-            return [GenerationLayout(layout, tp=layout.tp)]
-        shards = [t for t in range(1, layout.tp + 1) if layout.tp % t == 0]
+            return [GenerationLayout(layout, tp=layout.tp)] if fixed in (None, layout.tp) else []
+        shards = [t for t in range(1, layout.tp + 1) if layout.tp % t == 0 and fixed in (None, t)]
         stages = [p for p in range(1, layout.pp + 1) if layout.pp % p == 0] if self.problem.stages_divide else [1]
         return [GenerationLayout(layout, pp=p, tp=t) for p in stages for t in shards]
 
@@ -325,23 +331,21 @@ class Options:
         return Option(tuple(placed), total, count, kind, held)
 
     def _note_shortage(self, roles: tuple[str, ...], kind: int, count: int, together: Iterable[Joined]) -> None:
-        profile = self.problem.devices[kind].profile
+        profile, unit = self.problem.devices[kind].profile, self.unit(kind)
         needs = []
         for joined in together:
             rows = [self._row_bytes(part) for part in joined.parts if part.generation is not None]
-            unit = self.unit(kind)
             needs.append((joined.resident + joined.generating) * unit + max(joined.working * unit, *rows, 0.0))
-        if needs:
-            capacity = profile.memory * profile.usable
-            self.shortages[roles, kind] = Shortage(roles, kind, count, min(needs), capacity)
+        # The last that is asked of a set of roles has the most devices.
+        needed = min(needs, default=None)
+        self.shortages[roles, kind] = Shortage(roles, kind, count, needed, profile.memory * profile.usable)
 
     def _best_up_to(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
-        """Return the options on at most `count` devices; the others of them stay idle."""
-        sizes = [n for n in self.problem.devices[kind].allocations if n <= count]
-        if not sizes:
+        """Return the options on at most `count` devices, an allocation or 0; the others of them stay idle."""
+        if count == 0:
             return ()
-        before = self.best_up_to(roles, kind, sizes[-2]) if len(sizes) > 1 else ()
-        return tuple(front([*before, *self.of_pool(roles, kind, sizes[-1])]))
+        smaller = self.problem.devices[kind].at_most(count - 1)
+        return tuple(front([*self.best_up_to(roles, kind, smaller), *self.of_pool(roles, kind, count)]))
 
 
 def front(options: Iterable[Option]) -> list[Option]:

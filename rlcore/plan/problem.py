@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from rlcore.engine.placement import ROLLOUT
@@ -22,12 +24,29 @@ class Devices:
     profile: Profile
     count: int
 
-    @property
+    @cached_property
     def allocations(self) -> list[int]:
         """The sizes that a pool can have: powers of two below a machine, and whole machines."""
         machine = self.profile.per_machine
         below = [2**power for power in range(machine.bit_length()) if 2**power < machine and 2**power <= self.count]
         return below + list(range(machine, self.count + 1, machine))
+
+    def at_most(self, count: int) -> int:
+        """The largest size that is at most `count`; 0 when there is none."""
+        place = bisect_right(self.allocations, count)
+        return self.allocations[place - 1] if place else 0
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is not to be chosen: which roles share a pool, on how many devices, with which [pp, tp], and t_g.
+
+    `pools`: their roles, and how many devices they have (None: to be chosen); None: any placement.
+    """
+
+    pools: Mapping[frozenset[str], int | None] | None = None
+    layouts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    generation_tp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,15 +67,21 @@ class Problem:
     ahead: int = 0
     stages_divide: bool = False
     objective: Objective = "time"
+    fixed: Fixed = Fixed()
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that are placed."""
         return tuple(self.sizes)
 
+    @cached_property
+    def _by_role(self) -> dict[str, tuple[Call, ...]]:
+        working = [call for stage in self.dataflow.stages for call in stage]
+        return {role: tuple(call for call in working if call.role == role) for role in self.sizes}
+
     def calls(self, role: str) -> tuple[Call, ...]:
         """The working calls of a role."""
-        return tuple(call for stage in self.dataflow.stages for call in stage if call.role == role)
+        return self._by_role[role]
 
     def sampled_apart(self, sampled: str) -> Problem:
         """Return the problem with `sampled`'s sampling on a role of its own, one step ahead of training.

@@ -13,8 +13,9 @@ from functools import cached_property
 
 from rlcore.engine.placement import ROLLOUT
 from rlcore.errors import ConfigError
-from rlcore.plan.options import Option, Options, Shortage
+from rlcore.plan.options import Option, Options
 from rlcore.plan.problem import Problem
+from rlcore.plan.shortage import does_not_fit
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]
@@ -68,14 +69,12 @@ def search(problem: Problem) -> list[Plan]:
     """
     options = Options(problem)
     plans = []
-    for sets in partitions(problem.roles):
-        if any(ROLLOUT in roles and len(roles) > 1 for roles in sets):
-            continue  # what runs beside sampling would wait for it
+    for sets in placements(problem):
         found = _Placement(options, sets).best()
         if found is not None:
             plans.append(found)
     if not plans:
-        raise ConfigError(does_not_fit(problem, options))
+        raise ConfigError(does_not_fit(problem, options.shortages.values()))
     return sorted(plans, key=lambda plan: plan.objective)
 
 
@@ -91,6 +90,22 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[Roles, ...]]:
             yield (*smaller[:index], (first, *pool), *smaller[index + 1 :])
 
 
+def fits(problem: Problem) -> bool:
+    """Whether any placement fits: at least one by the fewest devices that each of its pools needs."""
+    options = Options(problem)
+    return any(_Placement(options, sets).fits_somehow() for sets in placements(problem))
+
+
+def placements(problem: Problem) -> Iterator[tuple[Roles, ...]]:
+    """Give the placements that are searched: all, or the fixed one; a pool for sampling ahead has nothing else."""
+    fixed = problem.fixed.pools
+    for sets in partitions(problem.roles):
+        if any(ROLLOUT in roles and len(roles) > 1 for roles in sets):
+            continue  # what runs beside sampling would wait for it
+        if fixed is None or {frozenset(roles) for roles in sets} == set(fixed):
+            yield sets
+
+
 class _Placement:
     """Finds the best sizes and options of one placement's pools."""
 
@@ -102,6 +117,8 @@ class _Placement:
         # Long ones first: what they take bounds the others soonest.
         self.sets = sorted(order, key=lambda roles: (-sum(self._least(roles, everything) or ()), roles))
         self.everything = everything
+        fixed = self.problem.fixed.pools or {}
+        self.sizes = {roles: fixed.get(frozenset(roles)) for roles in self.sets}
         self.fits = [self._smallest(roles) for roles in self.sets]
         self.found: Plan | None = None
         self.bound = float("inf")
@@ -114,10 +131,22 @@ class _Placement:
         self._extend((), self.everything, (0.0,) * self.options.entries, 0.0)
         return self.found
 
+    def fits_somehow(self) -> bool:
+        """Whether the pools fit together; of several kinds of devices, whether each fits somewhere and all by number."""
+        fewest = [min((size for size in sizes if size is not None), default=None) for sizes in self.fits]
+        return all(size is not None for size in fewest) and sum(filter(None, fewest)) <= sum(self.everything)
+
     def _smallest(self, roles: Roles) -> list[int | None]:
         """Return on how few devices of each kind the roles fit: the minimum allocation."""
         return [
-            next((n for n in devices.allocations if self.options.of_pool(roles, kind, n)), None)
+            next(
+                (
+                    n
+                    for n in devices.allocations
+                    if self.sizes[roles] in (None, n) and self.options.of_pool(roles, kind, n)
+                ),
+                None,
+            )
             for kind, devices in enumerate(self.problem.devices)
         ]
 
@@ -125,10 +154,9 @@ class _Placement:
         """Return the options of a pool on so many devices; for time also those that leave some idle."""
         if self.by_cost:
             return self.options.of_pool(roles, kind, count)
-        return self.options.best_up_to(roles, kind, self._round(kind, count))
-
-    def _round(self, kind: int, count: int) -> int:
-        return max((n for n in self.problem.devices[kind].allocations if n <= count), default=0)
+        if self.sizes[roles] is not None:
+            return self.options.of_pool(roles, kind, count)
+        return self.options.best_up_to(roles, kind, count)
 
     def _least(self, roles: Roles, left: Left) -> tuple[float, ...] | None:
         """Return the least that the roles take in each stage, each by itself, with all devices that are left."""
@@ -138,7 +166,7 @@ class _Placement:
             vectors = [
                 option.stages
                 for kind, count in enumerate(left)
-                for option in self.options.best_up_to(roles, kind, self._round(kind, count))
+                for option in self.options.best_up_to(roles, kind, self.problem.devices[kind].at_most(count))
             ]
             known[key] = tuple(min(values) for values in zip(*vectors, strict=True)) if vectors else None
         return known[key]
@@ -173,7 +201,9 @@ class _Placement:
             needed = sum(self.fits[other][kind] or 0 for other in rest) if len(left) == 1 else 0
             most = left[kind] - needed
             sizes = [n for n in devices.allocations if fewest <= n <= most]
-            if not self.by_cost and index == len(self.sets) - 1:
+            if self.sizes[self.sets[index]] is not None:
+                sizes = [fewest] if fewest <= most else []
+            elif not self.by_cost and index == len(self.sets) - 1:
                 sizes = sizes[-1:]
             yield from ((kind, count) for count in reversed(sizes))
 
@@ -187,7 +217,8 @@ class _Placement:
 
     def _start(self) -> None:
         """Find a good plan soon, so that the bound cuts off much: move devices between pools while that helps."""
-        if len(self.sets) == 1 or self.by_cost or len(self.everything) > 1:
+        chosen = any(size is not None for size in self.sizes.values())
+        if len(self.sets) == 1 or self.by_cost or len(self.everything) > 1 or chosen:
             return
         sizes = [fewest[0] or 0 for fewest in self.fits]
         while True:
@@ -220,8 +251,3 @@ class _Placement:
             for roles, size in zip(self.sets, sizes, strict=True)
         ]
         self._keep(tuple(chosen))
-
-
-def does_not_fit(problem: Problem, options: Options) -> str:
-    """Return what is short, by how much, and the smallest change that would fit."""
-    raise NotImplementedError
