@@ -232,7 +232,9 @@ class Options:
         """Return what roles that share `count` devices can do, as no other option beats it in every stage."""
         together = self._joined(roles, kind, count)
         found = [option for joined in together if (option := self._option(joined, kind, count)) is not None]
-        if not found:
+        if found:
+            self.shortages.pop((roles, kind), None)
+        else:
             self._note_shortage(roles, kind, count, together)
         return tuple(front(found))
 
