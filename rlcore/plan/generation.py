@@ -1,15 +1,18 @@
 """What sampling takes on replicas of p_g stages x t_g tensor shards, and the way there from the training shards.
 
-A replica with B rows decodes them in rounds of at most C, as many as its memory has keys and values for. A decoding step
-of b live rows with c tokens each takes
+A replica with B rows decodes them in rounds of at most C, as many as its memory has keys and values for. A decoding
+step of b live rows takes on the device and on the host, which work at the same time where a device is a GPU,
 
-    max( 2 P b / (p_g t_g) / (peak * decoding), (bytes of weights + keys and values) / (p_g t_g) / (bandwidth * share) )
-    + 2 all-reduces a layer of b * hidden + layers decode_layer_seconds + decode_step_seconds + b decode_row_seconds
+    device   max( 2 P b / (p_g t_g) / (peak * decoding),
+                  (bytes of weights + keys and values) / (p_g t_g) / (bandwidth * share) )
+             + 2 all-reduces a layer of b * hidden
+    host     layers decode_layer_seconds + decode_step_seconds + b decode_row_seconds
 
 since each step reads all weights and all keys and values once (Pope et al., arXiv 2211.05102, 2; DistServe, arXiv
-2401.09670, 3.1, for prefill and decoding apart). Prefill is a forward over the different prompts. With p_g stages a token
-passes all of them, and rounds of rows fill them. The steps end with the longest response of all replicas; of responses
-of unequal length the live rows get fewer. Where a finished row's place is taken at once, rounds need not be whole.
+2401.09670, 3.1, for prefill and decoding apart). Prefill is a forward over the different prompts. With p_g stages a
+token passes all of them, and rounds of rows fill them. The steps end with the longest response of all replicas; of
+responses of unequal length the live rows get fewer. Where a finished row's place is taken at once, rounds need not be
+whole.
 
 The transition: inside micro-DP groups each rank gathers (t p - t_g p_g) / (t_g p_g t p) M, M bytes being the model's
 (HybridFlow, arXiv 2409.19256, Table 2), after the shards along dp are gathered, (d - 1) / (t p d) M.
@@ -66,14 +69,15 @@ def step_seconds(
     compute = flops / ways / (profile.flops(work.dtype_bytes) * profile.decoding)
     nbytes = work.dtype_bytes * (size.parameters + size.cache_elements(rows * context))
     busy = max(compute, nbytes / ways / profile.memory_rate)
-    busy += size.layers / layout.pp * profile.decode_layer_seconds
     if layout.tp > 1:
         stride = layout.training.tp // layout.tp
         message = rows * size.hidden * work.dtype_bytes
         busy += 2 * size.layers / layout.pp * profile.reduce_seconds(message, layout.tp, stride)
     if layout.pp > 1:
         busy += (layout.pp - 1) * profile.send_seconds(rows * size.hidden * work.dtype_bytes, layout.training.tp)
-    return busy + profile.decode_step_seconds + rows * profile.decode_row_seconds
+    host = size.layers / layout.pp * profile.decode_layer_seconds
+    host += profile.decode_step_seconds + rows * profile.decode_row_seconds
+    return profile.together(busy, host)
 
 
 def transition_seconds(size: ModelSize, layout: GenerationLayout, work: Workload, profile: Profile) -> float:

@@ -1,7 +1,7 @@
 """What a forward without gradient takes: log-probs, values, scores; and moving weights from one role to another.
 
-It is the forward of rlcore.plan.training: a third of an update's operations, two all-reduces a layer where tensor shards
-are, one gather of sharded weights, and the pipeline's bubble.
+It is the forward of rlcore.plan.training: a third of an update's operations, two all-reduces a layer where there are
+tensor shards, one gather of sharded weights, and the pipeline's bubble.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A trained parameter is 16 bytes in fp32: weight, gradient and AdamW's two moments; a frozen one is 4. All are divided by
 pipeline stages, tensor shards and the data-parallel places that share a copy; embeddings not by tensor shards. While it
-works a role also holds the weights that are gathered, in the forward's precision and, going backward, their gradients in
-fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an element (Korthikanti
-et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep), with recomputation
-2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
+works a role also holds the weights that are gathered, in the forward's precision and, going backward, their gradients
+in fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an element
+(Korthikanti et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep), with
+recomputation 2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
 """
 
 from __future__ import annotations

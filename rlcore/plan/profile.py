@@ -72,6 +72,10 @@ class Profile:
         """Bytes a second that are reached from and to memory."""
         return self.bandwidth * self.bandwidth_share
 
+    def together(self, device: float, host: float) -> float:
+        """Seconds of a device's work and of the host's for it: a GPU's host runs ahead of it, a core is both."""
+        return device + host if self.cpu else max(device, host)
+
     def gather_seconds(self, nbytes: float, ranks: int, stride: int) -> float:
         """Seconds until each of `ranks` devices, `stride` apart, has all of `nbytes`, of which each had its share.
 

@@ -1,8 +1,8 @@
 """The best placement: set partitions of the roles, sizes of their pools, and for each role the best layout there.
 
-HybridFlow's Algorithms 1 and 2 (arXiv 2409.19256, section 6), made exact: a pool has all options that none beats in every
-stage, not the fastest layout of each role alone, and allocations are cut off by a bound that no completion can fall
-below: each pool still to come takes at least its best time in each stage with all the devices that are left.
+HybridFlow's Algorithms 1 and 2 (arXiv 2409.19256, section 6), made exact: a pool has all options that none beats in
+every stage, not the fastest layout of each role alone, and allocations are cut off by a bound that no completion can
+fall below: each pool still to come takes at least its best time in each stage with all the devices that are left.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What an update takes on pipeline stages x tensor shards x data-parallel places.
 
 A stage's time for one micro-batch of n tokens is the larger of what its products need and what reading its weights
-needs, and what the host and the tensor shards' messages add:
+needs; the host's, which a GPU does not wait for unless it is longer; and that of the tensor shards' messages:
 
-    compute  = k (sum over its layers of F_layer(n) + its head's) / t / (peak * training)     k = 3, with recomputation 4
+    compute  = k (F_layer(n) of its layers + its head's) / t / (peak * training)      k = 3, with recomputation 4
     memory   = k * bytes of its weights / t / (bandwidth * share)
-    host     = k' * layers * layer_seconds          k' = 2: the backward's launches are one thread's, as the forward's
-    tensor   = 4 all-reduces of n * hidden a layer, with recomputation 6         (Megatron-LM, arXiv 2104.04473, 3.2)
+    host     = 2 * layers * layer_seconds, forward and backward
+    tensor   = 4 all-reduces of n * hidden a layer, with recomputation 6       (Megatron-LM, arXiv 2104.04473, 3.2)
 
 A backward takes twice the operations of a forward (Kaplan et al., arXiv 2001.08361, 2.1). With m micro-batches a
 pipeline of p stages takes m + p - 1 times the slowest stage's time (1F1B's bubble, arXiv 2104.04473, 2.2.1), to which
@@ -25,7 +25,7 @@ from rlcore.plan.profile import Profile
 from rlcore.plan.workload import Workload
 
 OPTIMIZER_BYTES = 28
-"""Read and written of each parameter by AdamW in fp32: 4 of the weight and 8 of the moments twice, 4 of the gradient."""
+"""Of each parameter, by AdamW in fp32: 4 of the weight and 8 of the moments read and written, 4 of the gradient read."""
 SYNC_MESSAGES = 6
 """Small collectives of an optimizer step: numbers of micro-batches, counts, reports, and the gradient's norm."""
 
@@ -52,7 +52,7 @@ def shard_of(work: Workload, layout: Layout) -> int:
 
 
 def stage_weights(size: ModelSize, layout: Layout) -> float:
-    """Return the parameters of the stage with the most, embeddings counted `tp` times: tensor shards have them whole."""
+    """Return the parameters of the stage with the most; embeddings count `tp` times, as tensor shards have them whole."""
     layers = -(-size.layers // layout.pp) * size.layer
     ends = size.embeddings if layout.pp == 1 else size.vocab * size.hidden
     return layers + ends * layout.tp
@@ -79,7 +79,7 @@ def pass_seconds(
     with_head = (size.layers // p) * size.layer_flops(tokens, work.lengths.context) / t + size.head_flops(answers)
     compute = times * max(of_layers, with_head) / rate
     memory = times * work.dtype_bytes * stage_weights(size, layout) / t / profile.memory_rate
-    busy = max(compute, memory) + (2.0 if backward else 1.0) * layers * profile.layer_seconds
+    busy = profile.together(max(compute, memory), (2.0 if backward else 1.0) * layers * profile.layer_seconds)
     if t > 1:
         reductions = ((6 if work.recompute else 4) if backward else 2) * layers
         busy += reductions * profile.reduce_seconds(tokens * size.hidden * work.dtype_bytes, t, 1)
