@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import against_trl, data_plane, layouts, learning, reshard, weight_sync
+from benchmarks import against_trl, data_plane, layouts, learning, plan, reshard, weight_sync
 
 BENCHMARKS = {
     "learning": learning.main,
@@ -12,6 +12,7 @@ BENCHMARKS = {
     "layouts": layouts.main,
     "reshard": reshard.main,
     "weight_sync": weight_sync.main,
+    "plan": plan.main,
     "quickstart": against_trl.quickstart,
     "long_tail": against_trl.long_tail,
 }

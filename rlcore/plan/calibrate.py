@@ -1,9 +1,9 @@
 """`rlcore plan --calibrate`: a profile of the machine at hand, from short runs of a role on one and on two devices.
 
 Each figure is solved from the models that it goes into: with few rows a call is the host's time, with many the
-device's. Two roles run at the same time on a device each, so that what they share, as memory's bandwidth, is shared; then
-one role runs on both, under each of three layouts, whose messages are what its time differs by. A machine of one device
-gets the figures of one, and those of links from the shipped profile.
+device's. Two roles run at the same time on a device each, so that what they share, as memory's bandwidth, is shared;
+then one role runs on both, under each of three layouts, whose messages are what its time differs by. A machine of one
+device has no links to measure, and keeps those of the shipped profile.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import torch
 
 from rlcore.config import Config
 from rlcore.engine.layout import Layout
-from rlcore.engine.placement import plan
+from rlcore.engine.placement import REWARD, plan
 from rlcore.engine.reshard.generation import GenerationLayout
 from rlcore.engine.roles import RoleHandle, StepClock, start_roles
 from rlcore.engine.size import ModelSize, size_of
@@ -75,20 +74,19 @@ def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     profile = replace(found.profile, per_machine=found.count)
     gpus = 0.0 if profile.cpu else 1.0
     small = _small(config, gpus)
-    with _roles(small, plugins, {"one": 1, "two": 1} if both else {"one": 1}) as (executor, handles):
+    times: dict[Layout, Mapping[str, float]] = {}
+    with make_executor(small.cluster) as executor:
         profile = _with_rates(profile, executor, both, gpus, work)
-        profile = _with_role_figures(profile, size, work, small, list(handles.values()))
-    if both:
-        layouts = [layout for layout in (Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 1, 1))]
-        times: dict[Layout, Mapping[str, float]] = {}
-        for layout in layouts:
+        alone = _start(executor, small, plugins, {"one": 1, "two": 1} if both else {"one": 1})
+        profile = _with_role_figures(profile, size, work, small, alone)
+        for layout in (Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 1, 1)) if both else ():
             if not size.shape.problem(layout):
                 laid_out = replace(small, engine=replace(small.engine, pp=layout.pp, tp=layout.tp))
-                with _roles(laid_out, plugins, {"one": 2}) as (_, handles):
-                    times[layout] = _short_runs(list(handles.values()), small)
+                times[layout] = _short_runs(_start(executor, laid_out, plugins, {"one": 2}), small)
+    if times:
         profile = _with_links(profile, size, work, times)
     today = datetime.date.today().isoformat()
-    changed = {k: v for k, v in vars(profile).items() if k in profile.sources and v != getattr(found.profile, k)}
+    changed = [name for name in profile.sources if getattr(profile, name) != getattr(found.profile, name)]
     sources = {**profile.sources, **dict.fromkeys(changed, f"measured by rlcore plan --calibrate on {today}")}
     return replace(profile, sources=sources)
 
@@ -103,18 +101,13 @@ def _small(config: Config, gpus: float) -> Config:
     return replace(config, **parts)
 
 
-@contextmanager
-def _roles(
-    config: Config, plugins: PluginManager, workers: Mapping[str, int]
-) -> Iterator[tuple[Executor, dict[str, RoleHandle]]]:
-    """Start an actor of each name on a pool of its own."""
+def _start(executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]) -> list[RoleHandle]:
+    """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     config = replace(config, cluster=replace(config.cluster, pools=pools))
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
-    with make_executor(config.cluster) as executor:
-        opened = [(planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != ("reward",)]
-        clock = StepClock(1)
-        yield executor, start_roles(config, executor, plugins, roles, clock, opened)
+    opened = [(planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD,)]
+    return list(start_roles(config, executor, plugins, roles, StepClock(1), opened).values())
 
 
 class _Prober(Worker):
@@ -162,7 +155,7 @@ def _median(call: Callable[[], Any]) -> float:
 
 def _with_rates(profile: Profile, executor: Executor, both: bool, gpus: float, work: Workload) -> Profile:
     """Return the profile with the peaks of products, copies and messages."""
-    pool = executor.resource_pool(2 if both else 1, gpus_per_worker=min(gpus, 0.0) if profile.cpu else gpus)
+    pool = executor.resource_pool(2 if both else 1, gpus_per_worker=gpus)
     group = executor.worker_group(pool, ClassWithInitArgs(_Prober), name="probe")
     rates = group.rates(work.dtype_bytes)
     flops, copied = (min(rate[index] for rate in rates) for index in (0, 1))
@@ -289,10 +282,10 @@ def _with_links(
     if tensor in times:
         # 6 all-reduces a layer, of a reduce-scatter and a gather each.
         over = missing(tensor, FEW, profile) / (12 * size.layers)
-        profile = replace(profile, link_latency=max(profile.link_latency + over, 1e-6))
+        profile = replace(profile, link_latency=profile.link_latency + max(over, 0.0))
         moved = 12 * size.layers * (MANY - FEW) * work.lengths.row * size.hidden * work.dtype_bytes / 2
         more = missing(tensor, MANY, profile) - missing(tensor, FEW, profile)
-        profile = replace(profile, link=1 / max(1 / profile.link + more / moved, 1e-12))
+        profile = replace(profile, link=1 / (1 / profile.link + max(more, 0.0) / moved))
     if pipeline in times:
         # Two stages, so 2 micro-batches and 3 turns, in the update and in the forward.
         profile = replace(profile, pipeline_seconds=0.0)

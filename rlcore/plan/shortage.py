@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlcore.plan.options import Shortage
 from rlcore.plan.problem import Devices, Problem
 
-MOST_DEVICES = 16384
+MOST_DEVICES = 4096
 
 
 def does_not_fit(problem: Problem, shortages: Iterable[Shortage]) -> str:
