@@ -242,9 +242,9 @@ class SafeRLHF(Algorithm):
             items.append((texts.union(run.encode(texts, "answer")), ptx_loss, self.config.ptx_coef))
         of_actor = run.actor.update(items, epochs=epochs, mini_batches=mini_batches)
         # All three are under way before any is read: on several pools they run at the same time.
-        metrics = {
-            f"{name}/{key.rpartition('/')[2]}": value for name, found in of_critics.items() for key, value in found.items()
-        }
+        metrics: dict[str, float] = {}
+        for name, found in of_critics.items():
+            metrics.update({f"{name}/{key.rpartition('/')[2]}": value for key, value in found.items()})
         return metrics | dict(of_actor)
 
 

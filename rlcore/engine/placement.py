@@ -180,8 +180,8 @@ def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, 
         leader = roles[name].follows
         if leader in models and engine_of(config.engine, name) != engine_of(config.engine, leader):
             raise ConfigError(
-                f"pool {pool.name}: {name} follows {leader} and takes over its weights place by place, so engine.layouts "
-                f"must give both the same [pp, tp]; or put {name} into another pool"
+                f"pool {pool.name}: {name} follows {leader} and takes over its weights place by place, so "
+                f"engine.layouts must give both the same [pp, tp]; or put {name} into another pool"
             )
 
 

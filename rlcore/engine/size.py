@@ -91,8 +91,8 @@ def _size_of(path: str, trust_remote_code: bool) -> ModelSize:
     experts = next((name for name in ("num_experts", "num_local_experts") if getattr(text, name, 0)), None)
     if experts is not None:
         raise ConfigError(
-            f"model.path = {path!r} is a mixture of {getattr(text, experts)} experts, which a plan has no model of: its "
-            "tokens use other parameters each. Lay it out by hand, see docs/placement.md"
+            f"model.path = {path!r} is a mixture of {getattr(text, experts)} experts, which a plan has no model of: "
+            "its tokens use other parameters each. Lay it out by hand, see docs/placement.md"
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)

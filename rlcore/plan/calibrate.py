@@ -115,7 +115,7 @@ class _Prober(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rates(self, width: int) -> tuple[float, float]:
-        """Return operations a second of matrix products, and bytes a second of copies, elements having `width` bytes."""
+        """Return operations a second of matrix products of elements of `width` bytes, and bytes a second of copies."""
         device, dtype = self.device, torch.bfloat16 if width == 2 else torch.float32
         a = torch.randn(SQUARE, SQUARE, device=device, dtype=dtype)
         b = torch.empty(COPIED // 4, device=device)
@@ -134,7 +134,12 @@ class _Prober(Worker):
         for nbytes in (SMALL, LARGE):
             own = torch.zeros(nbytes // 4 // self.world_size, device=self.device)
             whole = [torch.empty_like(own) for _ in range(self.world_size)]
-            times.append(_median(lambda whole=whole, own=own: (dist.all_gather(whole, own), _finish(own, self.device))))
+
+            def gather(whole: list[torch.Tensor] = whole, own: torch.Tensor = own) -> None:
+                dist.all_gather(whole, own)
+                _finish(own, self.device)
+
+            times.append(_median(gather))
         return times[0], times[1]
 
 

@@ -120,8 +120,8 @@ def _fixed(config: Config, problem: Problem) -> Fixed:
         sizes = sorted({count for each in problem.devices for count in each.allocations})
         if odd := [count for count in pools.values() if count is not None and count not in sizes]:
             raise ConfigError(
-                f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: powers "
-                "of two below a machine, and whole machines"
+                f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
+                "powers of two below a machine, and whole machines"
             )
     return Fixed(pools or None, chosen, config.rollout.tp if config.rollout.tp > 1 else None)
 

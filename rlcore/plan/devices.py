@@ -19,9 +19,9 @@ def devices(cluster: ClusterConfig) -> tuple[Devices, ...]:
     Raises ConfigError for an unknown kind, counts that contradict each other, and for kinds without a count.
     """
     found = _found(cluster) if cluster.device is None or cluster.gpus is None else {}
+    kinds: dict[str, int | None]
     if cluster.device is None:
-        name, count = next(iter(found.items()))
-        kinds = {name: cluster.gpus} if cluster.gpus is not None else {**found, name: count}
+        kinds = {**found} if cluster.gpus is None else {next(iter(found)): cluster.gpus}
     else:
         kinds = _parsed(cluster.device)
         if len(kinds) == 1:
@@ -40,7 +40,7 @@ def devices(cluster: ClusterConfig) -> tuple[Devices, ...]:
     total = sum(each.count for each in made)
     if cluster.gpus not in (None, total):
         raise ConfigError(
-            f"cluster.gpus = {cluster.gpus}, but cluster.device = {cluster.device} names {total}: leave out one of the two"
+            f"cluster.gpus = {cluster.gpus}, but cluster.device = {cluster.device} names {total}: leave out one of them"
         )
     if any(each.profile.cpu for each in made) and any(not each.profile.cpu for each in made):
         raise ConfigError(f"cluster.device = {cluster.device}: processor cores and GPUs cannot be planned together")

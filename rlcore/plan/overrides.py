@@ -72,7 +72,7 @@ def _written(value: Any) -> str:
 
 
 def experiment(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return the content of an experiment file: the algorithm, what the config changes of its defaults, and the plan."""
+    """Return the content of an experiment file: the algorithm, what the config changes of the defaults, the plan."""
     content: dict[str, Any] = {"defaults": [{"override /algo": config.algorithm}]}
     for name, cls in SECTIONS.items():
         plain, standard = to_plain(getattr(config, name)), defaults(cls)

@@ -132,7 +132,7 @@ class _Placement:
         return self.found
 
     def fits_somehow(self) -> bool:
-        """Whether the pools fit together; of several kinds of devices, whether each fits somewhere and all by number."""
+        """Whether the pools fit together; of several kinds of devices, whether each fits on one, and all by number."""
         fewest = [min((size for size in sizes if size is not None), default=None) for sizes in self.fits]
         return all(size is not None for size in fewest) and sum(filter(None, fewest)) <= sum(self.everything)
 

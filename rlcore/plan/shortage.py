@@ -28,9 +28,9 @@ def does_not_fit(problem: Problem, shortages: Iterable[Shortage]) -> str:
     lines.append(
         f"The smallest change that would fit: {change}"
         if change
-        else f"Neither smaller micro-batches, recomputation, bf16, offload nor {MOST_DEVICES} such devices would do; take "
-        "smaller models, or undo what fixes pools and layouts (cluster.pools, engine.pp, engine.tp, engine.layouts, "
-        "rollout.tp)"
+        else f"Neither smaller micro-batches, recomputation, bf16, offload nor {MOST_DEVICES} such devices would do; "
+        "take smaller models, or undo what fixes pools and layouts (cluster.pools, engine.pp, engine.tp, "
+        "engine.layouts, rollout.tp)"
     )
     return "\n".join(lines)
 

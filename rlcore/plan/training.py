@@ -25,7 +25,7 @@ from rlcore.plan.profile import Profile
 from rlcore.plan.workload import Workload
 
 OPTIMIZER_BYTES = 28
-"""Of each parameter, by AdamW in fp32: 4 of the weight and 8 of the moments read and written, 4 of the gradient read."""
+"""Of each parameter, by AdamW in fp32: 4 of the weight and 8 of the moments read and written, the gradient's 4 read."""
 SYNC_MESSAGES = 6
 """Small collectives of an optimizer step: numbers of micro-batches, counts, reports, and the gradient's norm."""
 
@@ -52,7 +52,7 @@ def shard_of(work: Workload, layout: Layout) -> int:
 
 
 def stage_weights(size: ModelSize, layout: Layout) -> float:
-    """Return the parameters of the stage with the most; embeddings count `tp` times, as tensor shards have them whole."""
+    """Return the parameters of the stage with the most; embeddings `tp` times, as each tensor shard has them whole."""
     layers = -(-size.layers // layout.pp) * size.layer
     ends = size.embeddings if layout.pp == 1 else size.vocab * size.hidden
     return layers + ends * layout.tp
