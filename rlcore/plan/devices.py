@@ -16,9 +16,13 @@ HERE = "here"
 def devices(cluster: ClusterConfig) -> tuple[Devices, ...]:
     """Return the devices of each kind. `cluster.device` is NAME, or NAME:COUNT joined by + for several kinds.
 
+    The in-process executor has one.
+
     Raises ConfigError for an unknown kind, counts that contradict each other, and for kinds without a count.
     """
     found = _found(cluster) if cluster.device is None or cluster.gpus is None else {}
+    if cluster.executor == "in_process":
+        found = dict.fromkeys(found, 1)
     kinds: dict[str, int | None]
     if cluster.device is None:
         kinds = {**found} if cluster.gpus is None else {next(iter(found)): cluster.gpus}
