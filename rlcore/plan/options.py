@@ -117,6 +117,7 @@ class Options:
         self.of_pool = cache(self._of_pool)
         self.best_up_to = cache(self._best_up_to)
         self._joined = cache(self._join)
+        self._cumulated: dict[tuple[tuple[str, ...], int, int], tuple[Option, ...]] = {}
         self._memory_counts = cache(self._memory_is_counted)
         self._decoded: dict[tuple[object, ...], tuple[float, ...]] = {}
 
@@ -141,7 +142,7 @@ class Options:
         tp = 1
         while tp <= min(count, devices.profile.per_machine):
             if count % tp == 0:
-                stages = [p for p in range(1, count // tp + 1) if count // tp % p == 0 and p <= size.layers]
+                stages = [p for p in range(1, min(count // tp, size.layers) + 1) if count // tp % p == 0]
                 for pp in [1] if role == ROLLOUT else stages:
                     layout = Layout(pp, tp, count // (pp * tp))
                     fixed = self.problem.fixed.layouts.get(role, (pp, tp))
@@ -342,12 +343,22 @@ class Options:
         needed = min(needs, default=None)
         self.shortages[roles, kind] = Shortage(roles, kind, count, needed, profile.memory * profile.usable)
 
+    def smallest(self, roles: tuple[str, ...], kind: int) -> int | None:
+        """Return the fewest devices on which the roles fit, or what is fixed if that does; None if they fit on none."""
+        fixed = (self.problem.fixed.pools or {}).get(frozenset(roles))
+        sizes = [n for n in self.problem.devices[kind].allocations if fixed in (None, n)]
+        return next((n for n in sizes if self.of_pool(roles, kind, n)), None)
+
     def _best_up_to(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
         """Return the options on at most `count` devices, an allocation or 0; the others of them stay idle."""
-        if count == 0:
-            return ()
-        smaller = self.problem.devices[kind].at_most(count - 1)
-        return tuple(front([*self.best_up_to(roles, kind, smaller), *self.of_pool(roles, kind, count)]))
+        best: tuple[Option, ...] = ()
+        for size in self.problem.devices[kind].allocations:
+            if size <= count:
+                key = roles, kind, size
+                if key not in self._cumulated:
+                    self._cumulated[key] = tuple(front([*best, *self.of_pool(roles, kind, size)]))
+                best = self._cumulated[key]
+        return best
 
 
 def front(options: Iterable[Option]) -> list[Option]:

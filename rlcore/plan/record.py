@@ -25,7 +25,7 @@ from rlcore.engine.placement import plan
 from rlcore.engine.roles import StepClock, start_roles
 from rlcore.engine.train.state import random_state, set_random_state
 from rlcore.errors import ConfigError
-from rlcore.plan.dataflow import GENERATION, UPDATE, WORK, Call, Dataflow
+from rlcore.plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 from rlcore.plugins import DatasetSpec, Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
@@ -79,7 +79,9 @@ def _small(config: Config) -> Config:
     parts: dict[str, Any] = {
         "model": replace(config.model, path="tiny", attention="auto", chat_template=None),
         "data": replace(config.data, batch_size=PROMPTS, prompt_len=512, path=None, system_prompt=None),
-        "rollout": replace(config.rollout, name="hf", response_len=TOKENS, min_tokens=TOKENS, stop=[], tp=1),
+        "rollout": replace(
+            config.rollout, name="hf", response_len=TOKENS, min_tokens=min(TOKENS, config.rollout.min_tokens), tp=1
+        ),
         "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, offload=False, layouts={}),
         "cluster": ClusterConfig(executor="in_process", workers=1),
         "trainer": replace(config.trainer, rollouts_ahead=0),
@@ -161,6 +163,8 @@ class Tape:
             return None
         batches = list(_batches(arguments))
         needs = {block.call for batch in batches for block in _blocks(batch)} | self._waited
+        if method in WEIGHTS:  # it has no columns, but the weights that all before it used or made
+            needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
         call = Call(role, method, rows / PROMPTS, needs=tuple(sorted(needs)), works=method in WORK and role != "reward")
         if method in GENERATION:

@@ -91,9 +91,17 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[Roles, ...]]:
 
 
 def fits(problem: Problem) -> bool:
-    """Whether any placement fits: at least one by the fewest devices that each of its pools needs."""
+    """Whether any placement fits: each pool on the fewest devices that it needs of some kind, and all by number."""
     options = Options(problem)
-    return any(_Placement(options, sets).fits_somehow() for sets in placements(problem))
+    total = sum(each.count for each in problem.devices)
+    for sets in placements(problem):
+        needed = 0
+        for roles in (tuple(role for role in problem.roles if role in one) for one in sets):
+            sizes = [options.smallest(roles, kind) for kind in range(len(problem.devices))]
+            needed += min((size for size in sizes if size is not None), default=total + 1)
+        if needed <= total:
+            return True
+    return False
 
 
 def placements(problem: Problem) -> Iterator[tuple[Roles, ...]]:
@@ -119,7 +127,8 @@ class _Placement:
         self.everything = everything
         fixed = self.problem.fixed.pools or {}
         self.sizes = {roles: fixed.get(frozenset(roles)) for roles in self.sets}
-        self.fits = [self._smallest(roles) for roles in self.sets]
+        kinds = range(len(everything))
+        self.fits = [[self.options.smallest(roles, kind) for kind in kinds] for roles in self.sets]
         self.found: Plan | None = None
         self.bound = float("inf")
 
@@ -130,25 +139,6 @@ class _Placement:
         self._start()
         self._extend((), self.everything, (0.0,) * self.options.entries, 0.0)
         return self.found
-
-    def fits_somehow(self) -> bool:
-        """Whether the pools fit together; of several kinds of devices, whether each fits on one, and all by number."""
-        fewest = [min((size for size in sizes if size is not None), default=None) for sizes in self.fits]
-        return all(size is not None for size in fewest) and sum(filter(None, fewest)) <= sum(self.everything)
-
-    def _smallest(self, roles: Roles) -> list[int | None]:
-        """Return on how few devices of each kind the roles fit: the minimum allocation."""
-        return [
-            next(
-                (
-                    n
-                    for n in devices.allocations
-                    if self.sizes[roles] in (None, n) and self.options.of_pool(roles, kind, n)
-                ),
-                None,
-            )
-            for kind, devices in enumerate(self.problem.devices)
-        ]
 
     def _choices(self, roles: Roles, kind: int, count: int) -> tuple[Option, ...]:
         """Return the options of a pool on so many devices; for time also those that leave some idle."""
