@@ -44,8 +44,9 @@ def joined(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
-    named = [[module.weight for module in modules], [module.bias for module in modules]]
-    return [parts for parts in named if parts[0] is not None]
+    weights: list[Tensor] = [module.weight for module in modules]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    return [weights, biases] if biases else [weights]
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
@@ -118,9 +119,9 @@ class LeanDecoder:
                 parts = (_norm(attention.q_norm, states[:, :heads]), _norm(attention.k_norm, rotated[:, heads:]))
                 rotated = torch.cat(parts, dim=1)
             rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin).to(self.dtype)
-            seen = kept.update(rotated[:, heads:, None], values[:, :, None])
+            k, v = kept.update(rotated[:, heads:, None], values[:, :, None])
             queries = rotated[:, :heads].view(rows, keys, self._groups, size)
-            read = F.scaled_dot_product_attention(queries, *seen, attn_mask=bias, scale=attention.scaling)
+            read = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=attention.scaling)
             hidden = hidden + F.linear(read.reshape(rows, heads * size), *out)
             gate, up = F.linear(_norm(layer.post_attention_layernorm, hidden).to(self.dtype), *gate_up).chunk(2, -1)
             hidden = hidden + F.linear(layer.mlp.act_fn(gate) * up, *down)
@@ -173,7 +174,7 @@ def _lacks(hf: Any) -> str | None:
     """Return why the step written out here is not that of the module; None if it may be."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
-    if not kinds or not kinds <= LAYERS:
+    if base is None or not kinds or not kinds <= LAYERS:
         return f"no fast form of {', '.join(sorted(kinds)) or 'its layers'} is known"
     config = hf.config.get_text_config()
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
