@@ -44,7 +44,12 @@ def to_help() -> float:
 
 def environment() -> dict[str, str]:
     """Return the environment that the Makefile sets too."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def main() -> bool:
