@@ -21,7 +21,10 @@ from rlcore.errors import CheckpointError
 
 def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Write plain tensors and DTensors, each rank its own parts, into `folder`; those that several have, once."""
-    from torch.distributed.checkpoint import hf_storage, state_dict_saver  # a second of imports, that no start waits for
+    from torch.distributed.checkpoint import (
+        hf_storage,
+        state_dict_saver,
+    )  # a second of imports, that no start waits for
 
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _run(state_dict_saver.save, "written", tensors, folder, ranks, storage_writer=writer)
