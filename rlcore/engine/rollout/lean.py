@@ -8,7 +8,7 @@ queries, and nothing is made twice. Only what a probe finds to give the module's
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,38 +26,35 @@ ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary positions whose frequencies do not depend on the length."""
 
 
-@dataclass
-class Joined:
-    """Linear layers of the same input as one: weight [outputs of all, inputs] and bias, views if possible."""
+def lay_together(*modules: nn.Linear) -> None:
+    """Lay the weights of linear layers that read the same input side by side in memory; they stay the layers' own."""
+    for parts in _weights_and_biases(modules):
+        at, together = 0, torch.cat([part.detach() for part in parts])
+        for part in parts:
+            part.data = together[at : at + len(part)]
+            at += len(part)
 
-    modules: tuple[nn.Linear, ...]
-    weight: Tensor
-    bias: Tensor | None
 
-    @staticmethod
-    def of(*modules: nn.Linear) -> Joined:
-        """Lay the weights of the modules side by side in memory; they go on being the modules' own."""
+def joined(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
+    """Return weight [outputs of all, inputs], and bias if there is one, of linear layers as one.
 
-        def lay(name: str) -> Tensor | None:
-            parts = [getattr(module, name) for module in modules]
-            if parts[0] is None:
-                return None
-            if len(parts) == 1:
-                return parts[0].detach()
-            together = torch.cat([part.detach() for part in parts])
-            at = 0
-            for part in parts:
-                part.data = together[at : at + len(part)]
-                at += len(part)
-            return together
+    A view where the parts stand side by side in memory and have the `dtype`, else a copy.
+    """
+    return [_together([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
 
-        weight = lay("weight")
-        assert weight is not None
-        return Joined(modules, weight, lay("bias"))
 
-    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in `dtype`: these very tensors where they have it."""
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
+    named = [[module.weight for module in modules], [module.bias for module in modules]]
+    return [parts for parts in named if parts[0] is not None]
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or not part.is_contiguous() or part.untyped_storage() != first.untyped_storage():
+            return torch.cat(tuple(parts))
+        at += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 class LeanDecoder:
@@ -74,16 +71,10 @@ class LeanDecoder:
         self._heads = base.layers[0].self_attn.q_proj.out_features // self._head_size
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._key_heads = self._heads // self._groups
-        self._joined = [
-            (
-                Joined.of(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-                Joined.of(layer.self_attn.o_proj),
-                Joined.of(layer.mlp.gate_proj, layer.mlp.up_proj),
-                Joined.of(layer.mlp.down_proj),
-            )
-            for layer in base.layers
-        ]
-        self._weights: list[tuple[tuple[Tensor, Tensor | None], ...]] = []
+        for layer in base.layers:
+            for modules in _linears(layer):
+                lay_together(*modules)
+        self._weights: list[list[list[Tensor]]] = []
 
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> LeanDecoder | None:
@@ -100,8 +91,8 @@ class LeanDecoder:
 
     def prepare(self, length: int, device: torch.device) -> None:
         """Read the weights as they are now, and make the rotary tables of positions below `length`."""
-        self._weights = [tuple(linear.cast(self.dtype) for linear in layer) for layer in self._joined]
-        self._head = Joined.of(self.hf.get_output_embeddings()).cast(self.dtype)
+        self._weights = [[joined(modules, self.dtype) for modules in _linears(layer)] for layer in self._base.layers]
+        self._head = joined([self.hf.get_output_embeddings()], self.dtype)
         positions = torch.arange(length, device=device)[None]
         cos, sin = self._base.rotary_emb(torch.zeros((), device=device, dtype=torch.float32), positions)
         half = self._head_size // 2
@@ -161,6 +152,13 @@ class LeanDecoder:
             apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
             worst = max(worst, float(apart.abs().max()))
         return worst
+
+
+def _linears(layer: Any) -> list[tuple[nn.Linear, ...]]:
+    """Return the linear layers of a decoder layer in the order of their use, those of one input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return [heads, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
 
 
 def _cached(cache: BufferedCache) -> dict[str, Any]:
