@@ -2,6 +2,7 @@
 # make test    set up and run the tests        make check   lint, types, import arrows
 # make test-slow   run those that show the same of more models, plugins and layouts
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
+# make bench-check B=name   run one, or all, and say what has become slower than the stored results
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
@@ -18,7 +19,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes, each of which would compile the sources again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-slow test-vllm check bench bench-setup crosscheck clean
+.PHONY: train test test-slow test-vllm check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -50,6 +51,9 @@ check: $(VENV)/.installed-dev
 
 bench: bench-setup
 	$(BIN)/python -m benchmarks $(B)
+
+bench-check: bench-setup
+	$(BIN)/python -m benchmarks.check $(B)
 
 bench-setup: $(VENV)/.installed-dev .venv-verl/.installed .venv-trl/.installed
 
