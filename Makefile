@@ -1,6 +1,8 @@
 # make train   set up and train the shipped tiny model on the CPU
-# make test    set up and run all tests        make check   lint, types, import arrows
+# make test    set up and run the tests        make check   lint, types, import arrows
+# make test-slow   run those that show the same of more models, plugins and layouts
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
+# make bench-check B=name   run one, or all, and say what has become slower than the stored results
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
@@ -14,8 +16,10 @@ TESTERS ?= 2
 # Two OpenMP pools that spin on two cores make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start hundreds of processes, each of which would compile the sources again.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-vllm check bench bench-setup crosscheck clean
+.PHONY: train test test-slow test-vllm check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -23,7 +27,10 @@ train: $(VENV)/.installed
 
 # The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile -m slow
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/vllm
@@ -44,6 +51,9 @@ check: $(VENV)/.installed-dev
 
 bench: bench-setup
 	$(BIN)/python -m benchmarks $(B)
+
+bench-check: bench-setup
+	$(BIN)/python -m benchmarks.check $(B)
 
 bench-setup: $(VENV)/.installed-dev .venv-verl/.installed .venv-trl/.installed
 

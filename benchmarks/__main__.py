@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import against_trl, data_plane, layouts, learning, plan, reshard, weight_sync
+from benchmarks import (
+    against_trl,
+    data_plane,
+    growth,
+    layouts,
+    learning,
+    logprobs,
+    memory,
+    overhead,
+    plan,
+    reshard,
+    start,
+    weight_sync,
+)
+from benchmarks.against_trl import others
 
 BENCHMARKS = {
     "learning": learning.main,
@@ -15,6 +29,13 @@ BENCHMARKS = {
     "plan": plan.main,
     "quickstart": against_trl.quickstart,
     "long_tail": against_trl.long_tail,
+    "online_dpo": others.online_dpo,
+    "ppo": others.ppo,
+    "logprobs": logprobs.main,
+    "overhead": overhead.main,
+    "growth": growth.main,
+    "start": start.main,
+    "memory": memory.main,
 }
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlcore.plan.calibrate import measure
 from rlcore.plan.command import apply, problem_of
 from rlcore.plan.devices import devices
 from rlcore.plan.problem import Devices
-from rlcore.plan.profile import Profile
+from rlcore.plan.profile import Profile, load
 from rlcore.plan.search import search
 from rlcore.plugins import PluginManager
 from rlcore.trainer import train
@@ -35,6 +36,18 @@ LAYOUTS = [(1, 1), (1, 2), (2, 1)]
 STEPS = 7
 """Steps of a run, of which the first two are not timed."""
 PROMPT, RESPONSE, PROMPTS = 40, 64, 4
+LLAMA_13B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+}
+CLUSTERS = {128: 2.0, 1024: 30.0}
+"""A100s for which PPO of four 13B models is planned, and the seconds that the search may take on one core."""
 NOTES = """\
 A random Qwen2 of 4 layers and hidden 256 in fp32; a step of {prompts} prompts of {prompt} tokens and four responses of
 {response} each. Devices are two cores of one machine, a worker with one thread on each. First `rlcore plan --calibrate`
@@ -124,6 +137,24 @@ def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: 
     return plan.seconds, times[2:]
 
 
+def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[float]:
+    """Return the processor seconds of searches for PPO with a reward model on so many A100s."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_13B))
+    words = [
+        *("algo=ppo", "algo.mini_batches=8", "algo.kl_coef=0.1", f"model.path={folder}", f"reward.model={folder}"),
+        *("model.dtype=bf16", "data.batch_size=1024", "data.prompt_len=1024", "rollout.response_len=1024"),
+        *("engine.activation_checkpointing=true", "engine.micro_batch_tokens=8192"),
+    ]
+    problem = problem_of(compose(words, plugins), plugins, (Devices(load("a100-80g"), gpus),))
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        search(problem)
+        times.append(time.process_time() - start)
+    return times
+
+
 def main() -> bool:
     """Calibrate, run all combinations, and write the results."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
@@ -141,6 +172,7 @@ def main() -> bool:
         ]
         config = compose(["algo=grpo", *common], plugins)
         profile = measure(config, plugins, Devices(devices(config.cluster)[0].profile, 2))
+        searches = {gpus: search_seconds(folder / "llama", gpus, plugins) for gpus in CLUSTERS}
         rows = []
         for number, (algorithm, placement, layout, words) in enumerate(combinations()):
             predicted, measured = run([*common, *words], profile, plugins, folder / str(number))
@@ -152,7 +184,12 @@ def main() -> bool:
         Bar("median error of a step's time", statistics.median(abs(row.error) for row in rows), 0.2, at_least=False),
         Bar("Kendall's tau within an algorithm", tau(rows), 0.7, at_least=True),
         Bar("combinations", len(rows), 12, at_least=True),
+        *(
+            Bar(f"search for 4 models on {gpus} devices (s)", statistics.median(searches[gpus]), most, at_least=False)
+            for gpus, most in CLUSTERS.items()
+        ),
     ]
+    figures += [Figure("rlcore plan", f"search for 4 models on {n} devices", "s", t) for n, t in searches.items()]
     found = {name: getattr(profile, name) for name, source in profile.sources.items() if source.startswith("measured")}
     notes = NOTES.format(
         prompts=PROMPTS,

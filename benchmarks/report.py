@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCH_RESULTS", Path(__file__).parent / "results"))
+"""Where results are written; `make bench-check` sets another folder."""
 DISTRIBUTIONS = ("rlcore", "torch", "transformers", "ray", "tensordict")
 
 
@@ -65,6 +66,12 @@ def write(name: str, command: str, figures: Sequence[Figure], bars: Sequence[Bar
     (RESULTS / f"{name}.md").write_text(table)
     print(table)
     return all(bar.holds for bar in bars)
+
+
+def plot_file(name: str) -> Path:
+    """Return where a plot belongs: beside the results."""
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{name}.svg"
 
 
 def machine() -> dict[str, object]:

@@ -25,6 +25,7 @@ from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
+from rlcore.workers.executor import Asked
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -221,14 +222,14 @@ def open_run(
         distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
     )
     with executor:
-        # All pools first, as the cluster has to hold them together. Then reward workers: they start in a moment, and
-        # say at once if a user's function cannot be loaded.
+        # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in plans]
         place = next(pool for planned, pool in pools if REWARD in planned.roles).on_cpu()
-        scorers = executor.worker_group(place, ClassWithInitArgs(RewardWorker, rewards, config.reward), name=REWARD)
-        scorers.start()
-        clock = StepClock()
-        handles = start_roles(config, executor, plugins, roles, clock, pools, by_text=_by_text(roles, config))
+        reward: Asked = (place, {REWARD: ClassWithInitArgs(RewardWorker, rewards, config.reward)}, REWARD)
+        clock, by_text = StepClock(), _by_text(roles, config)
+        handles, (scorers,) = start_roles(
+            config, executor, plugins, roles, clock, pools, by_text=by_text, beside=[reward]
+        )
         judge = Judge(config.judge, executor)
         yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
 

@@ -1,4 +1,4 @@
-"""GRPO against TRL on the same machine: the quickstart's small steps, and responses with a long tail."""
+"""Against TRL on the same machine: GRPO on the quickstart's small steps, and on responses with a long tail."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ from rlcore.data.arithmetic import problems
 HERE = Path(__file__).parent
 PEER = HERE.parents[1] / ".venv-trl" / "bin" / "python"
 TRL = "TRL 1.16.0"
+OLD_TRL, OLD_PATH = "TRL 1.12.0", HERE.parents[1] / ".venv-trl" / "trl-1.12"
+"""The last TRL with PPO, beside the other one in its venv."""
+ALGORITHMS = {
+    "grpo": ["algo.group_size={samples}", "algo.kl_coef=0"],
+    "online_dpo": ["algo.group_size={samples}"],
+    "ppo": ["algo.samples={samples}", "algo.kl_coef=0.01"],
+}
+"""rlcore's settings of each."""
 GIB = 2**30
 
 
@@ -40,7 +48,9 @@ class Work:
     micro_batch: int | None = None
     """Rows of TRL's micro-batches; None for all at once."""
     samples: int = 8
+    """Per prompt."""
     lr: float = 1e-4
+    algorithm: str = "grpo"
 
 
 @dataclass(frozen=True)
@@ -53,36 +63,32 @@ class Side:
     bf16: bool = False
 
 
+TWO_THREADS = ("cluster=in_process", "cluster.cpus_per_worker=2")
+
+
 @dataclass(frozen=True)
 class Run:
-    """Seconds and tokens of each counted step, and the most memory of all processes (proportional set size, bytes)."""
+    """Seconds and tokens of each counted step, and the most memory of all processes (proportional set size, bytes).
+
+    `rows`: of rlcore, all metrics of those steps.
+    """
 
     seconds: list[float]
     tokens: list[float]
     memory: float
+    rows: Sequence[Mapping[str, float]] = ()
 
 
 def run(work: Work, side: Side, folder: Path) -> Run:
     """Train in processes of their own, bound to the side's cores."""
-    file = folder / "steps.jsonl"
-    if side.name.startswith(TRL):
-        asked = {
-            **{name: getattr(work, name) for name in ("model", "data", "reward", "prompts", "samples", "response_len")},
-            **{name: getattr(work, name) for name in ("steps", "lr", "micro_batch")},
-            **{"threads": side.cores, "bf16": side.bf16, "out": str(folder / "out"), "file": str(file)},
-        }
-        command = [str(PEER), str(HERE / "trl_side.py"), json.dumps(asked)]
-    else:
-        file = folder / "run" / "metrics.jsonl"
-        command = [sys.executable, "-m", "rlcore.cli", "train", "algo=grpo", "algo.kl_coef=0", "data=file"]
-        command += [f"model.path={work.model}", f"data.path={work.data}", f"reward.path={work.reward}:score"]
-        command += [f"data.batch_size={work.prompts}", f"algo.group_size={work.samples}"]
-        command += [f"rollout.response_len={work.response_len}", f"engine.lr={work.lr}", "data.prompt_len=128"]
-        command += [f"trainer.total_steps={work.steps}", "trainer.eval_every=0", "tracker=none"]
-        command += [f"run.dir={folder / 'run'}", f"model.dtype={'bf16' if side.bf16 else 'fp32'}", *side.settings]
+    is_trl = side.name.startswith("TRL")
+    file = folder / "steps.jsonl" if is_trl else folder / "run" / "metrics.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if side.name.startswith(OLD_TRL):
+        env["PYTHONPATH"] = str(OLD_PATH)
     cores = set(range(side.cores))
     with (folder / "log").open("w") as log:
+        command = trl_command(work, side, folder, file) if is_trl else rlcore_command(work, side, folder)
         process = subprocess.Popen(
             command, env=env, stdout=log, stderr=log, preexec_fn=lambda: os.sched_setaffinity(0, cores)
         )
@@ -92,14 +98,33 @@ def run(work: Work, side: Side, folder: Path) -> Run:
     if status:
         raise RuntimeError(f"{side.name} failed:\n{(folder / 'log').read_text()[-4000:]}")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    if not side.name.startswith(TRL):
-        rows = [row for row in rows if "time/step" in row]
-        rows = [
-            {"seconds": row["time/step"], "tokens": row["throughput/tokens_per_second"] * row["time/step"]}
-            for row in rows
-        ]
-    counted = rows[work.warm :]
-    return Run([row["seconds"] for row in counted], [row["tokens"] for row in counted], memory.most)
+    if is_trl:
+        counted = rows[work.warm :]
+        return Run([row["seconds"] for row in counted], [row["tokens"] for row in counted], memory.most)
+    counted = [row for row in rows if "time/step" in row][work.warm :]
+    seconds = [row["time/step"] for row in counted]
+    return Run(
+        seconds, [row["throughput/tokens_per_second"] * row["time/step"] for row in counted], memory.most, counted
+    )
+
+
+def trl_command(work: Work, side: Side, folder: Path, file: Path) -> list[str]:
+    """Return the command that trains with TRL and writes a line for each step to `file`."""
+    names = ("algorithm", "model", "data", "reward", "prompts", "samples", "response_len", "steps", "lr", "micro_batch")
+    asked = {name: getattr(work, name) for name in names}
+    asked |= {"threads": side.cores, "bf16": side.bf16, "out": str(folder / "out"), "file": str(file)}
+    return [str(PEER), str(HERE / "trl_side.py"), json.dumps(asked)]
+
+
+def rlcore_command(work: Work, side: Side, folder: Path) -> list[str]:
+    """Return the command that trains with rlcore, in `folder`/run."""
+    command = [sys.executable, "-m", "rlcore.cli", "train", f"algo={work.algorithm}", "data=file"]
+    command += [setting.format(samples=work.samples) for setting in ALGORITHMS[work.algorithm]]
+    command += [f"model.path={work.model}", f"data.path={work.data}", f"reward.path={work.reward}:score"]
+    command += [f"data.batch_size={work.prompts}", "data.prompt_len=128"]
+    command += [f"rollout.response_len={work.response_len}", f"engine.lr={work.lr}"]
+    command += [f"trainer.total_steps={work.steps}", "trainer.eval_every=0", "tracker=none"]
+    return [*command, f"run.dir={folder / 'run'}", f"model.dtype={'bf16' if side.bf16 else 'fp32'}", *side.settings]
 
 
 class Memory(threading.Thread):
@@ -171,11 +196,7 @@ def figures(found: Mapping[str, Sequence[Run]]) -> list[Figure]:
 def quickstart() -> bool:
     """Measure the shipped model's small steps and write the results."""
     with tempfile.TemporaryDirectory() as folder:
-        splits = {split: problems(split) for split in ("train", "eval")}
-        for split, chosen in splits.items():
-            rows = [{"prompt": each.prompt, "answer": str(each.result)} for each in chosen]
-            write_rows(Path(folder) / f"{split}.jsonl", rows)
-        work = Work(str(TINY), folder, str(HERE / "sums.py"), prompts=16, response_len=16, steps=60, warm=10)
+        work = small_steps(Path(folder))
         sides = [
             Side(TRL, 1),
             Side("rlcore in process, 1 core", 1, ["cluster=in_process"]),
@@ -190,6 +211,14 @@ def quickstart() -> bool:
     return write("quickstart", "make bench B=quickstart", figures(found), bars, QUICKSTART)
 
 
+def small_steps(folder: Path) -> Work:
+    """Write the quickstart's data and return its work."""
+    for split in ("train", "eval"):
+        rows = [{"prompt": each.prompt, "answer": str(each.result)} for each in problems(split)]
+        write_rows(folder / f"{split}.jsonl", rows)
+    return Work(str(TINY), str(folder), str(HERE / "sums.py"), prompts=16, response_len=16, steps=60, warm=10)
+
+
 QUICKSTART = """\
 The shipped model (Qwen2, 1 M parameters), GRPO without a reference, 16 prompts x 8 samples, at most 16 new tokens,
 AdamW, one optimizer step a batch, fp32. TRL: one process, one thread on one core, Hugging Face generation, 128 rows in
@@ -199,30 +228,13 @@ scores in isolated processes and writes its metrics and samples; TRL does neithe
 
 def long_tail() -> bool:
     """Measure responses of very different length and write the results."""
-    numbers = random.Random(0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        alphabet = write_characters(folder / "model")
-        texts = ["".join(numbers.choices(alphabet, k=numbers.randint(4, 60))) for _ in range(400)]
-        write_rows(folder / "train.jsonl", [{"prompt": text, "answer": ""} for text in texts[1:]])
-        write_rows(folder / "eval.jsonl", [{"prompt": texts[0], "answer": ""}])
-        work = Work(
-            str(folder / "model"),
-            str(folder),
-            str(HERE / "digits.py"),
-            prompts=8,
-            response_len=512,
-            steps=4,
-            warm=1,
-            micro_batch=16,
-            lr=1e-6,
-        )
-        settings = ["cluster=in_process", "cluster.cpus_per_worker=2"]
+    with tempfile.TemporaryDirectory() as folder:
+        work = long_tails(Path(folder))
         sides = [
             Side(TRL, 2),
-            Side("rlcore in process", 2, settings),
+            Side("rlcore in process", 2, TWO_THREADS),
             Side(f"{TRL}, bf16", 2, bf16=True),
-            Side("rlcore in process, bf16", 2, settings, bf16=True),
+            Side("rlcore in process, bf16", 2, TWO_THREADS, bf16=True),
         ]
         found = alternate(work, sides, rounds=5)
     peer, ours, peer_bf16, ours_bf16 = (statistics.median(throughputs(found[side.name])) for side in sides)
@@ -233,6 +245,26 @@ def long_tail() -> bool:
         Bar("bf16: times TRL's tokens/s", ours_bf16 / peer_bf16, 4, at_least=True),
     ]
     return write("long_tail", "make bench B=long_tail", figures(found), bars, LONG_TAIL)
+
+
+def long_tails(folder: Path) -> Work:
+    """Write the long-tail workload's model and data and return its work."""
+    numbers = random.Random(0)
+    alphabet = write_characters(folder / "model")
+    texts = ["".join(numbers.choices(alphabet, k=numbers.randint(4, 60))) for _ in range(400)]
+    write_rows(folder / "train.jsonl", [{"prompt": text, "answer": ""} for text in texts[1:]])
+    write_rows(folder / "eval.jsonl", [{"prompt": texts[0], "answer": ""}])
+    return Work(
+        str(folder / "model"),
+        str(folder),
+        str(HERE / "digits.py"),
+        prompts=8,
+        response_len=512,
+        steps=4,
+        warm=1,
+        micro_batch=16,
+        lr=1e-6,
+    )
 
 
 LONG_TAIL = """\

@@ -43,7 +43,7 @@ def main(folder: str) -> None:
     executor = make_executor(config.cluster, log_dir=Path(folder))
     with executor:
         pools = [(planned, planned.open(executor)) for planned in plan(config, ROLES)]
-        roles = start_roles(config, executor, plugins, ROLES, StepClock(), pools)
+        roles, _ = start_roles(config, executor, plugins, ROLES, StepClock(), pools)
         side.serve({"call": lambda rounds: call(roles["ref"], roles["critic"], rounds)})
 
 

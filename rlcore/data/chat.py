@@ -165,7 +165,9 @@ class PromptEncoder:
         """Return the token ids of rendered prompts; the template has put in all special tokens, so none are added."""
         if not texts:
             return []
-        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
         return ids
 
     def _messages(self, prompt: str | Messages) -> Messages:

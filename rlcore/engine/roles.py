@@ -28,6 +28,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.balance import cut_by_cost
 from rlcore.protocol.glossary import check_fields
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
+from rlcore.workers.executor import Asked
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -312,10 +313,13 @@ def start_roles(
     pools: Sequence[tuple[PoolPlan, ResourcePool]],
     *,
     by_text: Collection[str] = (),
-) -> dict[str, RoleHandle]:
+    beside: Sequence[Asked] = (),
+) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    `by_text` names the reward models that read texts, as their tokenizer is another than the actor's.
+    `by_text` names the reward models that read texts, as their tokenizer is another than the actor's. `beside`: what
+    else to start, one worker class each, at the same time; their groups are returned too. Each has a method `start`,
+    not blocking, like the workers of the roles, and an error of theirs comes first.
     """
     setups = {
         name: RoleSetup(
@@ -338,13 +342,14 @@ def start_roles(
     classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
     sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
     started = executor.worker_groups(
-        [(pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets]
+        [*beside, *((pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets)]
     )
-    groups = {name: group for together in started for name, group in together.items()}
-    beside = {name: names for _, names in sets for name in names}
-    for loading in [group.start() for group in groups.values()]:
+    others = [group for together in started[: len(beside)] for group in together.values()]
+    groups = {name: group for together in started[len(beside) :] for name, group in together.items()}
+    mates = {name: names for _, names in sets for name in names}
+    for loading in [group.start() for group in [*others, *groups.values()]]:
         loading.get()
-    return {
+    handles = {
         name: RoleHandle(
             name,
             role,
@@ -352,8 +357,9 @@ def start_roles(
             config,
             clock,
             by_text=name in by_text,
-            leader=groups[role.follows] if role.follows is not None and role.follows not in beside[name] else None,
+            leader=groups[role.follows] if role.follows is not None and role.follows not in mates[name] else None,
             rollout=groups[ROLLOUT] if name == sampled else None,
         )
         for name, role in roles.items()
     }
+    return handles, others

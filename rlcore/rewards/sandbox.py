@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlcore.rewards.compose import WeightedReward
@@ -21,6 +21,7 @@ from rlcore.rewards.compose import WeightedReward
 FLOAT32_MAX = 3.4028234663852886e38
 _START_TIMEOUT = 120.0  # seconds to start Python and import what one function's file imports
 _POLL = 0.2  # seconds between looks at whether the process lives: a grandchild may hold its end of the pipe open
+_AHEAD = 16  # rows that are sent before the first of them is answered
 _MOST_REPLY = 2**28  # bytes; more than this is not an answer
 _LENGTH = struct.Struct("!Q")
 
@@ -47,6 +48,7 @@ class RewardProcess:
         self._memory_mb = memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] | None = None
+        self._received = bytearray()
 
     def start(self) -> None:
         """Start the process and load the functions, unless they are; RewardFailure when one cannot be loaded."""
@@ -62,9 +64,12 @@ class RewardProcess:
             env=_environment(),
         )
         self._end = weakref.finalize(self, _kill, self._process)
+        self._received = bytearray()
         for function in self._functions:
             try:
-                self._exchange(("load", function.data, function.batched, function.imports), _START_TIMEOUT)
+                with self._talking(_START_TIMEOUT) as pipe:
+                    pipe.send(("load", function.data, function.batched, function.imports))
+                    self._reply(pipe)
             except RewardFailure as failure:
                 self.close()
                 raise RewardFailure(
@@ -86,16 +91,60 @@ class RewardProcess:
         RewardFailure when it raises, hangs, dies or returns anything else; the process is then replaced if need be.
         """
         self.start()
-        rows = len(prompts)
-        request = (
-            "call",
-            function,
-            list(prompts),
-            list(responses),
-            list(answers),
-            {k: list(v) for k, v in columns.items()},
-        )
-        values = self._exchange(request, timeout).get("values")
+        with self._talking(timeout) as pipe:
+            pipe.send(_request(slice(None), function, prompts, responses, answers, columns))
+            return self._values(pipe, len(prompts))
+
+    def call_each(
+        self,
+        function: int,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        timeout: float,
+    ) -> Iterator[float | RewardFailure]:
+        """Yield the function's score of each row, called with that row alone and given `timeout` seconds for it.
+
+        A row without a score gives its failure, and the rows after it are scored nevertheless. Rows are sent ahead, so
+        that the process never waits for the next; those that a killed process had not come to go to its successor.
+        """
+        sent = 0
+        for row in range(len(prompts)):
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self.start()
+                    sent = row
+                with self._talking(timeout) as pipe:
+                    while sent < min(row + _AHEAD, len(prompts)):
+                        one = slice(sent, sent + 1)
+                        pipe.send(_request(one, function, prompts, responses, answers, columns))
+                        sent += 1
+                    (value,) = self._values(pipe, 1)
+                yield value
+            except RewardFailure as failure:
+                yield failure
+
+    def close(self) -> None:
+        """Kill the process, if there is one, with everything it started."""
+        if self._end is not None:
+            self._end()
+        self._process = None
+
+    @contextlib.contextmanager
+    def _talking(self, timeout: float) -> Iterator[_Pipe]:
+        """Give the process `timeout` seconds; RewardFailure when it hangs, and is killed, or ends."""
+        assert self._process is not None
+        try:
+            yield _Pipe(self._process, self._received, time.monotonic() + timeout)
+        except TimeoutError:
+            self.close()
+            raise RewardFailure(f"gave no answer within {timeout:g} s") from None
+        except EOFError:
+            raise RewardFailure(self._how_it_ended()) from None
+
+    def _values(self, pipe: _Pipe, rows: int) -> list[float]:
+        values = self._reply(pipe).get("values")
         if not isinstance(values, list) or len(values) != rows or not all(isinstance(v, float) for v in values):
             self.close()
             raise RewardFailure("sent no proper reply")
@@ -104,27 +153,11 @@ class RewardProcess:
                 raise RewardFailure(f"returned {value}, not a finite 32-bit number")
         return values
 
-    def close(self) -> None:
-        """Kill the process, if there is one, with everything it started."""
-        if self._end is not None:
-            self._end()
-        self._process = None
-
-    def _exchange(self, request: tuple[Any, ...], timeout: float) -> dict[str, Any]:
-        """Send one request and return the reply to it; RewardFailure when it is an error or does not come."""
-        assert self._process is not None
-        body = pickle.dumps(request, protocol=5)
-        pipe = _Pipe(self._process, time.monotonic() + timeout)
+    def _reply(self, pipe: _Pipe) -> dict[str, Any]:
+        """Return the reply to the oldest request; RewardFailure when it is an error."""
         try:
-            with contextlib.suppress(BrokenPipeError):  # the reply may still say why
-                pipe.send(_LENGTH.pack(len(body)) + body)
             (length,) = _LENGTH.unpack(pipe.receive(_LENGTH.size))
             reply = json.loads(pipe.receive(length)) if length <= _MOST_REPLY else None
-        except TimeoutError:
-            self.close()
-            raise RewardFailure(f"gave no answer within {timeout:g} s") from None
-        except EOFError:
-            raise RewardFailure(self._how_it_ended()) from None
         except ValueError:  # not JSON
             reply = None
         if not isinstance(reply, dict):
@@ -152,46 +185,69 @@ class RewardProcess:
         return f"ended its process by {signal.Signals(-status).name}{hint}"
 
 
+def _request(
+    rows: slice,
+    function: int,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    answers: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[Any, ...]:
+    chosen = [list(each[rows]) for each in (prompts, responses, answers)]
+    return ("call", function, *chosen, {name: list(values[rows]) for name, values in columns.items()})
+
+
 class _Pipe:
     """Reads and writes of a process's pipes that end at a deadline (TimeoutError) or with the process (EOFError)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], received: bytearray, deadline: float) -> None:
+        """`received`: what the process wrote and nobody has asked for yet; what comes meanwhile is kept there."""
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process = process
-        self._deadline = deadline
+        self._process, self._received, self._deadline = process, received, deadline
         self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
 
-    def send(self, data: bytes) -> None:
-        """Write all of `data`; BrokenPipeError when the other side is closed."""
-        rest = memoryview(data)
-        while rest:
-            self._wait(self._to, select.POLLOUT)
-            with contextlib.suppress(BlockingIOError):
-                rest = rest[os.write(self._to, rest) :]
+    def send(self, request: tuple[Any, ...]) -> None:
+        """Write a request. What cannot be written to a process that closed its end is let go: its reply says why."""
+        body = pickle.dumps(request, protocol=5)
+        rest = memoryview(_LENGTH.pack(len(body)) + body)
+        with contextlib.suppress(BrokenPipeError):
+            while rest:
+                # Read as well: a process that waits for room for its replies takes no more requests.
+                if self._wait((self._to, select.POLLOUT), (self._from, select.POLLIN)) == self._from:
+                    self._read()
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        rest = rest[os.write(self._to, rest) :]
 
     def receive(self, size: int) -> bytes:
         """Read exactly `size` bytes."""
-        data = bytearray()
-        while len(data) < size:
-            self._wait(self._from, select.POLLIN)
-            part = os.read(self._from, size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
+        while len(self._received) < size:
+            self._wait((self._from, select.POLLIN))
+            self._read()
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
 
-    def _wait(self, descriptor: int, event: int) -> None:
-        """Return when the descriptor is ready (or broken)."""
+    def _read(self) -> None:
+        part = os.read(self._from, 2**16)
+        if not part:
+            raise EOFError
+        self._received += part
+
+    def _wait(self, *events: tuple[int, int]) -> int:
+        """Return the first of the descriptors that is ready (or broken)."""
         poll = select.poll()
-        poll.register(descriptor, event)
-        while not poll.poll(1000 * max(0.0, min(_POLL, self._deadline - time.monotonic()))):
+        for descriptor, event in events:
+            poll.register(descriptor, event)
+        while not (ready := poll.poll(1000 * max(0.0, min(_POLL, self._deadline - time.monotonic())))):
             if self._process.poll() is not None:
                 raise EOFError
             if time.monotonic() >= self._deadline:
                 raise TimeoutError
+        return ready[0][0]
 
 
 _KEPT = frozenset(

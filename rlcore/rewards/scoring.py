@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +63,11 @@ class Rewards:
         by_function: dict[str, list[float]] = {}
         for number, function in enumerate(self.functions):
             scores = by_function[function.name] = [self._config.error_value] * rows
-            size = max(rows, 1) if function.batched else 1
-            for start in range(0, rows, size):
-                part = slice(start, start + size)
-                try:
-                    scores[part] = self._process.call(
-                        number,
-                        prompts[part],
-                        responses[part],
-                        answers[part],
-                        {name: values[part] for name, values in columns.items()},
-                        self._config.timeout * size,
-                    )
-                except RewardFailure as failure:
-                    for row in range(start, start + size):
-                        failures[row] = failures[row] or _account(function.name, failure)
+            for row, score in enumerate(self._scores(number, prompts, responses, answers, columns)):
+                if isinstance(score, RewardFailure):
+                    failures[row] = failures[row] or _account(function.name, score)
+                else:
+                    scores[row] = score
             for row, score in enumerate(scores):
                 totals[row] += function.weight * score
         for row, total in enumerate(totals):
@@ -87,6 +77,23 @@ class Rewards:
                 totals[row] = self._config.error_value
         _warn(failures)
         return Scored(totals, by_function, failures)
+
+    def _scores(
+        self,
+        number: int,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Iterable[float | RewardFailure]:
+        """Return a function's score of each row, or why there is none."""
+        timeout, rows = self._config.timeout, len(prompts)
+        if not self.functions[number].batched:
+            return self._process.call_each(number, prompts, responses, answers, columns, timeout)
+        try:
+            return self._process.call(number, prompts, responses, answers, columns, timeout * max(rows, 1))
+        except RewardFailure as failure:
+            return [failure] * rows
 
     def close(self) -> None:
         """Kill the process."""

@@ -35,7 +35,7 @@ class RewardWorker(Worker):
         """`functions` come from `rlcore.rewards.compose.resolve`."""
         self._rewards = Rewards(functions, config)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
         """Start the process; ConfigError when a function cannot be loaded on this host."""
         self._rewards.start()

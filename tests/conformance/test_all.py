@@ -14,6 +14,10 @@ SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
 """What an algorithm cannot do without; {scorer} is the folder of a model with one label."""
 
 
+OWN = {path.stem.removeprefix("rlcore_") for path in (ROOT / "algorithms").glob("*.py")}
+"""The algorithms that come with rlcore; those of plugins/ are slow."""
+
+
 def algorithms() -> dict[str, list[str]]:
     """Return the algorithms by name, with the file behind `-p` for one that is not installed."""
     found = {path.stem.removeprefix("rlcore_"): path for path in (ROOT / "algorithms").glob("*.py")}
@@ -40,7 +44,9 @@ def scorer(tmp_path_factory) -> str:
 @pytest.mark.e2e
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in algorithms()]
+)
 def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
     settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
     with Suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:

@@ -13,6 +13,7 @@ from rlcore.testing.checks import CHECKS
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
+@pytest.mark.slow  # docs/write_a_plugin.md runs the command on an algorithm that passes
 @pytest.mark.e2e
 @pytest.mark.ray
 @pytest.mark.timeout(600)

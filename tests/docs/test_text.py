@@ -139,7 +139,10 @@ def test_metrics_exist(page, seen):
 def tokens() -> set[str]:
     """Return all words of the sources, of the pages' own code, and the names of the benchmarks."""
     sources = [path for room in ("rlcore", "algorithms", "configs") for path in (ROOT / room).rglob("*.py")]
-    texts = [path.read_text() for path in [*sources, ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / "benchmarks/__main__.py"]]
+    texts = [
+        path.read_text()
+        for path in [*sources, ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / "benchmarks/__main__.py"]
+    ]
     texts += [text for page in PAGES for _, text in FENCE.findall(page.read_text())]
     return {word for text in texts for word in re.findall(r"\w+", text)}
 

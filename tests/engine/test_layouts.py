@@ -103,7 +103,7 @@ def test_filling_up_leaves_the_rows_as_they_are():
     filled = Packing.of(rows, total=9)
     assert filled.input_ids.tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0]
     assert filled.lengths.tolist() == [3, 1, 3, 2]
-    assert filled.longest == 3
+    assert [part.longest for part in filled.parts] == [3]
 
 
 class Bomb:

@@ -10,7 +10,9 @@ from rlcore.engine.train.packing import Packing
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")
-ROWS = [[5, 9, 11, 40, 41, 42, 7], [8], [30, 31, 32], [50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64]]
+PROMPT = [50, 51, 52, 53, 54]
+ROWS = [[5, 9, 11, 40, 41, 42, 7], [*PROMPT, 8], [8], [30, 31, 32], [*PROMPT, *range(55, 95)], PROMPT, [*PROMPT, 8, 9]]
+PROMPTS = [3, 5, 1, 3, 5, 5, 5]
 
 
 def load(folder, **options):
@@ -18,13 +20,11 @@ def load(folder, **options):
 
 
 def everything(model, temperature=1.0):
-    packing = Packing.of([torch.tensor(row) for row in ROWS])
-    select, labels, at = [], [], 0
-    for row in ROWS:
-        select += range(at, at + len(row) - 1)
-        labels += row[1:]
-        at += len(row)
-    return model(packing, torch.tensor(select), torch.tensor(labels), ("log_probs", "entropy"), temperature)
+    packing = Packing.of([torch.tensor(row) for row in ROWS], prompts=PROMPTS if model.folds else None)
+    rows = [(torch.tensor(number), torch.arange(len(row) - 1)) for number, row in enumerate(ROWS)]
+    select = torch.cat([packing.token(*row) for row in rows])
+    labels = torch.tensor([token for row in ROWS for token in row[1:]])
+    return model(packing, select, labels, ("log_probs", "entropy"), temperature)
 
 
 def reference(folder, temperature=1.0):
@@ -58,12 +58,27 @@ def test_log_probs_entropy_and_gradient_equal_the_plain_model(
 ):
     model = load(model_folder(kind))
     assert (model.packed, model.fused_head) == (packed, fused)
+    assert model.folds == packed
     want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature)
     got = everything(model, temperature)
     torch.testing.assert_close(got["log_probs"], want_log_probs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got["entropy"], want_entropy, rtol=1e-4, atol=1e-5)
     (got["log_probs"] + 0.3 * got["entropy"]).sum().backward()
     assert_close({name: p.grad for name, p in model.hf.named_parameters()}, want_grads, 1e-4)
+
+
+def test_prompts_that_rows_share_stand_once_and_rows_of_like_length_attend_together():
+    rows = [torch.tensor(row) for row in ROWS]
+    packing = Packing.of(rows, prompts=PROMPTS)
+    assert packing.input_ids.tolist() == [*ROWS[0], *PROMPT, 8, 8, *ROWS[3], *range(55, 95), 8, 9]
+    assert packing.positions.tolist() == [*range(7), *range(6), 0, *range(3), *range(5, 45), 5, 6]
+    assert sorted((part.rows, part.longest) for part in packing.parts) == [(1, 45), (6, 7)]
+    for number, row in enumerate(ROWS):
+        tokens = packing.token(torch.tensor(number), torch.arange(len(row)))
+        assert packing.input_ids[tokens].tolist() == row
+        assert packing.positions[tokens].tolist() == list(range(len(row)))
+    assert torch.equal(packing.unpad(*(part.lay(packing.input_ids) for part in packing.parts)), packing.input_ids)
+    assert sum(map(len, ROWS)) == len(Packing.of(rows).input_ids) > len(packing.input_ids)
 
 
 def test_padding_can_be_asked_for(model_folder):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.config import ModelConfig
 from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.rollout.hf import HFRollout
+from rlcore.engine.rollout.lean import LeanDecoder
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
 
@@ -151,28 +152,70 @@ def test_zero_rows_give_zero_rows(rollout):
     assert "rollout_log_probs" in out
 
 
-def test_prompts_that_a_group_shares_are_prefilled_once(model_folder, monkeypatch):
-    rollout = engine(model_folder())
-    seen = []
-    forward = rollout.hf.forward
-    monkeypatch.setattr(
-        rollout.hf, "forward", lambda **kwargs: seen.append(kwargs["input_ids"].shape) or forward(**kwargs)
-    )
+@pytest.fixture(params=["qwen2", "mistral-window"])
+def counted(request, model_folder, monkeypatch):
+    """An engine, and how many rows each of its forwards gets: of a model with a lean step, and of one without."""
+    rollout, rows = engine(model_folder(request.param)), []
+    forward, step = rollout.hf.forward, LeanDecoder.step
+    monkeypatch.setattr(rollout.hf, "forward", lambda **kw: rows.append(len(kw["input_ids"])) or forward(**kw))
+    monkeypatch.setattr(LeanDecoder, "step", lambda lean, new, *args: rows.append(len(new)) or step(lean, new, *args))
+    return rollout, rows
+
+
+def test_prompts_that_a_group_shares_are_prefilled_once(counted):
+    rollout, rows = counted
     rollout.generate(prompts(5, 4), Sampling(max_tokens=6))
-    assert seen[0][0] == 5  # 20 rows
-    assert all(shape[1] == 1 for shape in seen[1:])
-    assert seen[1][0] <= 20
+    assert rows[0] == 5
+    assert 5 < rows[1] <= 20
 
 
-def test_finished_rows_are_dropped_while_decoding(rollout, monkeypatch):
-    rows = []
-    forward = rollout.hf.forward
-    monkeypatch.setattr(
-        rollout.hf, "forward", lambda **kwargs: rows.append(len(kwargs["input_ids"])) or forward(**kwargs)
-    )
-    rollout.generate(prompts(8, 8), Sampling(max_tokens=150))
-    assert rows[1] == 64 > 2 * rows[-1]
-    assert rows[1:] == sorted(rows[1:], reverse=True)
+def test_finished_rows_are_dropped_at_once(counted):
+    rollout, rows = counted
+    out = rollout.generate(prompts(8, 8), Sampling(max_tokens=150))
+    lengths = out["response_length"]
+    going = [int((lengths > position).sum()) for position in range(1, 150)]
+    assert rows[1:] == [n for n in going if n]
+    assert rows[1] > 2 * rows[-1]
+
+
+def test_a_model_without_a_lean_step_says_so_once_and_one_that_is_off_is_found(model_folder, caplog, monkeypatch):
+    with caplog.at_level("INFO", "rlcore.engine.rollout.lean"):
+        engine(model_folder("qwen2"))
+        assert not caplog.records
+        engine(model_folder("mistral-window"))
+        assert "no fast form of sliding_attention is known" in caplog.text
+        monkeypatch.setattr(torch.Tensor, "roll", lambda values, *_: -values)
+        assert engine(model_folder("qwen2"))._lean is None
+        assert "its log-probs would be off by" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lean_step_is_the_modules_own(model_folder, kind, dtype):
+    """In bf16 it rounds where autocast does."""
+    hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32).eval()
+    before = {name: parameter.clone() for name, parameter in hf.named_parameters()}
+    lean = LeanDecoder.of(hf, dtype)
+    assert lean is not None
+    assert all(torch.equal(before[name], parameter) for name, parameter in hf.named_parameters())
+    assert lean.difference() < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+def test_the_lean_step_follows_the_weights(model_folder):
+    """An update in place, as of an optimizer, is seen without a word: there is no copy to be stale."""
+    hf = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"), dtype=torch.float32).eval()
+    rollout = engine(model_folder("qwen2"), shared=hf)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    assert rollout._lean.difference() < 1e-5
+    batch = prompts(3, 1)
+    out = rollout.generate(batch, Sampling(max_tokens=9, temperature=0.0))
+    for prompt, response in zip(batch["prompts"].to_list(), out["responses"].to_list(), strict=True):
+        ids = torch.cat([prompt, response])[None]
+        with torch.no_grad():
+            assert hf(input_ids=ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == response.tolist()
 
 
 def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(rollout, model_folder):

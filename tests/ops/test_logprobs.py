@@ -61,3 +61,45 @@ def test_no_positions_give_empty_results_and_zero_gradient():
     assert len(log_probs) == len(entropy) == 0
     log_probs.sum().backward()
     assert weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("used", ["log_probs", "entropy", "both"])
+def test_tiles_of_the_vocabulary_equal_dense_whichever_result_is_used(used, monkeypatch):
+    monkeypatch.setattr("rlcore.ops.logprobs.TILE", 12)  # chunks of 3 positions: 4 tokens of 11, and then 3
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    bias = torch.linspace(-3, 3, 11, requires_grad=True)  # so that the maximum moves from tile to tile
+    labels, upstream = torch.randint(0, 11, (7,)), torch.randn(2, 7)
+    results = {"log_probs": [0], "entropy": [1], "both": [0, 1]}[used]
+
+    def loss(pair):
+        return sum((upstream[i] * pair[i]).sum() for i in results)
+
+    got = chunked_log_probs(hidden, weight, labels, bias=bias, temperature=0.7, chunk=3)
+    dense = token_log_probs(torch.nn.functional.linear(hidden, weight, bias) / 0.7, labels)
+    inputs = [hidden, weight, bias]
+    for x, y in zip(
+        [*got, *torch.autograd.grad(loss(got), inputs)],
+        [*dense, *torch.autograd.grad(loss(dense), inputs)],
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_under_autocast_forward_and_backward_see_the_same_logits():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 32, requires_grad=True), torch.randn(50, 32, requires_grad=True)
+    labels = torch.randint(0, 50, (6,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs, entropy = chunked_log_probs(hidden, weight, labels)
+    # The same from logits that were rounded once, by the product in bf16.
+    rounded = (hidden.bfloat16() @ weight.bfloat16().T).float().detach().requires_grad_()
+    want = token_log_probs(rounded, labels)
+    torch.testing.assert_close(log_probs, want[0])
+    torch.testing.assert_close(entropy, want[1])
+    (of_logits,) = torch.autograd.grad(want[0].sum() + want[1].sum(), rounded)
+    got = torch.autograd.grad(log_probs.sum() + entropy.sum(), [hidden, weight])
+    of_logits = of_logits.bfloat16()
+    assert [grad.dtype for grad in got] == [torch.float32] * 2
+    torch.testing.assert_close(got[0], (of_logits @ weight.bfloat16()).float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(got[1], (of_logits.T @ hidden.bfloat16()).float(), rtol=0.02, atol=0.02)

@@ -34,6 +34,8 @@ def everything(prompt, response, answer, **columns):
 
 
 def misbehave(prompt, response, answer):
+    if response.startswith("shout"):
+        raise ValueError(response[6:])
     return ACTS[response]()
 
 

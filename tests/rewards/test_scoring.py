@@ -56,6 +56,13 @@ def score(rewards, responses, **columns):
     return rewards.score(["p"] * len(responses), responses, ["a"] * len(responses), columns)
 
 
+def test_rows_and_replies_that_fill_both_pipes_are_no_hang(make):
+    """Requests of many rows go out ahead of the replies, which here are long as well."""
+    responses = ["shout " + "\u00fc" * 40_000] * 40
+    scored = score(make("misbehave", timeout=5.0), responses)
+    assert all(failure["cause"].startswith("raised ValueError: \u00fc\u00fc") for failure in scored.failures)
+
+
 def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbours(make):
     causes = {
         "raise": 'raised ValueError: cannot judge "this"',

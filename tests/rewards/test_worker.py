@@ -41,7 +41,7 @@ def start(request):
             pool = executor.resource_pool(workers, cpus_per_worker=1, gpus_per_worker=0.0)
             rewards = resolve(config, "arithmetic", INSTALLED)
             group = executor.worker_group(pool, ClassWithInitArgs(RewardWorker, rewards, config), name="reward")
-            group.start()
+            group.start().get()
             return group
 
         yield build

@@ -14,6 +14,7 @@ from rlcore.config import ModelConfig
 from rlcore.engine.reshard.meter import Group
 from rlcore.engine.rollout.base import RolloutEngine, Sampling
 from rlcore.engine.rollout.cache import BufferedCache
+from rlcore.engine.rollout.lean import LeanDecoder
 from rlcore.engine.rollout.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout.sampling import sample_tokens
 from rlcore.engine.rollout.tensor_shards import TensorShards
@@ -57,6 +58,10 @@ class HFRollout(RolloutEngine):
             self.hf.to(device).eval()
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
+        self._lean: LeanDecoder | None = None
+        if tensor_group is None:
+            with self._generating():
+                self._lean = LeanDecoder.of(self.hf, self.dtype)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         ends = end_tokens(self.hf.generation_config, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -105,7 +110,7 @@ class HFRollout(RolloutEngine):
         self.hf.config._attn_implementation = self.attention
         self.hf.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad():
                 yield
         finally:
             self.hf.config._attn_implementation = implementation
@@ -119,70 +124,94 @@ class HFRollout(RolloutEngine):
 
     def _decode(self, prompts: list[Tensor], noise: Tensor, sampling: Sampling) -> list[Response]:
         """Sample one response for each prompt; `noise` is [rows, max_tokens]."""
-        logits, cache, mask, row_of_prompt = self._prefill(prompts, sampling.max_tokens)
-        rows = [Response() for _ in prompts]
+        sampled = _Sampled(len(prompts), sampling, self.end_ids, self.tokenizer)
+        logits, cache, lengths, mask = self._prefill(prompts, sampling.max_tokens)
+        padded = bool((mask < 0).any())
+        end = mask.shape[1] - sampling.max_tokens
         live = torch.arange(len(prompts), device=self.device)
-        cache.pick(row_of_prompt)
-        logits, mask = logits[row_of_prompt], mask[row_of_prompt]
-        length = mask.shape[1] - sampling.max_tokens
         for position in range(sampling.max_tokens):
             banned = self.end_ids if position < sampling.min_tokens else None
             tokens, log_probs = sample_tokens(logits, noise[live, position], sampling, banned)
-            ended = self._book(rows, live, tokens, log_probs, position, sampling)
-            if bool(ended.all()) or position + 1 == sampling.max_tokens:
+            ended = sampled.book(live, position, tokens, log_probs)
+            going = len(live) - int(ended.sum())
+            if not going or position + 1 == sampling.max_tokens:
                 break
-            if int(ended.sum()) * 8 >= len(live):
-                keep = (~ended).nonzero().squeeze(-1)
-                cache.pick(keep)
-                live, tokens, mask = live[keep], tokens[keep], mask[keep]
-            mask[:, length + position] = True
-            positions = mask.sum(-1, keepdim=True) - 1
-            logits = self._forward(tokens[:, None], mask[:, : length + position + 1], positions, cache)
-        return rows
+            if going < len(live):
+                # Rows that go on move to where others ended, so that nearly all stay where they are.
+                holes = ended[:going].nonzero().squeeze(-1)
+                fillers = going + (~ended[going:]).nonzero().squeeze(-1)
+                cache.drop(holes, fillers, going)
+                for each in (live, tokens, lengths, mask):
+                    each[holes] = each[fillers]
+                live, tokens, lengths, mask = live[:going], tokens[:going], lengths[:going], mask[:going]
+            seen = mask[:, : end + position + 1]
+            if self._lean is not None:
+                logits = self._lean.step(tokens, lengths + position, seen if padded else None, cache)
+            else:
+                logits = self._forward(tokens[:, None], seen, (lengths + position)[:, None], cache)
+        return sampled.responses()
 
     def _prefill(self, prompts: list[Tensor], max_tokens: int) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
-        """Run each different prompt once, padded on the left.
+        """Run each different prompt once, padded on the left, and hand what it gave to all of its rows.
 
-        Returns the logits of the next token [prompts, vocab], the cache, the mask [prompts, longest + max_tokens] of
-        real tokens, and int64 [rows]: which of the prompts is each row's.
+        Returns by row: the logits of the next token [rows, vocab], the cache, the prompts' lengths int64 [rows], and
+        the mask fp32 [rows, longest + max_tokens]: -inf where there is padding, else 0.
         """
         different: dict[tuple[int, ...], int] = {}
-        row_of_prompt = torch.tensor([different.setdefault(tuple(p.tolist()), len(different)) for p in prompts])
-        longest = max(len(prompt) for prompt in different)
+        rows = torch.tensor([different.setdefault(tuple(p.tolist()), len(different)) for p in prompts])
+        lengths = torch.tensor([len(prompt) for prompt in different])
+        longest = int(lengths.max())
+        slots = torch.arange(longest + max_tokens)
+        mask = torch.zeros(len(different), len(slots)).masked_fill(slots < (longest - lengths)[:, None], float("-inf"))
         ids = torch.zeros(len(different), longest, dtype=torch.int64)
-        mask = torch.zeros(len(different), longest + max_tokens, dtype=torch.bool)
         for row, prompt in enumerate(different):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) : longest] = True
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, longest + max_tokens)
-        positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
-        logits = self._forward(ids, mask[:, :longest], positions, cache)
-        return logits, cache, mask, row_of_prompt.to(self.device)
+        positions = (slots[:longest] - (longest - lengths)[:, None]).clamp(min=0)
+        rows, lengths, mask = rows.to(self.device), lengths.to(self.device), mask.to(self.device)
+        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, len(slots))
+        logits = self._forward(ids.to(self.device), mask[:, :longest], positions.to(self.device), cache)
+        if self._lean is not None:
+            self._lean.prepare(len(slots), self.device)
+        cache.pick(rows, self.dtype if self._lean is not None else None)
+        return logits[rows], cache, lengths[rows], mask[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: BufferedCache) -> Tensor:
-        out = self.hf(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._autocast():
+            out = self.hf(
+                input_ids=ids,
+                attention_mask=(mask == 0).long(),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return out.logits[:, -1]
 
-    def _book(
-        self, rows: list[Response], live: Tensor, tokens: Tensor, log_probs: Tensor, position: int, sampling: Sampling
-    ) -> Tensor:
-        """Append the new tokens to rows that go on and return bool [live]: which rows have ended (now or before)."""
-        is_end = torch.isin(tokens, self.end_ids).tolist()
-        ended = []
-        for row, token, log_prob, end in zip(live.tolist(), tokens.tolist(), log_probs.tolist(), is_end, strict=True):
-            state = rows[row]
-            if not state.finished:
-                state.tokens.append(token)
-                state.log_probs.append(log_prob)
-                may_stop = position + 1 >= sampling.min_tokens
-                state.finished = end or (may_stop and ends_with_stop(state.tokens, sampling.stop, self.tokenizer))
-            ended.append(state.finished)
-        return torch.tensor(ended, device=self.device)
+
+class _Sampled:
+    """The tokens and log-probs of all rows, [rows, max_tokens] each, and which rows have ended after how many."""
+
+    def __init__(self, rows: int, sampling: Sampling, end_ids: Tensor, tokenizer: Any) -> None:
+        device = end_ids.device
+        self.sampling, self.end_ids, self.tokenizer = sampling, end_ids, tokenizer
+        self.tokens = torch.zeros(rows, sampling.max_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(rows, sampling.max_tokens, device=device)
+        self.lengths = torch.full((rows,), sampling.max_tokens, dtype=torch.int64, device=device)
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def book(self, live: Tensor, position: int, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Append a token to the rows `live` int64 [live] and return bool [live]: which of them end with it."""
+        self.tokens[live, position], self.log_probs[live, position] = tokens, log_probs
+        ended = (tokens[:, None] == self.end_ids).any(-1)
+        if self.sampling.stop and position + 1 >= self.sampling.min_tokens:
+            so_far = self.tokens[live, : position + 1].tolist()
+            stops = [ends_with_stop(row, self.sampling.stop, self.tokenizer) for row in so_far]
+            ended = ended | torch.tensor(stops, device=ended.device)
+        self.finished[live] = ended
+        self.lengths[live[ended]] = position + 1
+        return ended
+
+    def responses(self) -> list[Response]:
+        """Return all rows."""
+        rows = zip(*(each.tolist() for each in (self.tokens, self.log_probs, self.lengths, self.finished)), strict=True)
+        return [Response(tokens[:n], log_probs[:n], finished) for tokens, log_probs, n, finished in rows]

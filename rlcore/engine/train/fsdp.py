@@ -155,20 +155,21 @@ class FSDPEngine(TrainEngine):
         the last token of each row, [rows]. In a pipeline `finish` is called on the last stage alone. `is_last`: nothing
         more goes backward before the optimizer's step, so copies of the weights add up their gradients.
         """
-        device, at_end = self.ranks.device, self.kind == "reward"
+        device = self.ranks.device
+        form = {"at_end": self.kind == "reward", "folded": self.model.folds}
         if self._pipeline is None:
             for index, part in enumerate(parts):
                 if backward and self.mesh.copies > 1:
                     self.root.set_requires_all_reduce(is_last and index + 1 == len(parts))  # type: ignore[operator]
-                chosen = Selection.of(part, at_end=at_end, device=device)
+                chosen = Selection.of(part, **form, device=device)
                 with self._autocast():
                     flat = self.model(chosen.packing, chosen.select, chosen.labels, needs, self.temperature)
                 loss = finish(part, flat)
                 if backward:
                     loss.backward()  # type: ignore[no-untyped-call]
             return
-        total = total_tokens(parts, at_end=at_end)
-        selections = [Selection.of(part, at_end=at_end, device=device, total=total) for part in parts]
+        total = total_tokens(parts, **form)
+        selections = [Selection.of(part, **form, device=device, total=total) for part in parts]
 
         def read(index: int, hidden: Tensor) -> Tensor:
             chosen = selections[index]

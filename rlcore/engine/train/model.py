@@ -70,19 +70,25 @@ class PackedModel(nn.Module, ABC):
 
     def _run(self, module: nn.Module, packing: Packing, hidden: Tensor | None = None) -> Any:
         if not self.packed:
-            ids = packing.pad(packing.input_ids)
-            mask = packing.pad(torch.ones_like(packing.input_ids))
-            positions = torch.arange(packing.longest, device=ids.device)[None].expand(packing.rows, -1)
+            (rows,) = packing.parts
+            steps = torch.arange(rows.longest, device=packing.lengths.device)[None]
+            mask = (steps < packing.lengths[:, None]).long()
+            positions = steps.expand(rows.rows, -1)
+            ids = rows.lay(packing.input_ids) * mask
             return module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        packs_itself = self.attention == PACKED_ATTENTION
         tokens = {"input_ids": packing.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         return module(
             **tokens,
             attention_mask=None,
             position_ids=packing.positions[None],
             use_cache=False,
-            **({"packing": packing} if packs_itself else packing.flash_kwargs()),
+            **({"packing": packing} if self.folds else packing.flash_kwargs()),
         )
+
+    @property
+    def folds(self) -> bool:
+        """Whether it reads packings in which shared prompts stand once; kernels for variable lengths do not."""
+        return self.packed and self.attention == PACKED_ATTENTION
 
     @property
     def attention(self) -> str:
@@ -287,9 +293,12 @@ def _pack(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor]
 def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor]) -> Tensor:
     device = next(model.parameters()).device
     ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
-    packing = Packing.of([ids[:5] % model.vocab_size, ids[5:] % model.vocab_size]).to(device)
-    select = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 10], device=device)
-    labels = packing.input_ids.index_select(0, select + 1)
+    ids = ids % model.vocab_size
+    rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]  # which begin alike
+    packing = Packing.of(rows, prompts=[3, 3] if model.folds else None)
+    select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
+    labels = torch.cat([row[1:] for row in rows]).to(device)
+    packing, select = packing.to(device), select.to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.attention.startswith("flash")):
         return read(model, packing, select, labels)
 

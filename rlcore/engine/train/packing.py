@@ -1,14 +1,16 @@
 """Sequences laid end to end, without padding, and the attention that keeps them apart.
 
 Every layer of a decoder but attention acts on each token alone, so the packed form [1, tokens, hidden] costs exactly
-the tokens that exist. For attention on backends without a variable-length kernel, queries, keys and values are laid out
-[rows, longest] just there: padding stands on the right, where a causal row never looks, so no mask is needed.
+the tokens that exist. A prompt that several rows begin with is the same in each of them, in every layer, as no token
+sees what comes after it: it need only be there once, and gradients from all the rows meet in it. For attention on
+backends without a variable-length kernel, queries, keys and values are laid out [rows, longest] just there, rows of
+like length together: padding stands on the right, where a causal row never looks, so no mask is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,51 +21,105 @@ PACKED_ATTENTION = "rlcore_packed"
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Where each token of a packed batch belongs.
+class Padded:
+    """Some rows of a packing laid out [rows, longest]: of each place the packed token, int64 [rows * longest].
 
-    `input_ids` int64 [tokens]; `lengths` int64 [rows]; `positions` int64 [tokens], from 0 in each row; `slots` int64
-    [tokens], each token's place in a [rows * longest] layout.
+    Places on the right of a row's end hold token 0, whose value there is of no meaning.
     """
 
-    input_ids: Tensor
-    lengths: Tensor
-    positions: Tensor
-    slots: Tensor
+    tokens: Tensor
     rows: int
     longest: int
 
+    def lay(self, values: Tensor) -> Tensor:
+        """Lay out packed `values` [tokens, ...] as [rows, longest, ...]."""
+        return values.index_select(0, self.tokens).view(self.rows, self.longest, *values.shape[1:])
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each token of a packed batch belongs.
+
+    `input_ids` int64 [tokens]; `positions` int64 [tokens], from 0 in each row; `lengths` int64 [rows]. Of row i the
+    first `shared[i]` tokens are those of row `owners[i]`, and the others begin at token `starts[i]`, int64 [rows] each.
+    `parts` are layouts that together hold all rows; laid end to end they have packed token j at place `places[j]`.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    lengths: Tensor
+    starts: Tensor
+    shared: Tensor
+    owners: Tensor
+    parts: tuple[Padded, ...]
+    places: Tensor
+
     @staticmethod
-    def of(sequences: list[Tensor], total: int = 0) -> Packing:
-        """Pack int64 sequences, each [length] with length >= 1; filled up to `total` tokens with rows of zeros."""
-        longest, missing = max(map(len, sequences)), total - sum(map(len, sequences))
+    def of(sequences: Sequence[Tensor], total: int = 0, prompts: Sequence[int] | None = None) -> Packing:
+        """Pack int64 sequences, each [length] with length >= 1; filled up to `total` tokens with rows of zeros.
+
+        `prompts`: how long each row's prompt is. Then prompts that are equal stand once, and rows of like length are a
+        layout of their own; otherwise all rows are one layout.
+        """
+        folded = prompts is not None
+        heads = [0] * len(sequences) if prompts is None else list(map(min, prompts, map(len, sequences)))
+        first: dict[bytes, int] = {}
+        owners = [
+            first.setdefault(row[:head].numpy().tobytes(), i) if head else i
+            for i, (row, head) in enumerate(zip(sequences, heads, strict=True))
+        ]
+        shared = [0 if owner == i else head for i, (owner, head) in enumerate(zip(owners, heads, strict=True))]
+        tails = [row[begin:] for row, begin in zip(sequences, shared, strict=True)]
+        longest, missing = max(map(len, sequences)), total - sum(map(len, tails))
         filler = [torch.zeros(min(longest, missing - at), dtype=torch.int64) for at in range(0, missing, longest)]
-        sequences = [*sequences, *filler]
-        lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
-        longest = int(lengths.max())
-        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-        slots = torch.repeat_interleave(torch.arange(len(sequences)) * longest, lengths) + positions
-        return Packing(torch.cat(sequences), lengths, positions, slots, len(sequences), longest)
+        lengths = [*map(len, sequences), *map(len, filler)]
+        own = torch.tensor([*map(len, tails), *map(len, filler)])
+        owners_, shared_ = (
+            torch.tensor([*values, *more])
+            for values, more in ((owners, range(len(sequences), len(lengths))), (shared, [0] * len(filler)))
+        )
+        packing = Packing(
+            input_ids=torch.cat([*tails, *filler]),
+            positions=torch.zeros(0),
+            lengths=torch.tensor(lengths),
+            starts=own.cumsum(0) - own,
+            shared=shared_,
+            owners=owners_,
+            parts=(),
+            places=torch.zeros(0),
+        )
+        return packing._laid_out(own, alike(lengths) if folded else [list(range(len(lengths)))])
+
+    def _laid_out(self, own: Tensor, groups: list[list[int]]) -> Packing:
+        """Add positions, and a layout for each group of rows; `own` int64 [rows]: tokens that stand at each row."""
+        row_of = torch.repeat_interleave(own)
+        positions = torch.arange(len(row_of)) - self.starts[row_of] + self.shared[row_of]
+        base = torch.zeros_like(own)  # where each row's first place is
+        parts, at = [], 0
+        for rows in map(torch.tensor, groups):
+            longest = int(self.lengths[rows].max())
+            base[rows] = at + torch.arange(len(rows)) * longest
+            steps = torch.arange(longest)
+            tokens = self.token(rows[:, None], steps).masked_fill(steps >= self.lengths[rows][:, None], 0)
+            parts.append(Padded(tokens.flatten(), len(rows), longest))
+            at += len(rows) * longest
+        return replace(self, positions=positions, parts=tuple(parts), places=base[row_of] + positions)
+
+    def token(self, rows: Tensor, steps: Tensor) -> Tensor:
+        """Return the packed tokens, int64, that stand at `steps` of `rows`, int64 of shapes that go together."""
+        before = self.starts[self.owners[rows]] + steps
+        return torch.where(steps < self.shared[rows], before, self.starts[rows] + steps - self.shared[rows])
 
     def to(self, device: torch.device) -> Packing:
         """Return the same packing on `device`."""
-        return Packing(
-            self.input_ids.to(device),
-            self.lengths.to(device),
-            self.positions.to(device),
-            self.slots.to(device),
-            self.rows,
-            self.longest,
-        )
+        moved = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "parts"}
+        parts = tuple(Padded(part.tokens.to(device), part.rows, part.longest) for part in self.parts)
+        return Packing(parts=parts, **moved)
 
-    def pad(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Lay out packed `values` [tokens, ...] as [rows, longest, ...], `fill` on the right."""
-        out = values.new_full((self.rows * self.longest, *values.shape[1:]), fill)
-        return out.index_copy(0, self.slots, values).view(self.rows, self.longest, *values.shape[1:])
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """Take the tokens [tokens, ...] back out of [rows, longest, ...]."""
-        return padded.reshape(self.rows * self.longest, *padded.shape[2:]).index_select(0, self.slots)
+    def unpad(self, *padded: Tensor) -> Tensor:
+        """Take the tokens [tokens, ...] back out of all layouts, [rows, longest, ...] each."""
+        flat = [part.reshape(-1, *part.shape[2:]) for part in padded]
+        return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, self.places)
 
     def flash_kwargs(self) -> dict[str, Any]:
         """Return the arguments by which transformers hands variable lengths to flash attention kernels."""
@@ -71,8 +127,8 @@ class Packing:
         return {
             "cu_seq_lens_q": ends,
             "cu_seq_lens_k": ends,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+            "max_length_q": int(self.lengths.max()),
+            "max_length_k": int(self.lengths.max()),
         }
 
 
@@ -94,12 +150,26 @@ def packed_attention(
     """
     if packing is None:
         raise ValueError(f"{type(module).__name__} did not hand the packing on to its attention function")
-    q, k, v = (packing.pad(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=packing.longest > 1)
-    return packing.unpad(out.transpose(1, 2))[None], None
+    by_token = [each[0].transpose(0, 1) for each in (query, key, value)]
+    groups = query.shape[1] // key.shape[1]
+    read = []
+    for part in packing.parts:
+        q, k, v = (part.lay(each).transpose(1, 2) for each in by_token)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=part.longest > 1)
+        read.append(out.transpose(1, 2))
+    return packing.unpad(*read)[None], None
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Group rows of like length, longest first: none is shorter than half of its group's longest, or 16 tokens."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not groups or 2 * max(lengths[row], 16) < lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def register_packed_attention() -> Callable[..., Any]:

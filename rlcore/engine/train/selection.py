@@ -25,29 +25,26 @@ class Selection:
     labels: Tensor
 
     @staticmethod
-    def of(batch: DataProto | None, *, at_end: bool, device: torch.device, total: int = 0) -> Selection:
-        """Pack the rows' prompts and responses, filled up to `total` tokens.
+    def of(batch: DataProto | None, *, at_end: bool, folded: bool, device: torch.device, total: int = 0) -> Selection:
+        """Pack the rows' prompts and responses, `folded` as Packing does with prompts, filled up to `total` tokens.
 
         None stands for a rank without rows, which still has to take part in the collectives: zeros, one output.
         """
         rows = row_tokens(batch, at_end=at_end)
-        packing = Packing.of(rows, total)
         if batch is None:
+            packing = Packing.of(rows, total)
             select = labels = torch.zeros(1, dtype=torch.int64)
             return Selection(packing.to(device), select.to(device), labels.to(device))
-        labels = batch.view("responses").values
+        prompts, lengths = batch.view("prompts").lengths, batch.view("responses").lengths
+        packing = Packing.of(rows, total, prompts.tolist() if folded else None)
         if at_end:
-            select = packing.lengths[: len(rows)].cumsum(0) - 1
+            select = packing.token(torch.arange(len(rows)), prompts + lengths - 1)
         else:
             # Before the first token of the response stands the prompt's last, which predicts it.
-            prompts, lengths = batch.view("prompts").lengths.tolist(), batch.view("responses").lengths.tolist()
-            starts = packing.lengths.cumsum(0) - packing.lengths
-            spans = [
-                torch.arange(prompt - 1, prompt - 1 + length) + start
-                for prompt, length, start in zip(prompts, lengths, starts.tolist(), strict=False)
-            ]
-            select = torch.cat(spans)
-        return Selection(packing.to(device), select.to(device), labels.to(device))
+            row_of = torch.repeat_interleave(lengths)
+            steps = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
+            select = packing.token(row_of, prompts[row_of] - 1 + steps)
+        return Selection(packing.to(device), select.to(device), batch.view("responses").values.to(device))
 
 
 def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
@@ -64,6 +61,8 @@ def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
     return [torch.cat([p, r])[: max(1, len(p) + len(r) - 1)] for p, r in rows]
 
 
-def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool) -> int:
+def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, folded: bool) -> int:
     """Return how many tokens the largest micro-batch has."""
-    return max(sum(map(len, row_tokens(part, at_end=at_end))) for part in parts)
+    cpu = torch.device("cpu")
+    selections = [Selection.of(part, at_end=at_end, folded=folded, device=cpu) for part in parts]
+    return max(len(each.packing.input_ids) for each in selections)

@@ -14,8 +14,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
 from rlcore.engine.ranks import Ranks
 from rlcore.errors import CheckpointError
@@ -23,6 +21,11 @@ from rlcore.errors import CheckpointError
 
 def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Write plain tensors and DTensors, each rank its own parts, into `folder`; those that several have, once."""
+    from torch.distributed.checkpoint import (
+        hf_storage,
+        state_dict_saver,
+    )  # a second of imports, that no start waits for
+
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _run(state_dict_saver.save, "written", tensors, folder, ranks, storage_writer=writer)
 
@@ -32,11 +35,15 @@ def load(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
     Raises CheckpointError for files that cannot be read and names that are not there.
     """
+    from torch.distributed.checkpoint import hf_storage, state_dict_loader
+
     reader = hf_storage.HuggingFaceStorageReader(str(folder))
     _run(state_dict_loader.load, "read", tensors, folder, ranks, storage_reader=reader)
 
 
 def _run(function: Any, done: str, tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, **how: Any) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is, with one rank
