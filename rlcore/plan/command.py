@@ -14,6 +14,7 @@ from rlcore.config import Config
 from rlcore.config.build import build
 from rlcore.engine.placement import REWARD, ROLLOUT, PoolSettings, sampled_role
 from rlcore.engine.size import size_of
+from rlcore.engine.train.layouts import engine_of
 from rlcore.errors import ConfigError
 from rlcore.plan.devices import devices
 from rlcore.plan.overrides import experiment, values
@@ -94,7 +95,9 @@ def _pools(config: Config) -> dict[str, PoolSettings]:
 
 def _fixed(config: Config, problem: Problem) -> Fixed:
     """Return what the config has chosen already. Raises ConfigError for choices that cannot be."""
-    engine, chosen = config.engine, {name: (pp, tp) for name, (pp, tp) in config.engine.layouts.items()}
+    engine = config.engine
+    laid_out = {name: engine_of(engine, name) for name in engine.layouts}
+    chosen = {name: (own.pp, own.tp) for name, own in laid_out.items()}
     if engine.pp > 1 or engine.tp > 1:
         chosen = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT} | chosen
     pools: dict[frozenset[str], int | None] = {}

@@ -24,6 +24,9 @@ class Devices:
     profile: Profile
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.count} {self.profile.name}"
+
     @cached_property
     def allocations(self) -> list[int]:
         """The sizes that a pool can have: powers of two below a machine, and whole machines."""

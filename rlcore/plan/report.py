@@ -19,7 +19,7 @@ RUNNERS_UP = 4
 def text(plans: Sequence[Plan], config: Config, given: Sequence[str]) -> str:
     """Return the best plan in full, the next ones in a line each, and what runs the best: `given` and its overrides."""
     best = plans[0]
-    devices = " + ".join(f"{each.count} {each.profile.name}" for each in best.problem.devices)
+    devices = " + ".join(map(str, best.problem.devices))
     work = best.problem.work
     lines = [
         f"{config.algorithm} on {devices}: {work.prompts} prompts a step of {work.lengths.prompt} tokens, responses of "

@@ -90,18 +90,18 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[Roles, ...]]:
             yield (*smaller[:index], (first, *pool), *smaller[index + 1 :])
 
 
-def fits(problem: Problem) -> bool:
-    """Whether any placement fits: each pool on the fewest devices that it needs of some kind, and all by number."""
+def fewest(problem: Problem) -> int | None:
+    """Return on how few of its devices some placement fits, each pool on the kind that it needs least of; or None."""
     options = Options(problem)
-    total = sum(each.count for each in problem.devices)
+    total, best = sum(each.count for each in problem.devices), None
     for sets in placements(problem):
         needed = 0
         for roles in (tuple(role for role in problem.roles if role in one) for one in sets):
             sizes = [options.smallest(roles, kind) for kind in range(len(problem.devices))]
             needed += min((size for size in sizes if size is not None), default=total + 1)
-        if needed <= total:
-            return True
-    return False
+        if needed <= (total if best is None else best):
+            best = needed
+    return best
 
 
 def placements(problem: Problem) -> Iterator[tuple[Roles, ...]]:

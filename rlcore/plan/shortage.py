@@ -13,7 +13,7 @@ MOST_DEVICES = 4096
 
 def does_not_fit(problem: Problem, shortages: Iterable[Shortage]) -> str:
     """Return the message for a problem of which no placement fits."""
-    devices = " and ".join(f"{each.count} {each.profile.name}" for each in problem.devices)
+    devices = " and ".join(map(str, problem.devices))
     lines = [f"no placement of {', '.join(problem.roles)} fits on {devices}:"]
     # A set of roles is short of no more than those that it is a part of.
     short = sorted(shortages, key=lambda each: (len(each.roles), -each.count))
@@ -48,7 +48,7 @@ def _line(problem: Problem, short: Shortage) -> str:
 
 def changes(problem: Problem) -> Iterator[str]:
     """Give changes that would fit, each by itself, the smallest first."""
-    from rlcore.plan.search import fits
+    from rlcore.plan.search import fewest
 
     work = problem.work
     tokens = work.micro_batch_tokens or 65536
@@ -66,14 +66,9 @@ def changes(problem: Problem) -> Iterator[str]:
     if work.dtype_bytes == 4:
         settings.append(("model.dtype=bf16", replace(work, dtype_bytes=2)))
     for name, changed in settings:
-        if fits(replace(problem, work=changed)):
+        if fewest(replace(problem, work=changed)) is not None:
             yield name
     last = problem.devices[-1]
-    count = max(last.count, 1)
-    while count <= MOST_DEVICES:
-        count = count * 2 if count < last.profile.per_machine else count + max(last.profile.per_machine, count // 8)
-        count -= count % last.profile.per_machine if count > last.profile.per_machine else 0
-        more = (*problem.devices[:-1], Devices(last.profile, count))
-        if fits(replace(problem, devices=more)):
-            yield f"{count} {last.profile.name} in place of {last.count} (cluster.gpus)"
-            return
+    more = Devices(last.profile, MOST_DEVICES)
+    if (count := fewest(replace(problem, devices=(more,)))) is not None:
+        yield f"{count} {last.profile.name} in place of {' and '.join(map(str, problem.devices))} (cluster.gpus)"

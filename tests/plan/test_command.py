@@ -139,7 +139,7 @@ def test_auto_pools_run(tmp_path, capsys):
     ("overrides", "message"),
     [
         (["cluster.gpus=0"], "cluster.gpus = 0 is out of bounds: it must be at least 1"),
-        (["cluster.gpus=8", "cluster.device=a100"], "'a100' is no device profile. Did you mean 'a100-80g'?"),
+        (["cluster.gpus=8", "cluster.device=a100"], "'a100' is no device profile."),
         (["cluster.gpus=8", "cluster.device=h100:4+h200:8"], "cluster.gpus = 8, but cluster.device = h100:4+h200:8"),
         (["cluster.device=h100:0+h200:8"], "must be NAME, or NAME:COUNT with counts from 1"),
         (["cluster.device=h100:8+cpu:8"], "processor cores and GPUs cannot be planned together"),
@@ -166,7 +166,7 @@ def test_a_model_that_fits_nowhere(capsys, given, tmp_path):
     assert "no placement of actor, critic, ref fits on 8 a100-80g" in text
     assert "GB short" in text
     assert "The smallest change that would fit: " in text
-    assert "a100-80g in place of 8 (cluster.gpus)" in text
+    assert "a100-80g in place of 8 a100-80g (cluster.gpus)" in text
 
 
 def test_experts_are_refused(plugins, given, tmp_path):
