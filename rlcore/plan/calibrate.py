@@ -59,7 +59,7 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
     name = config.cluster.device or devices.HERE
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"cluster.device = {name!r} cannot be a profile's name: use letters, digits, - and _")
-    (found,) = devices.devices(replace(config.cluster, device=None, gpus=None))
+    (found,) = devices.devices(replace(config.cluster, device=None, gpus=None))  # all of this machine
     measured = measure(config, plugins, found)
     path = STORED.expanduser() / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _small(config: Config, gpus: float) -> Config:
     parts: dict[str, Any] = {
         "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, layouts={}),
         "rollout": replace(config.rollout, min_tokens=config.rollout.response_len, tp=1, batch_size=MANY),
-        "cluster": replace(config.cluster, executor="ray", pools={}, gpus_per_worker=gpus),
+        "cluster": replace(config.cluster, pools={}, gpus_per_worker=gpus),
         "trainer": replace(config.trainer, rollouts_ahead=0),
     }
     return replace(config, **parts)
