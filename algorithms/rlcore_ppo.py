@@ -207,10 +207,11 @@ class PPO(Algorithm):
         batch = self._with_advantages(run, batch)
         epochs, mini_batches = self.config.epochs, self.config.mini_batches
         of_critic = run.critic.update(batch, loss=critic_loss, epochs=epochs, mini_batches=mini_batches)
-        metrics = {f"critic/{name.rpartition('/')[2]}": value for name, value in of_critic.items()}
+        of_actor: Mapping[str, Any] = {}
         if run.step > self.config.critic_warmup:
-            metrics |= run.actor.update(batch, loss=actor_loss, epochs=epochs, mini_batches=mini_batches)
-        return metrics
+            of_actor = run.actor.update(batch, loss=actor_loss, epochs=epochs, mini_batches=mini_batches)
+        # Both are under way before either is read: on two pools they run at the same time.
+        return {f"critic/{name.rpartition('/')[2]}": value for name, value in of_critic.items()} | dict(of_actor)
 
     def _with_advantages(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with `rewards`, `advantages` and `returns`, which are made where the rows are."""

@@ -33,8 +33,8 @@ def write_llama(folder: Path) -> list[torch.Size]:
     return [parameter.shape for parameter in model.parameters()]
 
 
-def write_characters(folder: Path, *, hidden: int = 256) -> list[str]:
-    """Write a random Qwen2 of 8 layers and 8 heads with 80 tokens, of which 74 are characters; return those."""
+def write_characters(folder: Path, *, hidden: int = 256, layers: int = 8) -> list[str]:
+    """Write a random Qwen2 of 8 heads with 80 tokens, of which 74 are characters; return those."""
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = [chr(code) for code in range(33, 127)][: 80 - len(special)]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *characters])}, merges=[]))
@@ -49,7 +49,7 @@ def write_characters(folder: Path, *, hidden: int = 256) -> list[str]:
         vocab_size=80,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=1024,

@@ -230,18 +230,22 @@ class SafeRLHF(Algorithm):
 
     def _update(self, run: Run, batch: DataProto) -> dict[str, float]:
         epochs, mini_batches = self.config.epochs, self.config.mini_batches
-        metrics: dict[str, float] = {}
+        of_critics: dict[str, Mapping[str, float]] = {}
         for name, critic, prefix in (("critic", run.critic, ""), ("cost_critic", run.cost_critic, "safe_rlhf_cost_")):
             own = [f"{prefix}values", f"{prefix}returns"]
             rows = batch.select(["prompts", "responses", "response_mask", *own], ["uid"], [])
             rows = rows.rename(own, ["values", "returns"])
-            found = critic.update(rows, loss=value_loss, epochs=epochs, mini_batches=mini_batches)
-            metrics.update({f"{name}/{key.rpartition('/')[2]}": value for key, value in found.items()})
+            of_critics[name] = critic.update(rows, loss=value_loss, epochs=epochs, mini_batches=mini_batches)
         items: list[tuple[DataProto, Loss, float]] = [(batch, policy_loss, 1.0)]
         if self.config.ptx_path is not None:
             texts = run.next_prompts("ptx")
             items.append((texts.union(run.encode(texts, "answer")), ptx_loss, self.config.ptx_coef))
-        return metrics | run.actor.update(items, epochs=epochs, mini_batches=mini_batches)
+        of_actor = run.actor.update(items, epochs=epochs, mini_batches=mini_batches)
+        # All three are under way before any is read: on several pools they run at the same time.
+        metrics: dict[str, float] = {}
+        for name, found in of_critics.items():
+            metrics.update({f"{name}/{key.rpartition('/')[2]}": value for key, value in found.items()})
+        return metrics | dict(of_actor)
 
 
 @hookimpl

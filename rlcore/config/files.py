@@ -71,7 +71,7 @@ def same_run(a: Config, b: Config) -> list[str]:
 
 
 _INCIDENTAL = re.compile(
-    r"(run|tracker)\..*|cluster\.(address|start_timeout|workers)|engine\.(pp|tp|dp|shard)"
+    r"(run|tracker)\..*|cluster\.(address|start_timeout|workers|device|gpus)|engine\.(pp|tp|dp|shard|layouts.*)"
     r"|trainer\.(keep_checkpoints|samples_per_step)"
 )
 

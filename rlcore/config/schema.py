@@ -124,6 +124,9 @@ class EngineConfig:
     pp: int = option(1, "pipeline stages, each with a run of the decoder layers", min=1)
     tp: int = option(1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1)
     dp: int = option(0, "data-parallel places, each with rows of its own; 0: workers / (pp * tp)", min=0)
+    layouts: dict[str, list[int]] = option(
+        {}, "[pp, tp] of single roles, as {critic: [1, 2]}; the others have `pp` and `tp`"
+    )
     shard: int = option(
         0, "data-parallel places that share one copy of the weights (FSDP); 0: all of them, 1: a copy for each", min=0
     )
@@ -187,9 +190,17 @@ class ClusterConfig:
     workers: int = option(2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1)
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
     gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
-    pools: dict[str, Any] = option(
-        {}, "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md)"
+    pools: Literal["auto"] | dict[str, Any] = option(
+        {},
+        "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md); "
+        "`auto`: as `rlcore plan` finds best (docs/plan.md)",
     )
+    device: str | None = option(
+        None,
+        "what is planned for: a device profile's name or file, or several with their numbers, as h100:8+a100-80g:16 "
+        "(default: what is found)",
+    )
+    gpus: int | None = option(None, "devices that are planned for (default: those that are found)", min=1)
     colocate: Literal["fused", "fractional"] = option(
         "fused", "roles of one pool share a process, or are processes that share its places and take turns"
     )

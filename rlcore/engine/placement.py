@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlcore.config import Config, option
 from rlcore.config.build import build
 from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.train.layouts import check_layout, layout_of
+from rlcore.engine.train.layouts import check_layout, engine_of, layout_of
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.workers import Executor, ResourcePool
@@ -78,6 +78,8 @@ def plan(config: Config, roles: Mapping[str, Role]) -> list[PoolPlan]:
     cannot be read, and as `check_plans` does.
     """
     cluster = config.cluster
+    if cluster.pools == "auto":
+        raise ConfigError("cluster.pools=auto is planned by `rlcore train`; here, write what `rlcore plan` found best")
     listed = cluster.pools or ({"main": [*roles]} if roles else {})
     plans = [_planned(name, spelled, config) for name, spelled in listed.items()]
     if not any(REWARD in pool.roles for pool in plans):
@@ -111,13 +113,19 @@ def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
 
 def only(config: Config, roles: Mapping[str, Role]) -> Config:
     """Return the config with pools for these roles alone, for who runs some of a run's roles, none of them training."""
-    kept = {}
-    for name, spelled in config.cluster.pools.items():
+    kept: dict[str, Any] = {}
+    listed = {} if config.cluster.pools == "auto" else config.cluster.pools
+    for name, spelled in listed.items():
         whole = _planned(name, spelled, config)
         if here := [role for role in whole.roles if role in roles or role == REWARD]:
             kept[name] = {**(spelled if isinstance(spelled, Mapping) else {}), "roles": here}
-    trainer = replace(config.trainer, rollouts_ahead=0)
-    return replace(config, cluster=replace(config.cluster, pools=kept), trainer=trainer)
+    layouts = {name: layout for name, layout in config.engine.layouts.items() if name in roles}
+    return replace(
+        config,
+        cluster=replace(config.cluster, pools=kept),
+        engine=replace(config.engine, layouts=layouts),
+        trainer=replace(config.trainer, rollouts_ahead=0),
+    )
 
 
 def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Config) -> None:
@@ -138,6 +146,11 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
                 raise ConfigError(f"cluster.pools: {name!r} is in {twice}; it can be in one, once")
             home[name] = pool.name
         _check_places(pool, in_process=config.cluster.executor == "in_process")
+    if unknown := [name for name in config.engine.layouts if name not in roles]:
+        raise ConfigError(
+            f"engine.layouts has {unknown[0]!r}, which this run has not.{did_you_mean(unknown[0], roles)} "
+            f"Its roles: {', '.join(roles) or 'none'}"
+        )
     if missing := [name for name in roles if name not in home]:
         raise ConfigError(
             f"cluster.pools has no place for {', '.join(missing)}; add each to one of the pools "
@@ -155,13 +168,21 @@ def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, 
     if not models or config.engine.name != "fsdp":
         return
     try:
-        layout = layout_of(config.engine, pool.workers)
         for name in models:
-            check_layout(replace(config.model, path=roles[name].model or config.model.path), config.engine, layout)
-        if any(roles[name].generates for name in models) and not sampled_elsewhere:
-            GenerationLayout(layout, tp=config.rollout.tp)
+            engine = engine_of(config.engine, name)
+            layout = layout_of(engine, pool.workers)
+            check_layout(replace(config.model, path=roles[name].model or config.model.path), engine, layout)
+            if roles[name].generates and not sampled_elsewhere:
+                GenerationLayout(layout, tp=config.rollout.tp)
     except ConfigError as error:
         raise ConfigError(f"pool {pool.name}, {', '.join(models)}: {error}") from None
+    for name in models:
+        leader = roles[name].follows
+        if leader in models and engine_of(config.engine, name) != engine_of(config.engine, leader):
+            raise ConfigError(
+                f"pool {pool.name}: {name} follows {leader} and takes over its weights place by place, so "
+                f"engine.layouts must give both the same [pp, tp]; or put {name} into another pool"
+            )
 
 
 def _check_shards(pool: PoolPlan, config: Config) -> None:

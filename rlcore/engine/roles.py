@@ -18,6 +18,7 @@ from rlcore.engine.rollout.base import Sampling
 from rlcore.engine.rollout_copy import RolloutCopy
 from rlcore.engine.texts import MESSAGES, TEXTS
 from rlcore.engine.train.base import GIVES, Importance, UpdateItem
+from rlcore.engine.train.layouts import engine_of
 from rlcore.engine.train.microbatch import column_values, update_plan
 from rlcore.engine.weights import Sender
 from rlcore.errors import DataError
@@ -324,7 +325,7 @@ def start_roles(
         name: RoleSetup(
             role=role,
             model=replace(config.model, path=role.model or config.model.path),
-            engine=replace(config.engine, lr=config.engine.lr if role.lr is None else role.lr),
+            engine=replace(engine_of(config.engine, name), lr=config.engine.lr if role.lr is None else role.lr),
             rollout=config.rollout,
             create_train=plugins.train_engines()[config.engine.name].create,
             create_rollout=plugins.rollout_engines()[config.rollout.name].create,

@@ -157,3 +157,14 @@ def what_ray_has() -> str:
     has = [f"{total.get(kind, 0.0):g} {kind} ({free.get(kind, 0.0):g} free)" for kind in SHOWN_AMOUNTS]
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     return f"Ray has {' and '.join(has)} on {nodes} node{'s' if nodes != 1 else ''}"
+
+
+def accelerators() -> tuple[dict[str, int], int]:
+    """Return the GPUs of the nodes that are alive by the resource that names their kind, and the cores of all nodes."""
+    kinds: Counter[str] = Counter()
+    nodes = alive_nodes()
+    for node in nodes:
+        if gpus := int(node.total.get("GPU", 0)):
+            marks = [kind for kind in node.total if kind.startswith("accelerator_type:")]
+            kinds[marks[0] if marks else "a GPU of a kind that Ray does not know"] += gpus
+    return dict(kinds), int(sum(node.total.get("CPU", 0) for node in nodes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,19 @@ from rlcore.errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Entries of transformers' tensor-parallel plans that are understood; embeddings are left whole on every rank."""
+
+
+def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
+    """Return the engine's config for one role, whose `pp` and `tp` are those of `engine.layouts` if it is there.
+
+    Raises ConfigError for a layout that is not two numbers from 1.
+    """
+    if role not in engine.layouts:
+        return engine
+    asked = engine.layouts[role]
+    if len(asked) != 2 or min(asked) < 1:
+        raise ConfigError(f"engine.layouts.{role} = {asked} must be [pp, tp], two numbers from 1, as in [1, 2]")
+    return replace(engine, pp=asked[0], tp=asked[1], dp=0)
 
 
 def layout_of(engine: EngineConfig, workers: int) -> Layout:

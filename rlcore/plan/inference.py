@@ -1,0 +1,32 @@
+"""What a forward without gradient takes: log-probs, values, scores; and moving weights from one role to another.
+
+It is the forward of rlcore.plan.training: a third of an update's operations, two all-reduces a layer where there are
+tensor shards, one gather of sharded weights, and the pipeline's bubble.
+"""
+
+from __future__ import annotations
+
+from rlcore.engine.layout import Layout
+from rlcore.engine.size import ModelSize
+from rlcore.plan.dataflow import Call
+from rlcore.plan.profile import Profile
+from rlcore.plan.training import pass_seconds
+from rlcore.plan.workload import Workload
+
+
+def forward_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload, profile: Profile) -> float:
+    """Return the seconds of a forward over a call's rows."""
+    count, rows = work.micro_batches(work.rows(call) / layout.dp, layout.pp)
+    return pass_seconds(size, layout, rows, count, work, profile, backward=False)
+
+
+def weights_seconds(size: ModelSize, layout: Layout, profile: Profile, *, apart: bool) -> float:
+    """Return the seconds of taking over another role's weights, in fp32.
+
+    In one process each rank copies its part. `apart`: from another pool, where every rank reads the whole model, at the
+    rate of the network.
+    """
+    if not apart:
+        return 3 * 4 * size.parameters / layout.world_size / profile.memory_rate
+    rate = min(profile.link, profile.network / min(profile.per_machine, layout.world_size))
+    return 4 * size.parameters / rate
