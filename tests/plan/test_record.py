@@ -65,7 +65,7 @@ def test_every_installed_algorithm_can_be_recorded(plugins):
         assert any(call.method == "update" and call.rows > 0 for stage in flow.stages for call in stage), name
 
 
-STRANGER = '''
+STRANGER = """
 from rlcore import Algorithm, AlgorithmSpec, Role, hookimpl
 from rlcore.ops import masked_sum, needs, objective
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class Stranger(Algorithm):
 @hookimpl
 def rlcore_algorithm():
     return AlgorithmSpec("stranger", Stranger)
-'''
+"""
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_strangers_plugin_is_recorded_without_a_line_of_its_own(stranger):
 
 def test_a_step_that_fails_says_so_and_leaves_random_numbers_alone(stranger):
     before = random.getstate(), torch.get_rng_state()
-    with pytest.raises(ConfigError, match="algo=stranger cannot be recorded .* ValueError: something of its own"):
+    with pytest.raises(ConfigError, match=r"algo=stranger cannot be recorded .* ValueError: something of its own"):
         record(compose(["algo=stranger", "algo.fails=true"], stranger), stranger)
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
