@@ -107,7 +107,8 @@ def _start(executor: Executor, config: Config, plugins: PluginManager, workers: 
     config = replace(config, cluster=replace(config.cluster, pools=pools))
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
     opened = [(planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD,)]
-    return list(start_roles(config, executor, plugins, roles, StepClock(1), opened).values())
+    handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
+    return list(handles.values())
 
 
 class _Prober(Worker):

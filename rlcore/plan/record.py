@@ -102,7 +102,7 @@ def _open(config: Config, folder: Path, plugins: PluginManager, roles: Mapping[s
         pool = executor.resource_pool(1)
         scorers = executor.worker_group(pool, ClassWithInitArgs(_Scorer, config.reward.pass_score), name="reward")
         clock = StepClock()
-        handles = start_roles(config, executor, _WithHeads(plugins), tiny, clock, pools)  # type: ignore[arg-type]
+        handles, _ = start_roles(config, executor, _WithHeads(plugins), tiny, clock, pools)  # type: ignore[arg-type]
         judge = Judge(config.judge, executor)
         run = _RecordedRun(config, folder, clock, handles, scorers, judge, {}, named_scores(rewards, config.reward))
         run.tape = tape
