@@ -63,7 +63,7 @@ class Side:
     bf16: bool = False
 
 
-TWO_THREADS = ("cluster=in_process", "cluster.cpus_per_worker=2")
+TWO_THREADS = ("cluster=in_process", "cluster.cpus_per_worker=2", "engine.micro_batch_tokens=2048")
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def long_tails(folder: Path) -> Work:
         str(HERE / "digits.py"),
         prompts=8,
         response_len=512,
-        steps=4,
+        steps=2,
         warm=1,
         micro_batch=16,
         lr=1e-6,
@@ -271,8 +271,8 @@ LONG_TAIL = """\
 A random-weight Qwen2 of 8 layers, hidden 256, intermediate 1024, 8 heads, 2 key-value heads, 80 characters, so that
 response lengths are geometric with a mean near 64; 8 prompts of 8 to 64 tokens x 8 samples, at most 512 new tokens,
 GRPO without a reference, one optimizer step a batch. Both sides on the same two cores with two threads, rlcore in
-process. TRL's micro-batches are of 16 rows, rlcore's as it cuts them by default. Tokens/s: prompt and response tokens
-of the counted steps (the first of each run does not count) by their seconds. Memory: the most proportional set size of
+process. TRL's micro-batches are of 16 rows, rlcore's of at most 2,048 tokens. Tokens/s: prompt and response tokens of
+the second of a run's two steps by its seconds. Memory: the most proportional set size of
 all processes of the run, seen twice a second."""
 
 
