@@ -237,15 +237,17 @@ def _with_role_figures(
         tokens, answers = rows * work.lengths.row, rows * work.lengths.response
         return size.layers * size.layer_flops(tokens, work.lengths.context) + size.head_flops(answers)
 
-    peak = profile.flops(work.dtype_bytes)
     span = flops(MANY) - flops(FEW)
     forward = span / max(times[f"log_probs {MANY}"] - times[f"log_probs {FEW}"], 1e-9)
     trained = 3 * span / max(times[f"update {MANY}"] - times[f"update {FEW}"], 1e-9)
+    # What products of one size reached is no bound for all.
+    peak = max(profile.flops(work.dtype_bytes), forward, trained)
     host = max(times[f"log_probs {FEW}"] - flops(FEW) / forward, 0.0) / size.layers
     profile = replace(
         profile,
-        forward=min(forward / peak, 1.0),
-        training=min(trained / peak, 1.0),
+        **{"flops_bf16" if work.dtype_bytes == 2 else "flops_fp32": peak},  # type: ignore[arg-type]
+        forward=forward / peak,
+        training=trained / peak,
         layer_seconds=host,
         optimizer_seconds=0.0,
         call_seconds=max(statistics.median(calls), 0.0),
