@@ -58,7 +58,7 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "'trian' is no command. Did you mean 'train'? Commands: train, eval, plugins, new-plugin, config, hello",
+            "'trian' is no command. Did you mean 'train'? Commands: train, plan, eval, plugins, new-plugin, config, hello",
         ),
         (["train", "algo=ecko"], "algo=ecko is unknown. Did you mean 'echo'?"),
         (["train", *ECHO, "data=ridles"], "data=ridles is unknown. Did you mean 'riddles'?"),
@@ -151,8 +151,8 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train eval plugins new-plugin config"),
-        ("rlcore pl", "plugins"),
+        ("rlcore ", "train plan eval plugins new-plugin config"),
+        ("rlcore pl", "plan plugins"),
         ("rlcore train algo=gr", "algo=grpo"),
         ("rlcore train algo=grpo clus", "cluster. cluster="),
         ("rlcore train cluster=", "cluster=in_process cluster=local"),
