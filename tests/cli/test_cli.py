@@ -58,7 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "'trian' is no command. Did you mean 'train'? Commands: train, plan, eval, plugins, new-plugin, config, hello",
+            "'trian' is no command. Did you mean 'train'? Commands: train, plan, eval, plugins, new-plugin, config, "
+            "hello",
         ),
         (["train", "algo=ecko"], "algo=ecko is unknown. Did you mean 'echo'?"),
         (["train", *ECHO, "data=ridles"], "data=ridles is unknown. Did you mean 'riddles'?"),
