@@ -22,8 +22,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that _Loader would read as a number."""
+    """Quotes the text that _Loader would read as a number, and escapes what only YAML holds for line breaks."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Return the node of a text."""
+        breaks = any(character in data for character in "\x85\u2028\u2029")
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))

@@ -27,6 +27,9 @@ text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12) | st.sam
         "a: b",
         "-",
         "é",
+        "\x85",
+        "\u2028 ",
+        "\u2029",
     ]
 )
 positive = st.floats(min_value=0.0, allow_infinity=True, allow_nan=False)
