@@ -237,9 +237,13 @@ def _with_role_figures(
         tokens, answers = rows * work.lengths.row, rows * work.lengths.response
         return size.layers * size.layer_flops(tokens, work.lengths.context) + size.head_flops(answers)
 
+    def growth(method: str) -> float:
+        """Seconds that more rows took. Noise and what a call takes anyhow can hide them, but never most of them."""
+        few, many = (times[f"{method} {rows}"] for rows in (FEW, MANY))
+        return max(many - few, many * (1 - FEW / MANY) / 2)
+
     span = flops(MANY) - flops(FEW)
-    forward = span / max(times[f"log_probs {MANY}"] - times[f"log_probs {FEW}"], 1e-9)
-    trained = 3 * span / max(times[f"update {MANY}"] - times[f"update {FEW}"], 1e-9)
+    forward, trained = span / growth("log_probs"), 3 * span / growth("update")
     # What products of one size reached is no bound for all.
     peak = max(profile.flops(work.dtype_bytes), forward, trained)
     host = max(times[f"log_probs {FEW}"] - flops(FEW) / forward, 0.0) / size.layers
