@@ -154,10 +154,11 @@ def _plan(argv: list[str]) -> int:
 
         _show(f"wrote {calibrate(config, plugins)}")
         return 0
+    target = command.experiment_file(options.save) if options.save else None
     lengths = command.read_lengths(options.lengths, config.rollout.response_len) if options.lengths else []
     plans = command.make_plans(config, plugins, lengths=lengths, objective=options.objective)
-    if options.save:
-        command.save(plans[0], config, Path(options.save))
+    if target is not None:
+        command.save(plans[0], config, target)
     given = [word for word in options.overrides if not word.startswith(("cluster.gpus=", "cluster.device="))]
     as_json = options.json
     _show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))

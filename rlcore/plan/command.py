@@ -162,10 +162,15 @@ def apply(plan: Plan, config: Config) -> Config:
     return replace(config, **parts)
 
 
+def experiment_file(name: str) -> Path:
+    """Return the path of an experiment to be written. Raises ConfigError for one that is no YAML file."""
+    if Path(name).suffix != ".yaml":
+        raise ConfigError(f"--save {name}: an experiment is a file NAME.yaml, as configs/experiment/big.yaml")
+    return Path(name)
+
+
 def save(plan: Plan, config: Config, path: Path) -> None:
     """Write the plan as an experiment, `experiment=NAME` in a folder DIR/experiment for `--config-dir DIR`."""
-    if path.suffix != ".yaml":
-        raise ConfigError(f"--save {path}: an experiment is a file NAME.yaml, as configs/experiment/big.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     content = yaml.safe_dump(experiment(plan, config), sort_keys=False, width=110)
     path.write_text(
