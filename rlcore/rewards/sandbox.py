@@ -21,7 +21,7 @@ from rlcore.rewards.compose import WeightedReward
 FLOAT32_MAX = 3.4028234663852886e38
 _START_TIMEOUT = 120.0  # seconds to start Python and import what one function's file imports
 _POLL = 0.2  # seconds between looks at whether the process lives: a grandchild may hold its end of the pipe open
-_AHEAD = 16  # rows that are sent before the first of them is answered
+_AHEAD = 16  # calls that are sent before the first of them is answered
 _MOST_REPLY = 2**28  # bytes; more than this is not an answer
 _LENGTH = struct.Struct("!Q")
 
@@ -77,25 +77,7 @@ class RewardProcess:
                     failure.traceback,
                 ) from None
 
-    def call(
-        self,
-        function: int,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        answers: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
-        timeout: float,
-    ) -> list[float]:
-        """Return the function's scores of these rows, one finite float each, within `timeout` seconds.
-
-        RewardFailure when it raises, hangs, dies or returns anything else; the process is then replaced if need be.
-        """
-        self.start()
-        with self._talking(timeout) as pipe:
-            pipe.send(_request(slice(None), function, prompts, responses, answers, columns))
-            return self._values(pipe, len(prompts))
-
-    def call_each(
+    def scores(
         self,
         function: int,
         prompts: Sequence[str],
@@ -104,26 +86,35 @@ class RewardProcess:
         columns: Mapping[str, Sequence[Any]],
         timeout: float,
     ) -> Iterator[float | RewardFailure]:
-        """Yield the function's score of each row, called with that row alone and given `timeout` seconds for it.
+        """Yield the function's score of each row, a finite float, or why there is none.
 
-        A row without a score gives its failure, and the rows after it are scored nevertheless. Rows are sent ahead, so
-        that the process never waits for the next; those that a killed process had not come to go to its successor.
+        A batched function is called with all rows and has `timeout` seconds times the rows, any other is called row by
+        row. A call that raises, hangs, dies or returns anything else fails, and the rows after it are scored
+        nevertheless. Calls are sent ahead, so that the process never waits for the next; those that a killed process
+        had not come to go to its successor.
         """
+        rows = len(prompts)
+        size = max(rows, 1) if self._functions[function].batched else 1
+        calls = [slice(start, start + size) for start in range(0, rows, size)]
         sent = 0
-        for row in range(len(prompts)):
-            try:
-                if self._process is None or self._process.poll() is not None:
-                    self.start()
-                    sent = row
-                with self._talking(timeout) as pipe:
-                    while sent < min(row + _AHEAD, len(prompts)):
-                        one = slice(sent, sent + 1)
-                        pipe.send(_request(one, function, prompts, responses, answers, columns))
-                        sent += 1
-                    (value,) = self._values(pipe, 1)
-                yield value
-            except RewardFailure as failure:
-                yield failure
+        try:
+            for number in range(len(calls)):
+                values: Sequence[float | RewardFailure]
+                try:
+                    if self._process is None or self._process.poll() is not None:
+                        self.start()
+                        sent = number
+                    with self._talking(timeout * size) as pipe:
+                        for part in calls[sent : number + _AHEAD]:
+                            pipe.send(_request(part, function, prompts, responses, answers, columns))
+                            sent += 1
+                        values = self._values(pipe, size)
+                except RewardFailure as failure:
+                    values = [failure] * size
+                yield from values
+        except BaseException:  # the replies to what was sent ahead are for nobody else
+            self.close()
+            raise
 
     def close(self) -> None:
         """Kill the process, if there is one, with everything it started."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class Rewards:
         by_function: dict[str, list[float]] = {}
         for number, function in enumerate(self.functions):
             scores = by_function[function.name] = [self._config.error_value] * rows
-            for row, score in enumerate(self._scores(number, prompts, responses, answers, columns)):
+            scored = self._process.scores(number, prompts, responses, answers, columns, self._config.timeout)
+            for row, score in enumerate(scored):
                 if isinstance(score, RewardFailure):
                     failures[row] = failures[row] or _account(function.name, score)
                 else:
@@ -77,23 +78,6 @@ class Rewards:
                 totals[row] = self._config.error_value
         _warn(failures)
         return Scored(totals, by_function, failures)
-
-    def _scores(
-        self,
-        number: int,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        answers: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Iterable[float | RewardFailure]:
-        """Return a function's score of each row, or why there is none."""
-        timeout, rows = self._config.timeout, len(prompts)
-        if not self.functions[number].batched:
-            return self._process.call_each(number, prompts, responses, answers, columns, timeout)
-        try:
-            return self._process.call(number, prompts, responses, answers, columns, timeout * max(rows, 1))
-        except RewardFailure as failure:
-            return [failure] * rows
 
     def close(self) -> None:
         """Kill the process."""

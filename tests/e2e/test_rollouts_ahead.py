@@ -45,7 +45,9 @@ def test_each_step_samples_with_the_weights_of_two_steps_before(train_here, tmp_
     trained = [(row, age) for row, age in zip(steps, behind, strict=True) if row["train/optimizer_steps"]]
     for row, age in trained:
         assert row["rollout/staleness"] == row["rollout/staleness_max"] == age
-        assert (abs(row["train/importance_weight"] - 1.0) < 1e-6) == (age == 0)
+        weight = row["train/importance_weight"]
+        # The engines' log-probs of the same weights differ by rounding; of older ones the truncated ratio falls.
+        assert abs(weight - 1.0) < 1e-6 if age == 0 else weight < 0.99
     assert {True, False} == {age > 0 for _, age in trained}
 
 

@@ -212,6 +212,7 @@ def test_the_lean_step_follows_the_weights(model_folder):
     assert rollout._lean.difference() < 1e-5
     batch = prompts(3, 1)
     out = rollout.generate(batch, Sampling(max_tokens=9, temperature=0.0))
+    assert rollout._lean._weights == rollout._lean._head == [], "nothing is held while the module trains"
     for prompt, response in zip(batch["prompts"].to_list(), out["responses"].to_list(), strict=True):
         ids = torch.cat([prompt, response])[None]
         with torch.no_grad():

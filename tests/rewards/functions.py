@@ -33,6 +33,10 @@ def everything(prompt, response, answer, **columns):
     return 1.0 if sorted(columns) == ["extra", "uid"] else 0.0
 
 
+def index_of(prompt, response, answer):
+    return float(response)
+
+
 def misbehave(prompt, response, answer):
     if response.startswith("shout"):
         raise ValueError(response[6:])

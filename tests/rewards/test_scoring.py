@@ -63,6 +63,16 @@ def test_rows_and_replies_that_fill_both_pipes_are_no_hang(make):
     assert all(failure["cause"].startswith("raised ValueError: \u00fc\u00fc") for failure in scored.failures)
 
 
+def test_replies_to_rows_that_nobody_waits_for_reach_nobody_else(make):
+    rewards = make("index_of")
+    process = rewards._process
+    rows = list(map(str, range(40)))
+    first = process.scores(0, rows, rows, rows, {}, 5.0)
+    assert [next(first), next(first)] == [0.0, 1.0]
+    first.close()  # 16 more were sent
+    assert list(process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0)) == list(map(float, range(20, 40)))
+
+
 def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbours(make):
     causes = {
         "raise": 'raised ValueError: cannot judge "this"',

@@ -94,7 +94,8 @@ class HFRollout(RolloutEngine):
         # Rows with the same prompt stand together, and prompts of like length do.
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row].tolist()))
         done: dict[int, Response] = {}
-        with self._generating():
+        longest = max(map(len, prompts), default=0) + sampling.max_tokens
+        with self._generating(), nullcontext() if self._lean is None else self._lean.ready(longest, self.device):
             for start in range(0, len(order), self.batch_size):
                 rows = order[start : start + self.batch_size]
                 noise = uniform_noise(torch.tensor([keys[r] for r in rows]), 0, sampling.max_tokens).to(self.device)
@@ -170,8 +171,6 @@ class HFRollout(RolloutEngine):
         rows, lengths, mask = rows.to(self.device), lengths.to(self.device), mask.to(self.device)
         cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, len(slots))
         logits = self._forward(ids.to(self.device), mask[:, :longest], positions.to(self.device), cache)
-        if self._lean is not None:
-            self._lean.prepare(len(slots), self.device)
         cache.pick(rows, self.dtype if self._lean is not None else None)
         return logits[rows], cache, lengths[rows], mask[rows]
 

@@ -8,7 +8,8 @@ queries, and nothing is made twice. Only what a probe finds to give the module's
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,8 +75,10 @@ class LeanDecoder:
         self._key_heads = self._heads // self._groups
         for layer in base.layers:
             for modules in _linears(layer):
-                lay_together(*modules)
+                if len(modules) > 1:
+                    lay_together(*modules)
         self._weights: list[list[list[Tensor]]] = []
+        self._head: list[Tensor] = []
 
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> LeanDecoder | None:
@@ -90,8 +93,9 @@ class LeanDecoder:
         log.info("%s decodes with the module's own forward: %s", type(hf).__name__, lacks)
         return None
 
-    def prepare(self, length: int, device: torch.device) -> None:
-        """Read the weights as they are now, and make the rotary tables of positions below `length`."""
+    @contextmanager
+    def ready(self, length: int, device: torch.device) -> Iterator[None]:
+        """Hold the weights as they are now, cast or joined where need be, and the rotary tables below `length`."""
         self._weights = [[joined(modules, self.dtype) for modules in _linears(layer)] for layer in self._base.layers]
         self._head = joined([self.hf.get_output_embeddings()], self.dtype)
         positions = torch.arange(length, device=device)[None]
@@ -99,12 +103,16 @@ class LeanDecoder:
         half = self._head_size // 2
         # rotate_half(x) * sin is roll(x) times sin with its first half negative.
         self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        try:
+            yield
+        finally:  # copies would take memory from training, and views keep buffers that the module has let go of
+            self._weights, self._head = [], []
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
         """Return the logits [rows, vocab] after one more token of each row, int64 [rows], at `positions` [rows].
 
-        `mask` fp32 [rows, slots]: 0 for each slot of the cache and the new one that is seen, -inf for others; None
-        where all are seen.
+        Only while `ready`. `mask` fp32 [rows, slots]: 0 for each slot of the cache and the new one that is seen, -inf
+        for others; None where all are seen.
         """
         rows, size, heads, keys = len(tokens), self._head_size, self._heads, self._key_heads
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
@@ -143,15 +151,15 @@ class LeanDecoder:
         seen = torch.zeros(2, 6, device=device).masked_fill(mask == 0, float("-inf"))
         for cache in caches:
             cache.pick(torch.arange(2, device=device), self.dtype)
-        self.prepare(6, device)
         worst = 0.0
-        for at in (4, 5):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
-                new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
-                expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
-            got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
-            apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
-            worst = max(worst, float(apart.abs().max()))
+        with self.ready(6, device):
+            for at in (4, 5):
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
+                    new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
+                    expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
+                got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
+                apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
+                worst = max(worst, float(apart.abs().max()))
         return worst
 
 

@@ -69,22 +69,22 @@ class Packing:
             for i, (row, head) in enumerate(zip(sequences, heads, strict=True))
         ]
         shared = [0 if owner == i else head for i, (owner, head) in enumerate(zip(owners, heads, strict=True))]
-        tails = [row[begin:] for row, begin in zip(sequences, shared, strict=True)]
-        longest, missing = max(map(len, sequences)), total - sum(map(len, tails))
-        filler = [torch.zeros(min(longest, missing - at), dtype=torch.int64) for at in range(0, missing, longest)]
-        lengths = [*map(len, sequences), *map(len, filler)]
-        own = torch.tensor([*map(len, tails), *map(len, filler)])
-        owners_, shared_ = (
-            torch.tensor([*values, *more])
-            for values, more in ((owners, range(len(sequences), len(lengths))), (shared, [0] * len(filler)))
-        )
+        stored = [row[begin:] for row, begin in zip(sequences, shared, strict=True)]
+        lengths = list(map(len, sequences))
+        longest, missing = max(lengths), total - sum(map(len, stored))
+        for at in range(0, missing, longest):
+            stored.append(torch.zeros(min(longest, missing - at), dtype=torch.int64))
+            lengths.append(len(stored[-1]))
+            owners.append(len(owners))
+            shared.append(0)
+        own = torch.tensor(list(map(len, stored)))
         packing = Packing(
-            input_ids=torch.cat([*tails, *filler]),
+            input_ids=torch.cat(stored),
             positions=torch.zeros(0),
             lengths=torch.tensor(lengths),
             starts=own.cumsum(0) - own,
-            shared=shared_,
-            owners=owners_,
+            shared=torch.tensor(shared),
+            owners=torch.tensor(owners),
             parts=(),
             places=torch.zeros(0),
         )
