@@ -29,6 +29,7 @@ BENCHMARKS = {
     "plan": plan.main,
     "quickstart": against_trl.quickstart,
     "long_tail": against_trl.long_tail,
+    "long_tail_bf16": against_trl.long_tail_bf16,
     "online_dpo": others.online_dpo,
     "ppo": others.ppo,
     "logprobs": logprobs.main,

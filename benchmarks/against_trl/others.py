@@ -28,7 +28,7 @@ BOUNDS = {SMALL: 1.5, LONG: 3.0}
 WORK = """\
 Two workloads. quickstart: the shipped model, {small} prompts x {samples}, at most 16 new tokens, one thread on one
 core, runs of 60 steps of which the first 10 do not count. long tail: a random Qwen2 of 8 layers, hidden 256, {long}
-prompts x {samples}, at most 512 new tokens, two threads on two cores, runs of 4 steps of which the first does not
+prompts x {samples}, at most 512 new tokens, two threads on two cores, runs of two steps of which the first does not
 count. fp32, AdamW, one optimizer step a batch, a frozen reference on both sides, rlcore in process; the sides in turn.
 """
 ONLINE_DPO = (

@@ -18,10 +18,11 @@ WORK = (*GENERATION, *FORWARD, *UPDATE, *WEIGHTS)
 class Call:
     """One call of a role's workers, for each prompt of the step's batch.
 
-    `rows`: rows that it gets. `prompts`: different prompts among them. `share`: the most tokens of a response, as a
-    share of `rollout.response_len`. `epochs` and `mini_batches` are an update's. `needs`: the numbers of the calls that
-    must have ended before. `works`: False for what takes no device time, as arithmetic beside the data and reward
-    functions. `served`: it does not work either, as it handed back what it was sent: the rollout's own log-probs.
+    `rows`: rows that it gets. `prompts`: different prompts among them, 0 where it is not known. `share`: the most
+    tokens of a response, as a share of `rollout.response_len`. `epochs` and `mini_batches` are an update's. `needs`:
+    the numbers of the calls that must have ended before. `together`: rows of one prompt are on one device and in one
+    micro-batch. `works`: False for what takes no device time, as arithmetic beside the data and reward functions.
+    `served`: it does not work either, as it handed back what it was sent: the rollout's own log-probs.
     """
 
     role: str
@@ -32,6 +33,7 @@ class Call:
     epochs: int = 1
     mini_batches: int = 1
     needs: tuple[int, ...] = ()
+    together: bool = False
     works: bool = True
     served: bool = False
 

@@ -17,7 +17,7 @@ from rlcore.plan.workload import Workload
 def forward_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload, profile: Profile) -> float:
     """Return the seconds of a forward over a call's rows."""
     count, rows = work.micro_batches(work.rows(call) / layout.dp, layout.pp)
-    return pass_seconds(size, layout, rows, count, work, profile, backward=False)
+    return pass_seconds(size, layout, call, rows, count, work, profile, backward=False)
 
 
 def weights_seconds(size: ModelSize, layout: Layout, profile: Profile, *, apart: bool) -> float:

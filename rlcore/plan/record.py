@@ -166,14 +166,17 @@ class Tape:
         if method in WEIGHTS:  # it has no columns, but the weights that all before it used or made
             needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
-        call = Call(role, method, rows / PROMPTS, needs=tuple(sorted(needs)), works=method in WORK and role != "reward")
+        works = method in WORK and role != "reward"
+        with self.inside():  # who looks is no reader
+            prompts = len({tuple(row.tolist()) for b in batches if "prompts" in b for row in b.view("prompts")})
+        call = Call(role, method, rows / PROMPTS, prompts / PROMPTS, needs=tuple(sorted(needs)), works=works)
         if method in GENERATION:
             sampling = arguments[1]
-            different = len(set(batches[0].view("uid").tolist()))
-            call = replace(call, prompts=different / PROMPTS, share=sampling.max_tokens / TOKENS)
+            call = replace(call, share=sampling.max_tokens / TOKENS)
         elif method in UPDATE:
             items, epochs, _ = arguments
-            call = replace(call, epochs=epochs, mini_batches=max(1, len(items[0].sizes)))
+            whole = all(item.keep_together is not None for item in items)
+            call = replace(call, epochs=epochs, mini_batches=max(1, len(items[0].sizes)), together=whole)
         self.calls.append(call)
         return len(self.calls) - 1
 

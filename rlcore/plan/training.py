@@ -1,7 +1,8 @@
 """What an update takes on pipeline stages x tensor shards x data-parallel places.
 
-A stage's time for one micro-batch of n tokens is the larger of what its products need and what reading its weights
-needs; the host's, which a GPU does not wait for unless it is longer; and that of the tensor shards' messages:
+A stage's time for one micro-batch of n tokens (Workload.computed) is the larger of what its products need and what
+reading its weights needs; the host's, which a GPU does not wait for unless it is longer; and that of the tensor shards'
+messages:
 
     compute  = k (F_layer(n) of its layers + its head's) / t / (peak * training)      k = 3, with recomputation 4
     memory   = k * bytes of its weights / t / (bandwidth * share)
@@ -34,7 +35,7 @@ def update_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload, 
     """Return the seconds of an update: all its epochs and mini-batches."""
     rows = work.rows(call) / call.mini_batches / layout.dp
     count, cut = work.micro_batches(rows, layout.pp)
-    passes = pass_seconds(size, layout, cut, count, work, profile, backward=True)
+    passes = pass_seconds(size, layout, call, cut, count, work, profile, backward=True)
     owners = layout.pp * layout.tp * shard_of(work, layout)
     step = OPTIMIZER_BYTES * size.parameters / owners / profile.memory_rate + profile.optimizer_seconds
     everyone = layout.world_size
@@ -61,6 +62,7 @@ def stage_weights(size: ModelSize, layout: Layout) -> float:
 def pass_seconds(
     size: ModelSize,
     layout: Layout,
+    call: Call,
     rows: float,
     count: int,
     work: Workload,
@@ -68,15 +70,18 @@ def pass_seconds(
     *,
     backward: bool,
 ) -> float:
-    """Return the seconds of `count` micro-batches of so many rows each, forward and perhaps backward."""
+    """Return the seconds of `count` micro-batches of so many of a call's rows each, forward and perhaps backward."""
     p, t = layout.pp, layout.tp
-    tokens, answers = rows * work.lengths.row, rows * (work.lengths.response if size.head == "vocabulary" else 1)
+    tokens = work.computed(rows, call, cpu=profile.cpu)
+    # A prompt that stands once is attended to by each of its rows all the same.
+    context = work.lengths.context * rows * work.lengths.row / tokens
+    answers = rows * (work.lengths.response if size.head == "vocabulary" else 1)
     times = (4.0 if work.recompute else 3.0) if backward else 1.0
     share = profile.training if backward else profile.forward
     rate = profile.flops(work.dtype_bytes) * share
     layers = -(-size.layers // p)
-    of_layers = layers * size.layer_flops(tokens, work.lengths.context) / t
-    with_head = (size.layers // p) * size.layer_flops(tokens, work.lengths.context) / t + size.head_flops(answers)
+    of_layers = layers * size.layer_flops(tokens, context) / t
+    with_head = (size.layers // p) * size.layer_flops(tokens, context) / t + size.head_flops(answers)
     compute = times * max(of_layers, with_head) / rate
     memory = times * work.dtype_bytes * stage_weights(size, layout) / t / profile.memory_rate
     busy = profile.together(max(compute, memory), (2.0 if backward else 1.0) * layers * profile.layer_seconds)

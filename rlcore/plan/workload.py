@@ -54,8 +54,8 @@ class Lengths:
 class Workload:
     """A step's rows and the config's settings by which engines cut them; `prompts` a step.
 
-    `dtype_bytes`: of an element in forward and backward. `continuous`: while sampling, a finished row's place is taken
-    by the next one.
+    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`; `padding_free`: as
+    `engine.padding_free`. `continuous`: while sampling, a finished row's place is taken by the next one.
     """
 
     prompts: int
@@ -67,6 +67,8 @@ class Workload:
     shard: int = 0
     layerwise_above: int = 50_000_000
     logits_chunk: int = 4096
+    attention: str = "auto"
+    padding_free: bool = True
     continuous: bool = False
     offload: bool = False
 
@@ -84,6 +86,8 @@ class Workload:
             shard=engine.shard,
             layerwise_above=engine.layerwise_above,
             logits_chunk=engine.logits_chunk,
+            attention=config.model.attention,
+            padding_free=engine.padding_free,
             continuous=rollout.name != "hf",
             offload=engine.offload,
         )
@@ -103,6 +107,22 @@ class Workload:
         if stages > 1:
             count = max(count, stages)
         return count, rows / count
+
+    def computed(self, rows: float, call: Call, *, cpu: bool) -> float:
+        """Return the tokens that a micro-batch of so many of a call's rows takes through every layer.
+
+        Where attention is torch's own, a prompt stands once for all its rows (rlcore.engine.train.packing). Of P
+        prompts with g rows each, n rows of a mini-batch taken at random have P (1 - (1 - n / (P g))^g), and n / g where
+        rows of one prompt are together. Kernels for variable lengths take a prompt as often as it has rows; on a `cpu`
+        there are none.
+        """
+        kernel = self.attention.startswith("flash") or (self.attention == "auto" and self.dtype_bytes == 2 and not cpu)
+        if kernel or not self.padding_free or call.prompts == 0:
+            return rows * self.lengths.row
+        share = min(1.0, rows * call.mini_batches / self.rows(call))
+        prompts = call.prompts * self.prompts / call.mini_batches
+        different = prompts * (share if call.together else 1 - (1 - share) ** (call.rows / call.prompts))
+        return min(rows, different) * self.lengths.prompt + rows * self.lengths.response
 
     @property
     def tokens(self) -> float:

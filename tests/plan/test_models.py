@@ -77,6 +77,27 @@ def test_an_update_is_three_forwards_and_28_bytes_a_parameter():
     assert recomputed == pytest.approx(4 * FORWARD / 5e10 + step)
 
 
+def test_prompts_that_stand_once_for_their_samples():
+    # 8 prompts of 60 tokens, 4 responses of 40 to each; a row's 100 tokens each see 50 others all the same.
+    group = Call("actor", "log_probs", 4, prompts=1)
+    tokens = 8 * 60 + 32 * 40
+    once = (4 * (tokens * 2e6 + 3200 * 2000) + 4 * 320 * 2000) / 1e11
+    assert forward_seconds(SIZE, Layout(), group, WORK, ROUND) == pytest.approx(once)
+    # Half of the rows have a prompt's first, second, third or fourth row in 15 of 16 cases.
+    halves = forward_seconds(SIZE, Layout(dp=2), group, replace(WORK, shard=1), ROUND)
+    tokens = 8 * 15 / 16 * 60 + 16 * 40
+    assert halves == pytest.approx((4 * (tokens * 2e6 + 1600 * 2000) + 2 * 320 * 2000) / 1e11)
+    kept = forward_seconds(SIZE, Layout(dp=2), replace(group, together=True), replace(WORK, shard=1), ROUND)
+    assert kept == pytest.approx(once / 2)
+    # Kernels for variable lengths, and padded rows, take every row whole.
+    whole = 4 * FORWARD / 1e11
+    bf16 = replace(WORK, dtype_bytes=2)
+    for work in (replace(WORK, padding_free=False), replace(WORK, attention="flash_attention_2"), bf16):
+        assert forward_seconds(SIZE, Layout(), group, work, ROUND) == pytest.approx(whole)
+    for work, profile in ((bf16, replace(ROUND, cpu=True)), (replace(bf16, attention="sdpa"), ROUND)):
+        assert forward_seconds(SIZE, Layout(), group, work, profile) == pytest.approx(once)
+
+
 def test_host_time_adds_on_a_core_and_hides_behind_a_gpu():
     host = replace(ROUND, layer_seconds=0.01)
     alone = FORWARD / 1e11

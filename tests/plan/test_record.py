@@ -44,7 +44,8 @@ def test_rows_mini_batches_and_epochs(plugins):
     flow = record(compose(["algo=grpo", *settings], plugins), plugins)
     calls = {str(call): call for stage in flow.stages for call in stage}
     assert (calls["actor.generate"].rows, calls["actor.generate"].prompts) == (6, 1)
-    assert calls["ref.log_probs"].rows == 6
+    assert (calls["ref.log_probs"].rows, calls["ref.log_probs"].prompts) == (6, 1)
+    assert (calls["actor.update"].prompts, calls["actor.update"].together) == (1, True)
     assert (calls["actor.update"].rows, calls["actor.update"].epochs, calls["actor.update"].mini_batches) == (6, 3, 2)
 
 

@@ -131,14 +131,17 @@ class FSDPEngine(TrainEngine):
             return nullcontext()
         return torch.autocast(self.ranks.device.type, dtype=self.dtype)
 
-    def _cut(self, batch: DataProto, together: str | None) -> list[DataProto | None]:
-        """Cut rows into micro-batches, padded with None to the largest number on any rank, and one for each stage."""
+    def _cut(self, batch: DataProto, together: str | None) -> list[DataProto]:
+        """Cut rows into micro-batches, on a pipeline at least one for each stage."""
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
         limits = (self.config.micro_batch_rows, self.config.micro_batch_tokens)
-        stages = self.layout.pp
-        cuts = micro_batches(lengths, column_values(batch, together), *limits, at_least=stages)
-        most = max(stages if stages > 1 else 0, *self.ranks.gather(len(cuts)))
-        return [batch[rows] for rows in cuts] + [None] * (most - len(cuts))
+        cuts = micro_batches(lengths, column_values(batch, together), *limits, at_least=self.layout.pp)
+        return [batch[rows] for rows in cuts]
+
+    def _level(self, parts: Sequence[DataProto], everywhere: Sequence[int]) -> list[DataProto | None]:
+        """Pad micro-batches with None to the largest number on any rank, and to one for each stage."""
+        most = max(self.layout.pp if self.layout.pp > 1 else 0, *everywhere)
+        return [*parts, *[None] * (most - len(parts))]
 
     def _run(
         self,
@@ -184,7 +187,8 @@ class FSDPEngine(TrainEngine):
         self._parking.unpark()
         numbered = batch.select(["prompts", "responses"], [])
         numbered["row"] = torch.arange(len(batch))
-        parts = self._cut(numbered, None)
+        cut = self._cut(numbered, None)
+        parts = self._level(cut, self.ranks.gather(len(cut)))
         pieces: dict[str, list[Tensor]] = {name: [] for name in names}
 
         def keep(part: DataProto | None, flat: dict[str, Tensor]) -> Tensor:
@@ -260,29 +264,38 @@ class FSDPEngine(TrainEngine):
             sum_counts(item, parts if "logits" in needs_of(item.loss) else [batch], self.model.vocab_size, device)
             for (item, batch), parts in zip(work, cuts, strict=True)
         ]
-        everyone = self.mesh.gather_places(counts)
+        everyone = self.ranks.gather((list(map(len, cuts)), counts))
+        places = self.mesh.of_places([of_rank for _, of_rank in everyone])
+        levelled = [self._level(parts, [lengths[index] for lengths, _ in everyone]) for index, parts in enumerate(cuts)]
         global_counts: list[dict[str, float]] = []
         for index in range(len(work)):
-            merged = merge_totals([{k: (0.0, c) for k, c in mine[index].items()} for mine in everyone])
+            merged = merge_totals([{k: (0.0, c) for k, c in mine[index].items()} for mine in places])
             global_counts.append({key: count for key, (_, count) in merged.items()})
         if not any(count > 0 for counted in global_counts for count in counted.values()):
             return None
         self.optimizer.zero_grad(set_to_none=True)
-        final = max(index for index, parts in enumerate(cuts) if parts)
+        final = max(index for index, parts in enumerate(levelled) if parts)
         accounts = [
             self._accumulate(
-                item, cuts[index], global_counts[index], measures=is_first and is_sampled(item), is_last=index == final
+                item,
+                levelled[index],
+                global_counts[index],
+                measures=is_first and is_sampled(item),
+                is_last=index == final,
             )
             for index, (item, _) in enumerate(work)
         ]
         for account, counted in zip(accounts, counts, strict=True) if self.mesh.is_last else ():
             account.check_counts(counted)
-        reports = self.mesh.gather_places([(account.totals, account.bad, account.most) for account in accounts])
+        # One gather for all that the ranks have to tell each other before the step.
+        gradients, squares = self._gradients()
+        told = self.ranks.gather((squares, [(account.totals, account.bad, account.most) for account in accounts]))
+        reports = self.mesh.of_places([report for _, report in told])
         bad = [text for report in reports for _, texts, _ in report for text in texts]
         if bad:
             self.optimizer.zero_grad(set_to_none=True)
             raise DataError(f"the loss is not finite: {' | '.join(bad)}; the weights were left as they were")
-        norm = self._clip([batch for _, batch in work])
+        norm = self._clip(gradients, sum(of_rank for of_rank, _ in told), [batch for _, batch in work])
         self.optimizer.step()
         self.version += 1
         for name, value in [pair for report in reports for _, _, largest in report for pair in largest.items()]:
@@ -317,23 +330,25 @@ class FSDPEngine(TrainEngine):
             self._run(parts, forward_needs(item), book, backward=True, is_last=is_last)
         return account
 
-    def _clip(self, batches: Sequence[DataProto]) -> float:
-        # torch's clip_grad_norm_ reduces each sharded gradient's norm by itself; this reduces all of them at once.
+    def _gradients(self) -> tuple[list[Tensor], float]:
+        """Return this rank's parts of all gradients, and the sum of their squares that no other rank counts."""
         self.parameters.complete_gradients()
         gradients, counted = self.parameters.gradients()
-        squares = torch.zeros((), device=self.ranks.device)
-        if counted:
-            squares = torch.stack(torch._foreach_norm(counted)).square().sum()
-        if self.ranks.world_size > 1:
-            torch.distributed.all_reduce(squares)
-        value = float(squares.sqrt())
+        return gradients, float(torch.stack(torch._foreach_norm(counted)).square().sum()) if counted else 0.0
+
+    def _clip(self, gradients: Sequence[Tensor], squares: float, batches: Sequence[DataProto]) -> float:
+        """Scale gradients whose norm over all ranks is above `clip_grad`, and return what it was.
+
+        Raises DataError naming the rows of all ranks if it is not finite.
+        """
+        value = math.sqrt(squares)
         limit = self.config.clip_grad
         if 0 < limit < value:
             torch._foreach_mul_(gradients, limit / value)
         if not math.isfinite(value):
             assert self.optimizer is not None
             self.optimizer.zero_grad(set_to_none=True)
-            everyone = self.mesh.gather_places("; ".join(row_names(b) for b in batches if len(b)))
+            everyone = self.mesh.of_places(self.ranks.gather("; ".join(row_names(b) for b in batches if len(b))))
             rows = " | ".join(names for names in everyone if names)
             raise DataError(f"the gradient's norm is {value} over rows {rows}; the weights were left as they were")
         return value

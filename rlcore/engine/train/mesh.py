@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -57,9 +58,8 @@ class TrainMesh:
         """Return the process group of the ranks that differ from this one only along `axis`."""
         return self.devices[axis].get_group()
 
-    def gather_places(self, value: T) -> list[T]:
-        """Return one value for each place along dp, on every rank: that of the last stage's first tensor rank."""
-        everyone = self.ranks.gather(value)
+    def of_places(self, everyone: Sequence[T]) -> list[T]:
+        """Return of every rank's value one for each place along dp: that of the last stage's first tensor rank."""
         last = self.layout.pp - 1
         return [everyone[self.layout.rank(Place(pp=last, tp=0, dp=dp))] for dp in range(self.layout.dp)]
 
