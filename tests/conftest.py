@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,11 @@ def ray_cluster() -> Iterator[None]:
 
     with make_executor(ClusterConfig(executor="ray")):
         yield
+
+
+def pytest_configure() -> None:
+    # A shell's background job ignores Ctrl-C, and so would all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,7 +27,7 @@ from rlcore.engine.reshard.generation import GenerationLayout
 from rlcore.engine.size import ModelSize
 from rlcore.plan.dataflow import Call
 from rlcore.plan.profile import Profile
-from rlcore.plan.training import shard_of
+from rlcore.plan.training import is_whole, shard_of
 from rlcore.plan.workload import Workload
 
 POINTS = 4
@@ -83,7 +83,7 @@ def step_seconds(
 def transition_seconds(size: ModelSize, layout: GenerationLayout, work: Workload, profile: Profile) -> float:
     """Return the seconds from training shards to generating shards."""
     training = layout.training
-    if training.world_size == 1:
+    if training.world_size == 1 or (is_whole(training, work) and not work.continuous):
         return 0.0
     nbytes = work.dtype_bytes * size.parameters
     held, wanted = training.pp * training.tp, layout.pp * layout.tp

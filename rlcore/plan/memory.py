@@ -16,7 +16,7 @@ from rlcore.engine.layout import Layout
 from rlcore.engine.reshard.generation import GenerationLayout
 from rlcore.engine.size import ModelSize
 from rlcore.plan.dataflow import UPDATE, Call
-from rlcore.plan.training import shard_of, stage_weights
+from rlcore.plan.training import is_whole, shard_of, stage_weights
 from rlcore.plan.workload import Workload
 
 TRAINED_BYTES, FROZEN_BYTES = 16, 4
@@ -47,11 +47,12 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
     tokens = cut * work.lengths.row
     layers = -(-size.layers // layout.pp)
     gathered = 0.0
-    if layout.world_size > 1 or width == 2:
+    sharded = not is_whole(layout, work)
+    if sharded or width == 2:
         whole = stage_weights(size, layout) / layout.tp
         layerwise = size.parameters > work.layerwise_above and layout.pp == 1
         unit = 2 * size.layer / layout.tp + size.embeddings if layerwise else whole
-        gathered = min(unit, whole) * (width + (4 if backward and layout.world_size > 1 else 0))
+        gathered = min(unit, whole) * (width + (4 if backward and sharded else 0))
     per_layer = tokens * size.hidden * (10 + 24 / layout.tp) * width / 2
     if not backward:
         kept = 2 * per_layer
@@ -66,8 +67,8 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
 
 
 def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device's generating weights; alone, the trained ones serve."""
-    if layout.training.world_size == 1 and not work.continuous:
+    """Return the bytes of a device's generating weights; where each device has the whole model, the trained ones."""
+    if is_whole(layout.training, work) and not work.continuous:
         return 0.0
     return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
 

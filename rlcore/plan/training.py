@@ -52,6 +52,11 @@ def shard_of(work: Workload, layout: Layout) -> int:
     return work.shard or layout.dp
 
 
+def is_whole(layout: Layout, work: Workload) -> bool:
+    """Whether each device has the whole model, so that nothing is gathered and generation uses the trained weights."""
+    return layout.pp == layout.tp == shard_of(work, layout) == 1
+
+
 def stage_weights(size: ModelSize, layout: Layout) -> float:
     """Return the parameters of the stage with the most; embeddings `tp` times, as each tensor shard has them whole."""
     layers = -(-size.layers // layout.pp) * size.layer

@@ -19,8 +19,8 @@ MODELS = {
     "qwen3-tied": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 16}),
 }
 """All with grouped-query attention: 4 heads, 2 of keys and values. Three layers are two stages of 2 and 1."""
-REPLICATED = [("qwen3-tied", 1, 1, 4, 2), ("qwen3-tied", 2, 1, 2, 1)]
-"""Copies of the weights along dp: 2 of 2 shards, and 2 of one."""
+REPLICATED = [("qwen3-tied", 1, 1, 4, 2), ("qwen3-tied", 2, 1, 2, 1), ("qwen3-tied", 1, 1, 3, 1), ("llama", 1, 1, 2, 1)]
+"""Copies of the weights along dp: 2 of 2 shards, 2 of one, and 3 and 2 that are whole."""
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]  # like those it starts many processes
 

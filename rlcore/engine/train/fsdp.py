@@ -1,6 +1,6 @@
 """The train engine on torch's own parallelism: FSDP2 along dp, DTensor along tp, 1F1B pipelines along pp.
 
-With one rank nothing is sharded and nothing is sent.
+Where every rank has the whole model, alone or beside copies of it, the module stays as it is.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FSDPEngine(TrainEngine):
             self.root = stage = Stage(self.model, self.mesh)
             width = self.model.hf.config.get_text_config().hidden_size
             self._pipeline = Pipeline(stage, self.mesh, width, self.dtype)
-        if self.ranks.world_size > 1:
+        if not self.mesh.is_whole:
             self._shard()
 
     def _shard(self) -> None:
@@ -126,8 +126,8 @@ class FSDPEngine(TrainEngine):
     # Forward
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        # Sharded, FSDP's mixed precision casts the parameters; alone, autocast does.
-        if self.ranks.world_size > 1 or self.dtype is torch.float32:
+        # Sharded, FSDP's mixed precision casts the parameters; whole, autocast does.
+        if not self.mesh.is_whole or self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.ranks.device.type, dtype=self.dtype)
 
@@ -162,7 +162,7 @@ class FSDPEngine(TrainEngine):
         form = {"at_end": self.kind == "reward", "folded": self.model.folds}
         if self._pipeline is None:
             for index, part in enumerate(parts):
-                if backward and self.mesh.copies > 1:
+                if backward and self.mesh.copies > 1 and not self.mesh.is_whole:
                     self.root.set_requires_all_reduce(is_last and index + 1 == len(parts))  # type: ignore[operator]
                 chosen = Selection.of(part, **form, device=device)
                 with self._autocast():
@@ -396,7 +396,7 @@ class FSDPEngine(TrainEngine):
     @property
     def shared_module(self) -> nn.Module | None:
         """See TrainEngine."""
-        return self.model.hf if self.ranks.world_size == 1 else None
+        return self.model.hf if self.mesh.is_whole else None
 
     def park(self) -> None:
         """See TrainEngine. The metrics of the next update say how much it was."""

@@ -31,6 +31,11 @@ class TrainMesh:
         self.copy, self.shard = divmod(self.place.dp, self.shards)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the whole model; copies then only add up their gradients."""
+        return self.layout.pp == self.layout.tp == self.shards == 1
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is on the first stage."""
         return self.place.pp == 0
@@ -88,6 +93,11 @@ class TrainMesh:
         parts = [torch.empty_like(local) for _ in range(self.layout.tp)]
         dist.all_gather(parts, local.contiguous(), group=self.group("tp"))
         return torch.cat(parts, dim)
+
+    def average_copies(self, tensor: Tensor) -> None:
+        """Average, in place, what each of the whole copies of the model has."""
+        dist.all_reduce(tensor, group=self.group("replicate"))
+        tensor.div_(self.copies)
 
     def sum_ends(self, tensor: Tensor) -> None:
         """Add up, in place, what the first and the last stage have each; others do nothing."""

@@ -15,6 +15,9 @@ from rlcore.engine.train.model import PackedModel
 from rlcore.engine.train.pipeline import keep_stage, stages_of
 from rlcore.engine.weights import Shapes
 
+MESSAGE = 2**24
+"""Elements of gradients that are sent at a time."""
+
 
 class Parameters:
     """A model's parameters by their Hugging Face names, tied ones once.
@@ -85,7 +88,7 @@ class Parameters:
         """
         from torch.distributed.fsdp import FSDPModule
 
-        if self._mesh.ranks.world_size == 1:
+        if self._mesh.is_whole:
             yield from ((name, parameter.detach().to(dtype)) for name, parameter in self.here())
             return
         reshard(root)
@@ -120,8 +123,15 @@ class Parameters:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Add up, in place, gradients of which several ranks have a part: see `summed`; and of tied embeddings."""
+        """Add up, in place, gradients of which several ranks have a part: see `summed`; and of tied embeddings.
+
+        Where nothing is cut those of whole copies are averaged, as FSDP does otherwise.
+        """
         mesh = self._mesh
+        if mesh.is_whole:
+            if mesh.copies > 1:
+                self._average_gradients()
+            return
         held = dict(self.here())
         for name in self._summed:
             gradient = held[name].grad
@@ -131,6 +141,19 @@ class Parameters:
             gradient = held[name].grad if len(cut.stages) > 1 and name in held else None
             if gradient is not None:
                 mesh.sum_ends(state.local(gradient))
+
+    def _average_gradients(self) -> None:
+        # In few large messages: a small one costs as much as a megabyte.
+        having = [parameter for _, parameter in self.here() if parameter.grad is not None]
+        while having:
+            size, count = 0, 0
+            while count < len(having) and (count == 0 or size + having[count].numel() <= MESSAGE):
+                size, count = size + having[count].numel(), count + 1
+            bucket, having = having[:count], having[count:]
+            flat = torch.cat([parameter.grad.flatten() for parameter in bucket])  # type: ignore[union-attr]
+            self._mesh.average_copies(flat)
+            for parameter, mean in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                parameter.grad = mean.view_as(parameter)
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of all gradients, and of those only the parts that no other rank counts."""
