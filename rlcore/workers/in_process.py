@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
 from rlcore.workers.contract import Promised
@@ -100,10 +102,13 @@ class InProcessExecutor(Executor):
         self._cluster = cluster
         self._started: list[InProcess] = []
         self._had_process_group = False
+        self._threads: int | None = None
 
     def start(self) -> None:
-        """Remember whether torch.distributed was in use, so that `shutdown` leaves it as it was."""
+        """Take `cpus_per_worker` torch threads; note what to put back in `shutdown`, torch.distributed's use too."""
         self._had_process_group = _process_group_exists()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(self._cluster.cpus_per_worker)
 
     def resource_pool(
         self,
@@ -131,6 +136,9 @@ class InProcessExecutor(Executor):
         for processes in self._started:
             processes.shutdown()
         self._started.clear()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
         if _process_group_exists() and not self._had_process_group:
             import torch.distributed as dist
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+from rlcore.workers.in_process import InProcessExecutor
 
 CLUSTER = ClusterConfig(executor="in_process", workers=1)
 
@@ -36,6 +37,15 @@ def test_one_rank_has_a_process_group_that_goes_with_the_executor() -> None:
         assert dist.is_initialized()
     assert not dist.is_initialized()
     assert dict(os.environ) == environment
+
+
+def test_workers_have_the_threads_that_they_are_given_and_the_process_gets_its_own_back() -> None:
+    before = torch.get_num_threads()
+    with InProcessExecutor(ClusterConfig(executor="in_process", cpus_per_worker=before + 2)) as executor:
+        assert torch.get_num_threads() == before + 2
+    assert torch.get_num_threads() == before
+    executor.shutdown()
+    assert torch.get_num_threads() == before
 
 
 def test_several_ranks_cannot_communicate() -> None:

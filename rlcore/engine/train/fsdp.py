@@ -336,7 +336,7 @@ class FSDPEngine(TrainEngine):
         gradients, counted = self.parameters.gradients()
         return gradients, float(torch.stack(torch._foreach_norm(counted)).square().sum()) if counted else 0.0
 
-    def _clip(self, gradients: Sequence[Tensor], squares: float, batches: Sequence[DataProto]) -> float:
+    def _clip(self, gradients: list[Tensor], squares: float, batches: Sequence[DataProto]) -> float:
         """Scale gradients whose norm over all ranks is above `clip_grad`, and return what it was.
 
         Raises DataError naming the rows of all ranks if it is not finite.
