@@ -14,8 +14,8 @@ SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
 """What an algorithm cannot do without; {scorer} is the folder of a model with one label."""
 
 
-OWN = {path.stem.removeprefix("rlcore_") for path in (ROOT / "algorithms").glob("*.py")}
-"""The algorithms that come with rlcore; those of plugins/ are slow."""
+ALWAYS = {"grpo", "online_dpo", "ppo"}
+"""The algorithms whose suite always runs: a group, pairs, and a critic; the others are slow."""
 
 
 def algorithms() -> dict[str, list[str]]:
@@ -45,7 +45,7 @@ def scorer(tmp_path_factory) -> str:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in algorithms()]
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in algorithms()]
 )
 def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
     settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
