@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.ranks import Ranks
-from rlcore.engine.train import state
+from rlcore.engine.train import parameters, state
 from rlcore.engine.train.base import UpdateItem
 from rlcore.engine.train.fsdp import FSDPEngine
 from rlcore.engine.train.microbatch import update_plan
@@ -39,6 +39,7 @@ conftest = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(conftest)
 
 LR = {"sgd": 0.05, "adamw": 1e-4}
+parameters.MESSAGE = 5000  # elements, so that whole copies average their gradients in several messages
 # 15 rows in groups of 3, so that dp places get unequal shares; then a single row, so that all but one get none.
 BATCHES = [
     conftest.random_batch(5, 3, seed=1),
@@ -71,7 +72,10 @@ def engine_of(case: Case, rank: int) -> FSDPEngine:
     config = EngineConfig(
         pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=rows
     )
-    return FSDPEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
+    engine = FSDPEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
+    whole = case.pp == case.tp == 1 and (case.dp == 1 or case.shard == 1)
+    assert (engine.shared_module is not None) == whole, (case.name, engine.shared_module)
+    return engine
 
 
 def step(engine: FSDPEngine, batch: Any) -> dict[str, float]:

@@ -187,6 +187,9 @@ def test_the_transition_is_table_2():
     both = transition_seconds(SIZE, GenerationLayout(Layout(tp=2, dp=2), tp=1), WORK, slow)
     assert both == pytest.approx(whole / 2 / 1e9 + whole / 4 / 1e9)  # and (d - 1) / (t p d) M along dp
     assert transition_seconds(SIZE, GenerationLayout(Layout()), WORK, ROUND) == 0
+    copies = GenerationLayout(Layout(dp=2))
+    assert transition_seconds(SIZE, copies, replace(WORK, shard=1), ROUND) == 0
+    assert transition_seconds(SIZE, copies, WORK, ROUND) > 0
 
 
 def test_weights_of_another_role():
@@ -208,6 +211,9 @@ def test_memory_of_a_role():
     sampling = GenerationLayout(Layout(tp=2), tp=2)
     assert memory.generating_bytes(SIZE, sampling, WORK) == pytest.approx(4 * (2e6 + 1000))
     assert memory.generating_bytes(SIZE, GenerationLayout(Layout()), WORK) == 0
+    copies = GenerationLayout(Layout(dp=2))
+    assert memory.generating_bytes(SIZE, copies, replace(WORK, shard=1)) == 0
+    assert memory.generating_bytes(SIZE, copies, WORK) == pytest.approx(4 * PARAMETERS)
     assert memory.cache_bytes(SIZE, GenerationLayout(Layout()), WORK) == 4 * 80 * 100
 
 

@@ -99,7 +99,6 @@ def test_it_is_the_tutorials_program() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow  # test_ray.py runs the same program always
 def test_its_numbers_are_those_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "online_dpo_workers.py").write_text(block("online_dpo_workers.py"))
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,17 +143,12 @@ class Parameters:
                 mesh.sum_ends(state.local(gradient))
 
     def _average_gradients(self) -> None:
-        # In few large messages: a small one costs as much as a megabyte.
-        having = [parameter for _, parameter in self.here() if parameter.grad is not None]
-        while having:
-            size, count = 0, 0
-            while count < len(having) and (count == 0 or size + having[count].numel() <= MESSAGE):
-                size, count = size + having[count].numel(), count + 1
-            bucket, having = having[:count], having[count:]
-            flat = torch.cat([parameter.grad.flatten() for parameter in bucket])  # type: ignore[union-attr]
+        gradients = [parameter.grad for _, parameter in self.here() if parameter.grad is not None]
+        for some in messages(gradients, MESSAGE):
+            flat = torch.cat([gradient.flatten() for gradient in some])
             self._mesh.average_copies(flat)
-            for parameter, mean in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-                parameter.grad = mean.view_as(parameter)
+            for gradient, mean in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of all gradients, and of those only the parts that no other rank counts."""
@@ -185,3 +180,15 @@ def reshard(root: nn.Module) -> None:
 def _over_data(parameter: Any) -> bool:
     """Whether a parameter is sharded by FSDP at the moment."""
     return state.is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names
+
+
+def messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Give tensors in runs of at most `most` elements, a larger one alone: a small message costs as much as a large."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and sum(each.numel() for each in run) + tensor.numel() > most:
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
