@@ -73,10 +73,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             part_grad, part_bias = torch.zeros_like(part, dtype=sums), part.new_zeros(len(part), dtype=sums)
             for rows in every_row:
                 x = _logits(inputs[rows], part, None if bias is None else bias[columns], ctx.temperature)
-                p = x.sub_(normaliser[rows, None]).exp()
+                x.sub_(normaliser[rows, None])
                 if slope is None:
-                    grad = p.mul_(-offset[rows, None])
+                    grad = x.exp_().mul_(-offset[rows, None])
                 else:
+                    p = x.exp()
                     grad = x.mul_(-slope[rows, None]).sub_(offset[rows, None]).mul_(p)
                 if gain is not None:
                     inside, at = _find(labels[rows], columns.start, len(part))
