@@ -21,7 +21,9 @@ NAMES = {"in_process": "in process", "local": "Ray, two workers"}
 NOTES = """\
 `rlcore train experiment=quickstart` (its evaluation left out) with responses of one token: from the start of the
 process until the first call that samples has ended on the first worker, by the run's own trace (trainer.trace). Ray: a
-Ray of its own on this machine, started within the time. There is no other side."""
+Ray of its own on this machine, started within the time. There is no other side; for scale, what a process takes that
+does nothing but import torch and the model class from transformers, which every side of every such benchmark does, and
+on Ray the controller and each worker."""
 
 
 def to_first_token(cluster: str, folder: Path) -> float:
@@ -35,10 +37,10 @@ def to_first_token(cluster: str, folder: Path) -> float:
     return min(event["ts"] + event["dur"] for event in sampled) / 1e6 - start
 
 
-def to_help() -> float:
-    """Return the seconds that `rlcore --help` takes."""
+def to_end(command: list[str]) -> float:
+    """Return the seconds that a command takes."""
     start = time.perf_counter()
-    subprocess.run([*COMMAND, "--help"], check=True, env=environment(), stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
@@ -55,14 +57,16 @@ def environment() -> dict[str, str]:
 def main() -> bool:
     """Measure in turn and write the results."""
     runs: dict[str, list[float]] = {cluster: [] for cluster in BOUNDS}
-    helps = []
+    helps, imports = [], []
     for _ in range(ROUNDS):
         for cluster, found in runs.items():
             with tempfile.TemporaryDirectory() as folder:
                 found.append(to_first_token(cluster, Path(folder) / "run"))
-        helps.append(to_help())
+        helps.append(to_end([*COMMAND, "--help"]))
+        imports.append(to_end([sys.executable, "-c", "from transformers import Qwen2ForCausalLM"]))
     figures = [Figure(NAMES[cluster], "first sampled token", "s", found) for cluster, found in runs.items()]
     figures.append(Figure("rlcore --help", "whole command", "s", helps))
+    figures.append(Figure("transformers", "bare import of the model class", "s", imports))
     bars = [
         Bar(f"{NAMES[cluster]}: first sampled token (s)", statistics.median(found), BOUNDS[cluster], at_least=False)
         for cluster, found in runs.items()
