@@ -80,7 +80,7 @@ class RayProcesses(Processes):
         self._promising: dict[tuple[int, int], Any] = {}
         self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         self._under_way: list[weakref.ref[RayPending]] = []
-        self._env = {**(env or {}), **_env(pool)}
+        self._env = {**(env or {}), **process_environment(pool)}
         try:
             self._create(log_dir.absolute() if log_dir else None, distributions or {})
         except BaseException:
@@ -358,9 +358,10 @@ class RayWorkerGroup(WorkerGroup):
         return groups
 
 
-def _env(pool: RayResourcePool) -> dict[str, str]:
-    threads = str(pool.cpus_per_worker)
-    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+def process_environment(pool: RayResourcePool) -> dict[str, str]:
+    """Return the variables that each process of a pool starts with."""
+    threads, policy = str(pool.cpus_per_worker), os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": policy}
     return env | ({"CUDA_VISIBLE_DEVICES": ""} if pool.gpus_per_worker == 0 else {})
 
 

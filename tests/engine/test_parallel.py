@@ -51,16 +51,16 @@ def name_of(pp, tp, dp, shard=0):
 
 
 ALL = [(model, *layout, 0) for model in MODELS for layout in LAYOUTS] + REPLICATED
-ALWAYS = {"qwen3-tied"}
-"""The model whose every layout is measured always; of the others the layout in all three dimensions is."""
+ALWAYS, IN_3D = "qwen3-tied", "qwen2"
+"""The model whose every layout is measured always, and one, untied and with biases, of which that in 3 dimensions is."""
 CASES = [
     pytest.param(
         f"{model} {name_of(*layout)}",
-        marks=[] if model in ALWAYS or layout == [2, 2, 2, 0] else pytest.mark.slow,
+        marks=[] if model == ALWAYS or (model, layout) == (IN_3D, [2, 2, 2, 0]) else pytest.mark.slow,
     )
     for model, *layout in ALL
 ]
-ACROSS = [case for case in CASES if case.values[0].startswith("qwen3-tied ")]
+ACROSS = [case for case in CASES if case.values[0].startswith(f"{ALWAYS} ")]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,11 +20,13 @@ from rlcore.workers import (
     Execute,
     Executor,
     Future,
+    RayResourcePool,
     Worker,
     WorkerGroup,
     make_executor,
     register,
 )
+from rlcore.workers.ray_group import process_environment
 
 BOTH = ["in_process", pytest.param("ray", marks=pytest.mark.ray)]
 
@@ -314,10 +316,21 @@ def test_a_process_has_its_rank_and_threads_in_its_environment(group: WorkerGrou
     env = group.env()
     if is_ray:
         assert [(e["RANK"], e["WORLD_SIZE"]) for e in env] == [("0", "3"), ("1", "3"), ("2", "3")]
-        assert [(e["OMP_NUM_THREADS"], e["OMP_WAIT_POLICY"]) for e in env] == [("1", "PASSIVE")] * 3
+        policy = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+        assert [(e["OMP_NUM_THREADS"], e["OMP_WAIT_POLICY"]) for e in env] == [("1", policy)] * 3
         assert group.threads() == [1, 1, 1]
     else:
         assert [e["RANK"] for e in env] == ["", "", ""], "a rank does not leak into this process's environment"
+
+
+@pytest.mark.parametrize(("said", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_without_spinning_unless_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, policy: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    assert process_environment(RayResourcePool([1]))["OMP_WAIT_POLICY"] == policy
 
 
 def test_the_mesh_that_workers_declare_decides(groups: dict[str, WorkerGroup]) -> None:
