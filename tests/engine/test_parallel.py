@@ -52,7 +52,7 @@ def name_of(pp, tp, dp, shard=0):
 
 ALL = [(model, *layout, 0) for model in MODELS for layout in LAYOUTS] + REPLICATED
 ALWAYS, IN_3D = "qwen3-tied", "qwen2"
-"""The model whose every layout is measured always, and one, untied and with biases, of which that in 3 dimensions is."""
+"""The model whose every layout is measured always, and one, untied and with biases, of which 2-2-2 is."""
 CASES = [
     pytest.param(
         f"{model} {name_of(*layout)}",
