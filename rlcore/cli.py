@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return 130
+    finally:
+        resume_collector()
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -79,6 +82,7 @@ def _train(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
         return _show_keys("train", parser, options)
+    pause_collector()  # until all is imported
     plugins = _load(options)
     if options.multirun:
         if options.cfg:

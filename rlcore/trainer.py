@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from rlcore import checkpoint
+from rlcore.collector import resume_collector
 from rlcore.config import Config, check
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
@@ -124,6 +125,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Run all steps and return the summary; write it whatever happens."""
         status = "failed"
+        resume_collector()  # all is imported
         try:
             self._restore()
             self.trackers.start(resume_step=self.step)

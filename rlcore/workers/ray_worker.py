@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
 from rlcore.workers.contract import Promised
 from rlcore.workers.failure import with_worker
@@ -56,6 +57,7 @@ class WorkerHost:
         if log is not None:
             _write_to(log)
         faulthandler.enable()
+        pause_collector()  # until the first call has ended, as models are imported in it
         self._name = name
         self._rank = rank
         self._distributions = distributions
@@ -142,6 +144,8 @@ class WorkerHost:
             self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
+        finally:
+            resume_collector()
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return what a role's method returns, whole, for whoever holds this process's handle."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -341,6 +342,23 @@ def test_the_mesh_that_workers_declare_decides(groups: dict[str, WorkerGroup]) -
     assert group.mesh.coordinates[2] == {"dp": 1}
     with pytest.raises(ConfigError, match="comes too late"):
         group.move()
+
+
+class Collects(Worker):
+    def __init__(self) -> None:
+        self.at_start = gc.isenabled()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def collector(self) -> tuple[bool, bool]:
+        return self.at_start, gc.isenabled()
+
+
+def test_the_collector_is_off_in_a_process_of_ours_until_the_first_call_has_ended(
+    executor: Executor, is_ray: bool
+) -> None:
+    group = executor.worker_group(executor.resource_pool(1), ClassWithInitArgs(Collects), name="collects")
+    assert group.collector() == [(not is_ray, not is_ray)]
+    assert group.collector() == [(not is_ray, True)]
 
 
 class Fails(Worker):

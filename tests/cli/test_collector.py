@@ -1,0 +1,60 @@
+"""The garbage collector: off while a command imports, on while it trains and after it."""
+
+import gc
+
+import pytest
+
+from rlcore.cli import main
+from rlcore.collector import pause_collector, resume_collector
+
+NOTES = """
+import gc
+from rlcore import hookimpl
+RLCORE_API = 1
+print("loaded", gc.isenabled())
+
+@hookimpl
+def rlcore_run_start(run):
+    print("started", gc.isenabled())
+"""
+
+
+@pytest.fixture(autouse=True)
+def collector_on():
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_what_was_off_stays_off():
+    gc.disable()
+    pause_collector()
+    resume_collector()
+    assert not gc.isenabled()
+
+
+def test_pausing_twice_is_pausing_once():
+    pause_collector()
+    pause_collector()
+    assert not gc.isenabled()
+    resume_collector()
+    assert gc.isenabled()
+
+
+@pytest.mark.e2e
+def test_it_is_off_until_the_run_has_started(tmp_path, capsys):
+    hooks = tmp_path / "notes.py"
+    hooks.write_text(NOTES)
+    small = ["data.batch_size=1", "rollout.response_len=1", "trainer.total_steps=1", "trainer.eval_every=0"]
+    argv = ["train", "-p", str(hooks), "algo=grpo", "cluster=in_process", *small, "tracker=none"]
+    assert main([*argv, f"run.dir={tmp_path / 'run'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "loaded False" in printed
+    assert "started True" in printed
+    assert gc.isenabled()
+
+
+def test_it_is_on_after_a_command_that_fails(capsys):
+    assert main(["train", "algo=grpo", "data.batch_size=0"]) == 2
+    assert "data.batch_size" in capsys.readouterr().err
+    assert gc.isenabled()
