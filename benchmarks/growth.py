@@ -21,9 +21,10 @@ HIDDEN, LAYERS, PROMPT = 256, 8, 40
 NOTES = f"""\
 GRPO without a reference on the long-tail workload's model (8 layers, hidden 256) with responses of exactly the length
 given, fp32, two cores, Ray with two workers unless workers are what grows; where an axis is not the one that grows: 8
-prompts x 8 samples, 64 new tokens. Work: the floating-point operations of the matrices and of causal attention (see
-rlcore/engine/cost.py), with the prompt read once by each group's samples and once more in training. Seconds: the median
-of {STEPS - 1} steps of one run. A plot of each axis is beside this table. There is no other side."""
+prompts x 8 samples, 64 new tokens. Micro-batches of 2,048 tokens, as on the long tail. Work: the floating-point operations of the matrices and of causal attention (see
+rlcore/engine/cost.py) of the tokens that have to be computed, which of a prompt are those of one row of its group.
+Seconds: the median of {STEPS - 1} steps of one run; of the point in which the axes meet, of the runs of all of them. A
+plot of each axis is beside this table. There is no other side."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,22 @@ class Point:
     operations: float
 
 
-def operations(rows: int, response: int, hidden: int = HIDDEN, layers: int = LAYERS) -> float:
-    """Return a step's operations: a layer's matrices have 12 d^2 parameters, and sampling is one more forward."""
-    length = PROMPT + response
-    return rows * layers * 4 * (24 * hidden**2 * length + 2 * hidden * length**2)
+def operations(rows: int, response: int, hidden: int = HIDDEN, layers: int = LAYERS, samples: int = 8) -> float:
+    """Return a step's operations: a layer's matrices have 12 d^2 parameters.
+
+    Five forwards' worth: sampling, the log-probs before the update (as forced lengths change those of sampling), and
+    forward and backward. A group's prompt goes through the matrices once each time; in attention each row has its own.
+    """
+    through_matrices, length = response + PROMPT / samples, PROMPT + response
+    return rows * layers * 5 * (24 * hidden**2 * through_matrices + 2 * hidden * length**2)
 
 
 def axes(base: Work, folder: Path) -> dict[str, list[Point]]:
     """Return the points of each axis."""
 
     def forced(work: Work, workers: int = 2) -> Sequence[str]:
-        return (f"rollout.min_tokens={work.response_len}", "cluster=local", f"cluster.workers={workers}")
+        lengths = (f"rollout.min_tokens={work.response_len}", "engine.micro_batch_tokens=2048")
+        return (*lengths, "cluster=local", f"cluster.workers={workers}")
 
     def point(at: float, work: Work, cost: float, workers: int = 2) -> Point:
         return Point(at, work, forced(work, workers), cost)
@@ -57,12 +63,14 @@ def axes(base: Work, folder: Path) -> dict[str, list[Point]]:
     lengths = (64, 128, 256, 512)
     found["response length"] = [point(n, replace(base, response_len=n), operations(64, n)) for n in lengths]
     groups = [(n, replace(base, prompts=64 // n, samples=n)) for n in (2, 4, 8, 16, 32)]
-    found["group size, of 64 rows"] = [point(n, work, operations(64, 64)) for n, work in groups]
+    found["group size, of 64 rows"] = [point(n, work, operations(64, 64, samples=n)) for n, work in groups]
     found["workers, one thread each"] = [point(n, base, operations(64, 64), n) for n in (1, 2, 4)]
     sizes = []
-    for hidden in (128, 256, 512):
-        write_characters(folder / str(hidden), hidden=hidden)
-        work = replace(base, model=str(folder / str(hidden)))
+    for hidden in (128, HIDDEN, 512):
+        work = base
+        if hidden != HIDDEN:
+            write_characters(folder / str(hidden), hidden=hidden)
+            work = replace(base, model=str(folder / str(hidden)))
         sizes.append(point(12 * hidden**2 * LAYERS / 1e6, work, operations(64, 64, hidden)))
     found["parameters (M)"] = sizes
     return found
@@ -77,22 +85,27 @@ def seconds(point: Point) -> list[float]:
 def main(measure: Callable[[Point], list[float]] = seconds) -> bool:
     """Measure every axis and write the results and the plots."""
     figures, bars = [], []
+    found: dict[tuple[Work, Sequence[str]], list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = replace(long_tails(folder), response_len=64, steps=STEPS, warm=1)
-        for axis, points in axes(base, folder).items():
-            times = [measure(point) for point in points]
-            medians = [statistics.median(each) for each in times]
-            figures += [
-                Figure("rlcore", f"{axis} {point.at:.4g}: step", "s", each)
-                for point, each in zip(points, times, strict=True)
-            ]
-            grown = medians[-1] / medians[0] / (points[-1].operations / points[0].operations)
-            bars.append(Bar(f"{axis}: growth of seconds, by that of the work", grown, NOISE, at_least=False))
-            measured = [(point.at, each) for point, each in zip(points, medians, strict=True)]
-            scale = medians[0] / points[0].operations
-            expected = [(point.at, point.operations * scale) for point in points]
-            file = plot_file(f"growth_{axis.split()[0].rstrip(',')}")
-            lines = {"measured": measured, "~as the work": expected}
-            draw(file, f"A step against {axis}", axis, "seconds", lines, logarithmic=True)
+        by_axis = axes(base, folder)
+        for points in by_axis.values():
+            for point in points:
+                found.setdefault((point.work, point.settings), []).extend(measure(point))
+    for axis, points in by_axis.items():
+        times = [found[point.work, point.settings] for point in points]
+        medians = [statistics.median(each) for each in times]
+        figures += [
+            Figure("rlcore", f"{axis} {point.at:.4g}: step", "s", each)
+            for point, each in zip(points, times, strict=True)
+        ]
+        grown = medians[-1] / medians[0] / (points[-1].operations / points[0].operations)
+        bars.append(Bar(f"{axis}: growth of seconds, by that of the work", grown, NOISE, at_least=False))
+        measured = [(point.at, each) for point, each in zip(points, medians, strict=True)]
+        scale = medians[0] / points[0].operations
+        expected = [(point.at, point.operations * scale) for point in points]
+        file = plot_file(f"growth_{axis.split()[0].rstrip(',')}")
+        lines = {"measured": measured, "~as the work": expected}
+        draw(file, f"A step against {axis}", axis, "seconds", lines, logarithmic=True)
     return write("growth", "make bench B=growth", figures, bars, NOTES)
