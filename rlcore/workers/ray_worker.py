@@ -154,6 +154,8 @@ class WorkerHost:
             return getattr(worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None
+        finally:
+            resume_collector()
 
     def spans(self) -> list[Span]:
         """Return what ran since the last call of this."""

@@ -1,6 +1,8 @@
 """The garbage collector: off while a command imports, on while it trains and after it."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +41,12 @@ def test_pausing_twice_is_pausing_once():
     assert not gc.isenabled()
     resume_collector()
     assert gc.isenabled()
+
+
+def test_nothing_is_looked_through_at_the_exit():
+    last = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))"  # the first to come ends last
+    code = f"{last}; from rlcore.collector import pause_collector; pause_collector()"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
 @pytest.mark.e2e

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from rlcore.config.schema import ClusterConfig
@@ -22,6 +23,7 @@ from rlcore.workers import (
     Executor,
     Future,
     RayResourcePool,
+    RayWorkerGroup,
     Worker,
     WorkerGroup,
     make_executor,
@@ -359,6 +361,14 @@ def test_the_collector_is_off_in_a_process_of_ours_until_the_first_call_has_ende
     group = executor.worker_group(executor.resource_pool(1), ClassWithInitArgs(Collects), name="collects")
     assert group.collector() == [(not is_ray, not is_ray)]
     assert group.collector() == [(not is_ray, True)]
+
+
+@pytest.mark.ray
+def test_a_call_through_a_handle_turns_the_collector_on_too(ray_cluster: None) -> None:
+    with make_executor(cluster_of("ray"), by_value_modules=[sys.modules[__name__]]) as executor:
+        (handle,) = RayWorkerGroup(executor.resource_pool(1), ClassWithInitArgs(Collects))._workers
+        assert ray.get(handle.collector.remote()) == (False, False)
+        assert ray.get(handle.collector.remote()) == (False, True)
 
 
 class Fails(Worker):
