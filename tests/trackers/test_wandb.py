@@ -37,7 +37,17 @@ def messages(data):
 
 
 def read_back(folder):
-    """What an offline run holds: id, project, config, history rows, summary, exit code."""
+    """What an ended offline run holds: id, project, config, history rows, summary, exit code."""
+    # wandb's own process may still be writing when `finish` has returned; at its exit Python waits for that process.
+    until = time.monotonic() + 30.0
+    while "exit" not in (found := read_file(folder)):
+        assert time.monotonic() < until, f"no exit record in {folder} after 30 s"
+        time.sleep(0.05)
+    return found
+
+
+def read_file(folder):
+    """What the file in this folder holds by now."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("*.wandb")
