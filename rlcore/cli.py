@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         resume_collector()
+        gc.unfreeze()
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -116,7 +118,10 @@ def _train_one(config: Config, plugins: PluginManager) -> int:
         config = apply(plans[0], config)
     from rlcore.trainer import train
 
-    return 130 if train(config, plugins)["status"] == "interrupted" else 0
+    try:
+        return 130 if train(config, plugins)["status"] == "interrupted" else 0
+    finally:
+        gc.unfreeze()  # the models of one job of a sweep are not there for the next one
 
 
 def _multirun(options: argparse.Namespace, plugins: PluginManager) -> int:

@@ -20,8 +20,12 @@ def pause_collector() -> None:
 
 
 def resume_collector() -> None:
-    """Turn the collector on again if `pause_collector` has turned it off; one that was off before stays so."""
+    """Turn the collector on again if `pause_collector` has turned it off; one that was off before stays so.
+
+    What is there by then it does not look through until `gc.unfreeze()`: imports and models, that stay for the run.
+    """
     global _is_paused
     if _is_paused:
+        gc.freeze()
         gc.enable()
     _is_paused = False

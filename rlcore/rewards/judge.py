@@ -14,9 +14,8 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
 
 from rlcore.config.schema import JudgeConfig
@@ -24,6 +23,9 @@ from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import forms
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Future, Worker, WorkerGroup, register
+
+if TYPE_CHECKING:
+    import httpx
 
 _log = logging.getLogger(__name__)
 
@@ -191,6 +193,8 @@ class JudgeWorker(Worker):
         return asyncio.run(self._ask_all(questions)) if questions else []
 
     async def _ask_all(self, questions: Sequence[str]) -> list[float | NoVerdict]:
+        import httpx  # not at the top: every run imports this module, and few have a judge
+
         config = self._config
         slots = asyncio.Semaphore(config.concurrency)
         async with httpx.AsyncClient(headers=self._headers, timeout=None) as client:
@@ -212,6 +216,8 @@ class JudgeWorker(Worker):
 
     async def _ask(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, question: str) -> float:
         """Return the preference, or raise NoVerdict. A request that timed out is not sent again."""
+        import httpx
+
         async with slots:
             for attempt in range(self._config.retries + 1):
                 pause = min(_BACK_OFF * 2**attempt, _LONGEST_BACK_OFF)

@@ -1,4 +1,4 @@
-"""The garbage collector: off while a command imports, on while it trains and after it."""
+"""The garbage collector: off while a command imports; on while it trains, but for what was there, and after it."""
 
 import gc
 import subprocess
@@ -17,7 +17,7 @@ print("loaded", gc.isenabled())
 
 @hookimpl
 def rlcore_run_start(run):
-    print("started", gc.isenabled())
+    print("started", gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
 
 
@@ -26,6 +26,7 @@ def collector_on():
     assert gc.isenabled()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def test_what_was_off_stays_off():
@@ -33,6 +34,7 @@ def test_what_was_off_stays_off():
     pause_collector()
     resume_collector()
     assert not gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_pausing_twice_is_pausing_once():
@@ -58,11 +60,13 @@ def test_it_is_off_until_the_run_has_started(tmp_path, capsys):
     assert main([*argv, f"run.dir={tmp_path / 'run'}"]) == 0
     printed = capsys.readouterr().out
     assert "loaded False" in printed
-    assert "started True" in printed
+    assert "started True True" in printed
     assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_it_is_on_after_a_command_that_fails(capsys):
     assert main(["train", "algo=grpo", "data.batch_size=0"]) == 2
     assert "data.batch_size" in capsys.readouterr().err
     assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
