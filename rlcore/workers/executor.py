@@ -16,6 +16,14 @@ Asked = tuple[ResourcePool, Mapping[str, ClassWithInitArgs], str]
 """Processes to be started: on which pool, with which classes by role, and their name."""
 
 
+KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+"""The environment that bounds how many compiled kernels oneDNN and torch keep, where the user has not said it.
+
+In bf16 on the CPU they compile one for each shape, of up to a MiB, and keep 1,024 by themselves; few shapes come twice
+where every micro-batch has lengths of its own (benchmarks/NOTES.md).
+"""
+
+
 class Executor(ABC):
     """Starts worker processes in pools and gives out the groups that call them. A context manager: start, shutdown."""
 

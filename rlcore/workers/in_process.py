@@ -14,7 +14,7 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
 from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
-from rlcore.workers.executor import Executor
+from rlcore.workers.executor import KERNEL_CACHES, Executor
 from rlcore.workers.failure import with_worker
 from rlcore.workers.group import Pending, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
@@ -103,10 +103,18 @@ class InProcessExecutor(Executor):
         self._started: list[InProcess] = []
         self._had_process_group = False
         self._threads: int | None = None
+        self._set: list[str] = []
 
     def start(self) -> None:
-        """Take `cpus_per_worker` torch threads; note what to put back in `shutdown`, torch.distributed's use too."""
+        """Take `cpus_per_worker` torch threads and bound the kernels that torch keeps (in a process that has none yet).
+
+        Notes what to put back in `shutdown`, torch.distributed's use too.
+        """
         self._had_process_group = _process_group_exists()
+        for name, value in KERNEL_CACHES.items():
+            if name not in os.environ:
+                os.environ[name] = value
+                self._set.append(name)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(self._cluster.cpus_per_worker)
 
@@ -139,6 +147,9 @@ class InProcessExecutor(Executor):
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
+        for name in self._set:
+            del os.environ[name]
+        self._set.clear()
         if _process_group_exists() and not self._had_process_group:
             import torch.distributed as dist
 

@@ -21,6 +21,7 @@ from ray.util.annotations import RayDeprecationWarning
 from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
 from rlcore.workers.contract import Promised
 from rlcore.workers.dispatch import Call
+from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.ray_call import Sent, pack_calls
@@ -360,8 +361,10 @@ class RayWorkerGroup(WorkerGroup):
 
 def process_environment(pool: RayResourcePool) -> dict[str, str]:
     """Return the variables that each process of a pool starts with."""
-    threads, policy = str(pool.cpus_per_worker), os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": policy}
+    threads = str(pool.cpus_per_worker)
+    unless_set = {"OMP_WAIT_POLICY": "PASSIVE", **KERNEL_CACHES}
+    env = {name: os.environ.get(name, value) for name, value in unless_set.items()}
+    env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return env | ({"CUDA_VISIBLE_DEVICES": ""} if pool.gpus_per_worker == 0 else {})
 
 

@@ -326,14 +326,17 @@ def test_a_process_has_its_rank_and_threads_in_its_environment(group: WorkerGrou
         assert [e["RANK"] for e in env] == ["", "", ""], "a rank does not leak into this process's environment"
 
 
-@pytest.mark.parametrize(("said", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_wait_without_spinning_unless_the_environment_says_so(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, policy: str
+@pytest.mark.parametrize(
+    ("name", "otherwise"),
+    [("OMP_WAIT_POLICY", "PASSIVE"), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "128")],
+)
+def test_threads_do_not_spin_and_few_kernels_are_kept_unless_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, otherwise: str
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    assert process_environment(RayResourcePool([1]))["OMP_WAIT_POLICY"] == policy
+    monkeypatch.delenv(name, raising=False)
+    assert process_environment(RayResourcePool([1]))[name] == otherwise
+    monkeypatch.setenv(name, "said")
+    assert process_environment(RayResourcePool([1]))[name] == "said"
 
 
 def test_the_mesh_that_workers_declare_decides(groups: dict[str, WorkerGroup]) -> None:

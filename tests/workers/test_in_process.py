@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -37,6 +38,53 @@ def test_one_rank_has_a_process_group_that_goes_with_the_executor() -> None:
         assert dist.is_initialized()
     assert not dist.is_initialized()
     assert dict(os.environ) == environment
+
+
+GROWTH = """
+import ctypes
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlcore.config.schema import ClusterConfig
+from rlcore.workers import make_executor
+
+NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
+
+
+def in_use():
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = Mallinfo2
+    return call().uordblks / 2**20
+
+
+def attend(length):
+    q, k, v = (torch.randn(1, 2, length, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+
+with make_executor(ClusterConfig(executor="in_process", cpus_per_worker=1)):
+    for length in range(65, 105):
+        attend(length)
+    before = in_use()
+    for length in range(105, 265):
+        attend(length)
+    print(in_use() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads glibc's own account of memory")
+def test_new_lengths_in_bf16_do_not_take_ever_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    # MiB for 160 lengths; without the bounds 200 where the CPU has bf16 units.
+    assert float(ran.stdout) < 50
 
 
 def test_workers_have_the_threads_that_they_are_given_and_the_process_gets_its_own_back() -> None:
