@@ -20,6 +20,8 @@ def rlcore_run_start(run):
     print("started", gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
 
+SMALL = ["data.batch_size=1", "rollout.response_len=1", "trainer.total_steps=1", "trainer.eval_every=0", "tracker=none"]
+
 
 @pytest.fixture(autouse=True)
 def collector_on():
@@ -55,14 +57,23 @@ def test_nothing_is_looked_through_at_the_exit():
 def test_it_is_off_until_the_run_has_started(tmp_path, capsys):
     hooks = tmp_path / "notes.py"
     hooks.write_text(NOTES)
-    small = ["data.batch_size=1", "rollout.response_len=1", "trainer.total_steps=1", "trainer.eval_every=0"]
-    argv = ["train", "-p", str(hooks), "algo=grpo", "cluster=in_process", *small, "tracker=none"]
+    argv = ["train", "-p", str(hooks), "algo=grpo", "cluster=in_process", *SMALL]
     assert main([*argv, f"run.dir={tmp_path / 'run'}"]) == 0
     printed = capsys.readouterr().out
     assert "loaded False" in printed
     assert "started True True" in printed
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.e2e
+def test_what_one_job_of_a_sweep_has_left_is_looked_through_in_the_next(tmp_path, capsys):
+    hooks = tmp_path / "notes.py"
+    hooks.write_text(NOTES)
+    argv = ["train", "--multirun", "-p", str(hooks), "algo=grpo", "cluster=in_process", *SMALL, "trainer.seed=1,2"]
+    assert main([*argv, f"run.dir={tmp_path / 'sweep'}"]) == 0
+    started = [line for line in capsys.readouterr().out.splitlines() if line.startswith("started")]
+    assert started == ["started True True", "started True False"]
 
 
 def test_it_is_on_after_a_command_that_fails(capsys):
