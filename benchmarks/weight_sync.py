@@ -14,9 +14,9 @@ import torch.distributed as dist
 from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.weights import Sender
+from rlcore.engine.weights.transfer import Sender
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.plugins import Role
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
 

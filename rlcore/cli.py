@@ -298,7 +298,7 @@ def _config(argv: list[str]) -> int:
     engine = config.engine
     laid_out = engine.pp > 1 or engine.tp > 1 or engine.dp > 0 or engine.shard > 0
     if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead or laid_out):
-        from rlcore.engine.placement import plan
+        from rlcore.roles.placement import plan
         from rlcore.run import with_reward_model
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()

@@ -13,13 +13,13 @@ from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
-from rlcore.engine.placement import only
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
 from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import resolve
+from rlcore.roles.placement import only
 from rlcore.run import Run, open_run
 
 

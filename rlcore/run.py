@@ -15,15 +15,15 @@ import torch
 from rlcore.config import Config
 from rlcore.data.chat import ResponseEncoder, check_role_folder, load_tokenizer, same_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.placement import REWARD, ROLLOUT, plan
-from rlcore.engine.roles import RoleHandle, StepClock, start_roles
-from rlcore.engine.train.base import GIVES
+from rlcore.engine.train import GIVES
 from rlcore.errors import ConfigError, DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
+from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.placement import REWARD, ROLLOUT, plan
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import Asked
 

@@ -20,7 +20,8 @@ from rlcore.collector import resume_collector
 from rlcore.config import Config, check
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.train.state import ENGINE_STATE, random_state, set_random_state
+from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.train import ENGINE_STATE
 from rlcore.errors import CheckpointError, ConfigError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder

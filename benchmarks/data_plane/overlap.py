@@ -14,10 +14,10 @@ import side
 import torch
 
 from rlcore.config import compose
-from rlcore.engine.placement import plan
-from rlcore.engine.roles import RoleHandle, StepClock, start_roles
 from rlcore.plugins import PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
+from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.placement import plan
 from rlcore.workers import make_executor
 
 ROLES = {"ref": Role(), "critic": Role(kind="critic", trains=True)}

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train import state
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.fsdp import FSDPEngine
-from rlcore.engine.train.microbatch import update_plan
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.microbatch import update_plan
+from rlcore.engines.torch import state
+from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.protocol import DataProto, Ragged
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 4, 16, 48

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.engine.layout import Cut, Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.reshard.meter import Meter, ProcessGroups
-from rlcore.engine.reshard.strategies import STRATEGIES, HybridFlow, flat_pieces, gather_data_parallel
+from rlcore.engine.parallel.layout import Cut, Layout
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine.weights.meter import Meter, ProcessGroups
+from rlcore.engine.weights.reshard import STRATEGIES, HybridFlow, flat_pieces, gather_data_parallel
 
 LAYOUTS = [
     (Layout(1, 8, 1), 1, 2),

@@ -1,1 +1,1 @@
-"""Engines: train, rollout, the hybrid of both in one worker, and the roles that algorithms call."""
+"""What every engine shares, and the interface for engines of your own. Runs in worker processes."""

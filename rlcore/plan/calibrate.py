@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config import Config
-from rlcore.engine.layout import Layout
-from rlcore.engine.placement import REWARD, plan
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.roles import RoleHandle, StepClock, start_roles
-from rlcore.engine.size import ModelSize, size_of
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize, size_of
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, Term, masked_sum, needs, objective
 from rlcore.plan import devices, training
@@ -35,6 +33,8 @@ from rlcore.plan.profile import STORED, Profile, dump
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
+from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.placement import REWARD, plan
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:

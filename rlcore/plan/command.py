@@ -12,9 +12,8 @@ import yaml
 
 from rlcore.config import Config
 from rlcore.config.build import build
-from rlcore.engine.placement import REWARD, ROLLOUT, PoolSettings, sampled_role
-from rlcore.engine.size import size_of
-from rlcore.engine.train.layouts import engine_of
+from rlcore.engine.parallel.model_shape import engine_of
+from rlcore.engine.parallel.model_size import size_of
 from rlcore.errors import ConfigError
 from rlcore.plan.devices import devices
 from rlcore.plan.overrides import experiment, values
@@ -23,6 +22,7 @@ from rlcore.plan.record import record
 from rlcore.plan.search import Plan, search
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
+from rlcore.roles.placement import REWARD, ROLLOUT, PoolSettings, sampled_role
 from rlcore.run import with_reward_model
 
 if TYPE_CHECKING:

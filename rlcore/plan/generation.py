@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.size import ModelSize
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.plan.dataflow import Call
 from rlcore.plan.profile import Profile
 from rlcore.plan.training import is_whole, shard_of

@@ -6,8 +6,8 @@ tensor shards, one gather of sharded weights, and the pipeline's bubble.
 
 from __future__ import annotations
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.size import ModelSize
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize
 from rlcore.plan.dataflow import Call
 from rlcore.plan.profile import Profile
 from rlcore.plan.training import pass_seconds

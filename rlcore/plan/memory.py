@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.size import ModelSize
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.plan.dataflow import UPDATE, Call
 from rlcore.plan.training import is_whole, shard_of, stage_weights
 from rlcore.plan.workload import Workload

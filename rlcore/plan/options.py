@@ -12,15 +12,15 @@ from functools import cache
 from operator import add, le
 from typing import TypeVar
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.placement import ROLLOUT
-from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.plan import generation, memory
 from rlcore.plan.dataflow import FORWARD, GENERATION, UPDATE, Call
 from rlcore.plan.generation import generate_seconds, transition_seconds
 from rlcore.plan.inference import forward_seconds, weights_seconds
 from rlcore.plan.problem import Devices, Problem
 from rlcore.plan.training import shard_of, update_seconds
+from rlcore.roles.placement import ROLLOUT
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import SECTIONS
-from rlcore.engine.placement import ROLLOUT
 from rlcore.plan import memory
 from rlcore.plan.search import Plan
+from rlcore.roles.placement import ROLLOUT
 
 
 def pool_names(plan: Plan) -> list[str]:

@@ -21,9 +21,7 @@ from rlcore.config import Config
 from rlcore.config.schema import ClusterConfig
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.placement import plan
-from rlcore.engine.roles import StepClock, start_roles
-from rlcore.engine.train.state import random_state, set_random_state
+from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.errors import ConfigError
 from rlcore.plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 from rlcore.plugins import DatasetSpec, Role
@@ -33,6 +31,8 @@ from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import named_scores
+from rlcore.roles.handles import StepClock, start_roles
+from rlcore.roles.placement import plan
 from rlcore.run import Run, with_reward_model
 from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
 from rlcore.workers.dispatch import Dispatch

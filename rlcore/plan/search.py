@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlcore.engine.placement import ROLLOUT
 from rlcore.errors import ConfigError
 from rlcore.plan.options import Option, Options
 from rlcore.plan.problem import Problem
 from rlcore.plan.shortage import does_not_fit
+from rlcore.roles.placement import ROLLOUT
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]

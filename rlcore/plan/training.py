@@ -19,8 +19,8 @@ moments, and writes all but the gradients: 28 bytes a parameter in fp32.
 
 from __future__ import annotations
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.size import ModelSize
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize
 from rlcore.plan.dataflow import Call
 from rlcore.plan.profile import Profile
 from rlcore.plan.workload import Workload

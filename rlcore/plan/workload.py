@@ -111,7 +111,7 @@ class Workload:
     def computed(self, rows: float, call: Call, *, cpu: bool) -> float:
         """Return the tokens that a micro-batch of so many of a call's rows takes through every layer.
 
-        Where attention is torch's own, a prompt stands once for all its rows (rlcore.engine.train.packing). Of P
+        Where attention is torch's own, a prompt stands once for all its rows (rlcore.engines.torch.packing). Of P
         prompts with g rows each, n rows of a mini-batch taken at random have P (1 - (1 - n / (P g))^g), and n / g where
         rows of one prompt are together. Kernels for variable lengths take a prompt as often as it has rows; on a `cpu`
         there are none.

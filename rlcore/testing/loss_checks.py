@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.engine.train.microbatch import column_values
+from rlcore.engine.update.microbatch import column_values
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.units import units_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlcore.engine.train.accounting import LossBatch
-from rlcore.engine.train.microbatch import column_values
+from rlcore.engine.update.accounting import LossBatch
+from rlcore.engine.update.microbatch import column_values
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.units import units_of

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.engine.metrics import Metrics
-from rlcore.engine.roles import RoleHandle
 from rlcore.ops import Loss, Outputs, Term, needs, needs_of
 from rlcore.plugins import AlgorithmSpec, PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
+from rlcore.roles.handles import RoleHandle
+from rlcore.roles.metrics import Metrics
 from rlcore.run import Run
 
 

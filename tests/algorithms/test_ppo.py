@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from rlcore import DataProto, Ragged
 from rlcore.assets import TINY
 from rlcore.config import check, compose
-from rlcore.engine.roles import RoleHandle
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
 from rlcore.plugins import PluginManager
+from rlcore.roles.handles import RoleHandle
 from rlcore.run import check_roles
 
 LN2 = math.log(2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train.fsdp import FSDPEngine
+from rlcore.engine.collectives import Ranks
+from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.protocol import DataProto, Ragged
 
 SIZES = {

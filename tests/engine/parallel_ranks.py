@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlcore.config import EngineConfig, ModelConfig
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train import parameters, state
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.fsdp import FSDPEngine
-from rlcore.engine.train.microbatch import update_plan
-from rlcore.engine.train.parameters import reshard
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.microbatch import update_plan
+from rlcore.engines.torch import parameters, state
+from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.parameters import reshard
 
 spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
 conftest = importlib.util.module_from_spec(spec)

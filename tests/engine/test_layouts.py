@@ -7,17 +7,17 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
-from rlcore.engine.layout import Layout
-from rlcore.engine.placement import plan
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.fsdp import FSDPEngine
-from rlcore.engine.train.layouts import check_layout, layout_of
-from rlcore.engine.train.microbatch import micro_batches
-from rlcore.engine.train.packing import Packing
-from rlcore.engine.train.pipeline import stage_of_layer
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_shape import check_layout, layout_of
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.microbatch import micro_batches
+from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.packing import Packing
+from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role
+from rlcore.roles.placement import plan
 
 
 def check(folder, workers, **engine):

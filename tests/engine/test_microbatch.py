@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.engine.train.microbatch import micro_batches, update_plan
+from rlcore.engine.update.microbatch import micro_batches, update_plan
 from rlcore.protocol.units import split_evenly, units_of
 
 

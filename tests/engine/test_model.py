@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.config import ModelConfig
-from rlcore.engine.train.model import load_causal_lm
-from rlcore.engine.train.packing import Packing
+from rlcore.engines.torch.model import load_causal_lm
+from rlcore.engines.torch.packing import Packing
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.roles import RoleHandle, StepClock
-from rlcore.engine.weights import Sender, Weights
+from rlcore.engine.weights.transfer import Sender, Weights
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
+from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 pytestmark = pytest.mark.ray

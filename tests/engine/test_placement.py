@@ -8,9 +8,9 @@ import pytest
 
 from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.engine.placement import PoolPlan, only, plan
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role
+from rlcore.roles.placement import PoolPlan, only, plan
 
 ROLES = {
     "actor": Role(trains=True, generates=True),

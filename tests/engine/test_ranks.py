@@ -8,13 +8,13 @@ import torch
 from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.roles import RoleHandle, StepClock
-from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.config import ModelConfig
-from rlcore.engine.rollout.base import Sampling
-from rlcore.engine.rollout.hf import HFRollout
-from rlcore.engine.rollout.lean import LeanDecoder
+from rlcore.engine.rollout import Sampling
+from rlcore.engines.hf.fused_decode import LeanDecoder
+from rlcore.engines.hf.rollout import HFRollout
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
 
@@ -179,7 +179,7 @@ def test_finished_rows_are_dropped_at_once(counted):
 
 
 def test_a_model_without_a_lean_step_says_so_once_and_one_that_is_off_is_found(model_folder, caplog, monkeypatch):
-    with caplog.at_level("INFO", "rlcore.engine.rollout.lean"):
+    with caplog.at_level("INFO", "rlcore.engines.hf.fused_decode"):
         engine(model_folder("qwen2"))
         assert not caplog.records
         engine(model_folder("mistral-window"))

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rlcore.engine.rollout.base import Sampling
-from rlcore.engine.rollout.sampling import sample_tokens
+from rlcore.engine.rollout import Sampling
+from rlcore.engines.hf.sampling import sample_tokens
 from rlcore.ops import noise_key, uniform_noise
 
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlcore.assets import TINY
 from rlcore.config import EngineConfig, ModelConfig
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.fsdp import FSDPEngine
-from rlcore.engine.train.model import load_scalar_model
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import UpdateItem
+from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.model import load_scalar_model
 from rlcore.errors import ConfigError, DataError
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.protocol import Ragged

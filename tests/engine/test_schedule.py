@@ -3,7 +3,7 @@
 import pytest
 
 from rlcore.config import EngineConfig
-from rlcore.engine.train.schedule import learning_rate
+from rlcore.engine.update.schedule import learning_rate
 
 
 def rates(**options):

@@ -8,9 +8,9 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.config import EngineConfig, ModelConfig
-from rlcore.engine.ranks import Ranks
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.train.fsdp import FSDPEngine
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import UpdateItem
+from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 
-from rlcore.engine.train.base import UpdateItem
+from rlcore.engine.train import UpdateItem
 from rlcore.errors import DataError
 from rlcore.ops import masked_sum, metric, needs, objective
 from rlcore.protocol import DataProto
@@ -319,8 +319,8 @@ def test_recomputing_activations_turns_no_dropout_on(make_engine, random_batch, 
 
 def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, random_batch):
     from rlcore.config import EngineConfig, ModelConfig
-    from rlcore.engine.ranks import Ranks
-    from rlcore.engine.train.fsdp import FSDPEngine
+    from rlcore.engine.collectives import Ranks
+    from rlcore.engines.torch.engine import FSDPEngine
 
     engine = FSDPEngine(
         ModelConfig(path=str(model_folder()), dtype="bf16"), EngineConfig(lr=1e-3), ranks=Ranks(), trains=True

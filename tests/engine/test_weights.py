@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.roles import RoleHandle, StepClock
-from rlcore.engine.rollout_copy import RolloutCopy
-from rlcore.engine.train import state
-from rlcore.engine.weights import Sender, Weights, pack, packed_forms
+from rlcore.engine.weights.transfer import Sender, Weights, pack, packed_forms
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.torch import state
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.rollout_pool import RolloutCopy
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
 ROLES = {"actor": Role(trains=True, generates=True), "average": Role(follows="actor")}

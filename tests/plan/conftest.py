@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.engine.size import ModelSize
-from rlcore.engine.train.layouts import ModelShape
+from rlcore.engine.parallel.model_shape import ModelShape
+from rlcore.engine.parallel.model_size import ModelSize
 from rlcore.plan.dataflow import Call, Dataflow
 from rlcore.plan.problem import Devices, Problem
 from rlcore.plan.profile import load

@@ -8,11 +8,11 @@ import yaml
 
 from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.engine.placement import plan as placed
 from rlcore.errors import ConfigError
 from rlcore.plan.command import apply, make_plans, read_lengths
 from rlcore.plan.overrides import values, words
 from rlcore.plugins import PluginManager
+from rlcore.roles.placement import plan as placed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -95,7 +95,7 @@ def test_layouts_of_single_roles_reach_their_engines(given, plugins):
     config = compose([*given, "cluster.gpus=16"], plugins)
     best = make_plans(config, plugins)[0]
     planned = apply(best, config)
-    from rlcore.engine.train.layouts import engine_of, layout_of
+    from rlcore.engine.parallel.model_shape import engine_of, layout_of
 
     for pool in best.pools:
         for part in pool.parts:

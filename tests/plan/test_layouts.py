@@ -4,11 +4,11 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.config.schema import EngineConfig
-from rlcore.engine.layout import Layout
-from rlcore.engine.placement import only, plan
-from rlcore.engine.train.layouts import engine_of, layout_of
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_shape import engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role
+from rlcore.roles.placement import only, plan
 
 ROLES = {
     "actor": Role(trains=True, generates=True),

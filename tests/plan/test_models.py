@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from rlcore.config import ModelConfig
-from rlcore.engine.layout import Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.size import ModelSize, size_of
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_size import ModelSize, size_of
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
 from rlcore.plan import memory
 from rlcore.plan.dataflow import Call

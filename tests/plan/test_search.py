@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.placement import ROLLOUT
-from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
 from rlcore.plan import memory
 from rlcore.plan.generation import generate_seconds, send_seconds, transition_seconds
@@ -19,6 +18,7 @@ from rlcore.plan.profile import load
 from rlcore.plan.search import partitions, search
 from rlcore.plan.training import update_seconds
 from rlcore.plan.workload import Lengths
+from rlcore.roles.placement import ROLLOUT
 
 
 def brute_force(problem, *, exact_sizes=False):

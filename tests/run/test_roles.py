@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig, compose
-from rlcore.engine.texts import TextEncoder
+from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.errors import ConfigError, DataError, NoRoleError, PluginError
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import PluginManager, Role

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlcore.config import ModelConfig, RolloutConfig, compose
-from rlcore.engine.rollout.base import Sampling
+from rlcore.engine.rollout import Sampling
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
@@ -78,7 +78,7 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        from rlcore.engine.rollout.vllm import VLLMRollout
+        from rlcore.engines.vllm.rollout import VLLMRollout
 
         self.folder = folder
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -24,11 +24,11 @@ from vllm import LLM  # noqa: F401
 from vllm.distributed import get_tp_group
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_vllm
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.rollout.base import Sampling
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.weights import pack
+from rlcore.engine.rollout import Sampling
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.weights.transfer import pack
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_vllm
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlcore.config import ModelConfig
-from rlcore.engine.rollout.base import Sampling
-from rlcore.engine.rollout.hf import HFRollout
+from rlcore.engine.rollout import Sampling
+from rlcore.engines.hf.rollout import HFRollout
 from rlcore.errors import DataError
 
 CPU = torch.device("cpu")

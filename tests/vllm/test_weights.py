@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlcore.engine.rollout.base import Sampling
+from rlcore.engine.rollout import Sampling
 from rlcore.errors import DataError
 
 MODELS = [("qwen2", True), ("qwen2", False), ("llama", True), ("llama", False)]

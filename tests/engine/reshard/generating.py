@@ -14,12 +14,12 @@ import torch.distributed as dist
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.rollout.base import Sampling
-from rlcore.engine.rollout.hf import HFRollout
-from rlcore.engine.train.base import UpdateItem
-from rlcore.engine.weights import Weights, pack
+from rlcore.engine.rollout import Sampling
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.weights.transfer import Weights, pack
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.rollout import HFRollout
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.builtin import create_fsdp, create_hf, rlcore_check_config
-from rlcore.engine.hybrid import ModelWorker, RoleSetup
-from rlcore.engine.placement import plan
-from rlcore.engine.roles import RoleHandle, StepClock
+from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engines.builtin import create_fsdp, create_hf, rlcore_check_config
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role
+from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.placement import plan
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 ACTOR = Role(trains=True, generates=True)

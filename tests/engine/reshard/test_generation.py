@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.reshard.generation import GenerationLayout
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.engine.layout import Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.reshard.strategies import STRATEGIES
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine.weights.reshard import STRATEGIES
 
 pytestmark = pytest.mark.e2e
 WORLD, UPDATES = 8, 3

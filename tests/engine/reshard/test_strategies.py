@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlcore.engine.layout import Cut, Layout
-from rlcore.engine.reshard.generation import GenerationLayout
-from rlcore.engine.reshard.meter import ProcessGroups
-from rlcore.engine.reshard.strategies import HybridFlow, flat_pieces
+from rlcore.engine.parallel.layout import Cut, Layout
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine.weights.meter import ProcessGroups
+from rlcore.engine.weights.reshard import HybridFlow, flat_pieces
 from rlcore.errors import ConfigError, DataError
 
 CUTS = {

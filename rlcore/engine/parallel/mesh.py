@@ -1,0 +1,114 @@
+"""The ranks of a train engine as a mesh with named axes, and what is sent along each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.parallel.layout import Layout, Place
+
+T = TypeVar("T")
+
+
+class TrainMesh:
+    """Where this rank stands in a layout.
+
+    Axes, outermost first: `replicate` and `shard`, which together are dp (`shard` ranks share one copy of the weights,
+    0: all of dp), `pp`, `tp`. Axes with one place are left out, but for `shard`. With one rank there is no mesh.
+    """
+
+    def __init__(self, ranks: Ranks, layout: Layout, shard: int = 0) -> None:
+        self.ranks, self.layout = ranks, layout
+        self.place: Place = layout.place(ranks.rank)
+        self.shards = shard or layout.dp
+        self.copies = layout.dp // self.shards
+        self.copy, self.shard = divmod(self.place.dp, self.shards)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the whole model; copies then only add up their gradients."""
+        return self.layout.pp == self.layout.tp == self.shards == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is on the first stage."""
+        return self.place.pp == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is on the last stage."""
+        return self.place.pp == self.layout.pp - 1
+
+    @cached_property
+    def devices(self) -> Any:
+        """The torch DeviceMesh."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = {"replicate": self.copies, "shard": self.shards, "pp": self.layout.pp, "tp": self.layout.tp}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        return init_device_mesh(self.ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    @property
+    def data(self) -> Any:
+        """The DeviceMesh that FSDP2 shards over: `shard`, or `replicate` x `shard`."""
+        return self.devices["replicate", "shard"] if self.copies > 1 else self.devices["shard"]
+
+    def group(self, axis: str) -> Any:
+        """Return the process group of the ranks that differ from this one only along `axis`."""
+        return self.devices[axis].get_group()
+
+    def of_places(self, everyone: Sequence[T]) -> list[T]:
+        """Return of every rank's value one for each place along dp: that of the last stage's first tensor rank."""
+        last = self.layout.pp - 1
+        return [everyone[self.layout.rank(Place(pp=last, tp=0, dp=dp))] for dp in range(self.layout.dp)]
+
+    def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """Return a tensor as the rank on `stage` has it, on every stage; others give one of its shape to fill."""
+        if self.layout.pp > 1:
+            source = self.layout.rank(Place(pp=stage, tp=self.place.tp, dp=self.place.dp))
+            dist.broadcast(tensor, src=source, group=self.group("pp"))
+        return tensor
+
+    def join_data_shards(self, local: Tensor, rows: int) -> Tensor:
+        """Return a tensor of `rows` rows that FSDP2 has cut over `shard` whole: equal cuts, but for the last ranks."""
+        if self.shards == 1:
+            return local
+        size = -(-rows // self.shards)
+        padded = local.new_zeros(size, *local.shape[1:])
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in range(self.shards)]
+        dist.all_gather(parts, padded, group=self.group("shard"))
+        return torch.cat(parts)[:rows]
+
+    def join_tensor_shards(self, local: Tensor, dim: int | None) -> Tensor:
+        """Return a tensor that is cut along `dim` over tp whole; as it is for None."""
+        if dim is None or self.layout.tp == 1:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.layout.tp)]
+        dist.all_gather(parts, local.contiguous(), group=self.group("tp"))
+        return torch.cat(parts, dim)
+
+    def average_copies(self, tensor: Tensor) -> None:
+        """Average, in place, what each of the whole copies of the model has."""
+        dist.all_reduce(tensor, group=self.group("replicate"))
+        tensor.div_(self.copies)
+
+    def sum_ends(self, tensor: Tensor) -> None:
+        """Add up, in place, what the first and the last stage have each; others do nothing."""
+        if self.layout.pp == 1 or not (self.is_first or self.is_last):
+            return
+        other = self.layout.rank(
+            Place(pp=self.layout.pp - 1 if self.is_first else 0, tp=self.place.tp, dp=self.place.dp)
+        )
+        theirs = torch.empty_like(tensor)
+        group = self.group("pp")
+        ops = [dist.P2POp(dist.isend, tensor, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        tensor.add_(theirs)

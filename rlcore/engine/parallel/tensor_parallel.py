@@ -1,0 +1,103 @@
+"""Tensor parallelism by the model's own plan: linear layers become DTensors cut over the `tp` axis of the mesh.
+
+A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` cuts a linear layer's outputs, so that
+attention sees a share of the heads; `rowwise` cuts its inputs and adds the results up; the weights of
+`replicated_with_grad_allreduce` are whole on each rank but see only its heads (Qwen3's norms of queries and keys), so
+their gradients are added up. What a plan does not name is whole on every rank, and computed alike there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_shape import STYLES, ModelShape
+from rlcore.errors import ConfigError
+
+
+def plan_of(hf: Any) -> dict[str, str]:
+    """Return the style of each module that the plan of a Hugging Face model names, by the module's full name.
+
+    Raises ConfigError for a model without a plan, or with one that is not understood.
+    """
+    plan: Mapping[str, str] = getattr(hf.config.get_text_config(), "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - set(STYLES))
+    if not plan or unknown:
+        what = f"has entries {', '.join(unknown)}" if unknown else "does not exist"
+        raise ConfigError(
+            f"{type(hf).__name__} cannot be trained with engine.tp above 1: its base_model_tp_plan {what}; understood "
+            f"are {', '.join(STYLES)}"
+        )
+    patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
+    found = {}
+    for name, _ in getattr(hf, hf.base_model_prefix).named_modules():
+        for pattern, style in patterns.items():
+            if pattern.fullmatch(name):
+                found[f"{hf.base_model_prefix}.{name}"] = style
+    return found
+
+
+def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
+    """Return the dimension along which each parameter is cut; those left out are whole on every rank."""
+    dims = {}
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        style = plan.get(module)
+        if style == "colwise":
+            dims[name] = 0
+        elif style == "rowwise" and kind == "weight":
+            dims[name] = 1
+    return dims
+
+
+def summed(plan: Mapping[str, str], names: list[str]) -> list[str]:
+    """Return the parameters of which each rank has a part of the gradient's sum."""
+    return [name for name in names if plan.get(name.rpartition(".")[0]) == "replicated_with_grad_allreduce"]
+
+
+def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
+    """Cut the modules that are on this rank, in place, over the one-dimensional DeviceMesh `mesh`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    modules = dict(hf.named_modules())
+    fed: Counter[str] = Counter()
+    for name, style in plan.items():
+        if style in styles and isinstance(modules.get(name), nn.Linear):
+            # Every rank has read the same weights, so each cuts its part out and none is sent.
+            parallelize_module(modules[name], mesh, styles[style](), src_data_rank=None)
+            fed[name.rpartition(".")[0]] += style == "colwise"
+    for name, count in fed.items():
+        if count > 1:
+            modules[name].register_forward_pre_hook(partial(_share_input, mesh), with_kwargs=True)
+
+
+def _share_input(mesh: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Make a module's hidden state one DTensor, so that its linear layers' gradients of it are added up before sending.
+
+    Queries, keys and values then cost one sum over the ranks in backward, not three.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def shared(hidden: Tensor) -> Tensor:
+        return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+
+    if args:
+        return (shared(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": shared(kwargs["hidden_states"])}
+
+
+def shard_dims(hf: Any, ranks: int) -> dict[str, int]:
+    """Return the dimension along which so many ranks divide each parameter; those left out are whole on every rank.
+
+    Raises ConfigError for a model that so many ranks cannot divide.
+    """
+    if problem := ModelShape.of(hf.config).problem(Layout(tp=ranks)):
+        raise ConfigError(f"{type(hf).__name__} cannot generate with rollout.tp={ranks}: {problem}")
+    return cut_dims(plan_of(hf), [name for name, _ in hf.named_parameters()])

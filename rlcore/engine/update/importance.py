@@ -1,0 +1,106 @@
+"""Samples of a policy that is not quite the one that is trained: importance weights, and how far apart the two are.
+
+The two differ where weights are older (`trainer.rollouts_ahead`), where the rollout engine rounds otherwise than the
+train engine, or where one of them is wrong. With b the policy that sampled token t of a row and pi_old the one that the
+algorithm compares with (`old_log_probs`; without that column the weights of the moment, as constants), the gradient of
+each token's part of a loss is multiplied by a weight w_t made from pi_old(y_t) / b(y_t), as `trainer.importance` says.
+
+This is decoupled PPO (arXiv 2110.00641: the behaviour policy is another than the proximal one, against which the ratio
+is clipped). Losses know nothing of it: the value of what they get is unchanged, and its gradient is multiplied by w_t
+on the way back to the model. For a loss that sees the policy through outputs per token this equals weighting every
+token's term: its derivative is the sum over tokens of dL/d(output_t) times d(output_t)/d(weights).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.accounting import Account, LossBatch
+from rlcore.ops import Need, Outputs, importance_weights, log_prob_gap, needs_of
+from rlcore.protocol import DataProto
+
+GAP_BOUND = 0.5
+"""Nats by which a token's two log-probs may differ before it counts in rollout/log_prob_gap_beyond."""
+
+
+def is_sampled(item: UpdateItem) -> bool:
+    """Whether the item's rows are samples whose log-probs are known."""
+    return "rollout_log_probs" in item.batch and "response_mask" in item.batch
+
+
+def is_corrected(item: UpdateItem) -> bool:
+    """Whether the item's tokens get importance weights: it asks for them, and the rows are samples."""
+    return item.importance is not None and is_sampled(item)
+
+
+def forward_needs(item: UpdateItem) -> Collection[Need]:
+    """Return what the forward has to give: what the loss needs, and log-probs where only the weights need them."""
+    needs = needs_of(item.loss)
+    if is_corrected(item) and "old_log_probs" not in item.batch:
+        return tuple(dict.fromkeys([*needs, "log_probs"]))
+    return needs
+
+
+def correct(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> Outputs:
+    """Return a micro-batch's outputs with equal values, whose gradients are weighted; book the weights' statistics.
+
+    Outputs are per token: [rows, tokens], logits [rows, tokens, vocab]. Tokens with response_mask 0 have weight 1.
+    Metrics: train/importance_weight (mean), train/importance_truncated (share of tokens whose ratio is above the cap,
+    or, of a mask, outside its band).
+    """
+    how = account.item.importance
+    assert how is not None
+    columns = LossBatch(batch, device)
+    old = columns["old_log_probs"] if "old_log_probs" in batch else out.log_probs.detach()
+    sampled, mask = columns["rollout_log_probs"], columns["response_mask"].bool()
+    weights = importance_weights(old, sampled, mask, how.kind, cap=how.cap, floor=how.floor)
+    if how.kind == "mask":
+        cut = weights == 0
+    else:
+        cut = weights < importance_weights(old, sampled, mask, how.kind, cap=math.inf)
+    account.book("train/importance_weight", weights[mask].sum(), mask.sum())
+    account.book("train/importance_truncated", cut[mask].sum(), mask.sum())
+    return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(account.item.loss)})
+
+
+def measure_gap(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> None:
+    """Book how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
+
+    Metrics: rollout/log_prob_gap (mean absolute difference, nats), rollout/log_prob_gap_beyond (share of tokens that
+    differ by more than GAP_BOUND), rollout/log_prob_gap_max, rollout/kl (of the trained policy from the sampling one).
+    """
+    if "log_probs" not in out.given:
+        return
+    columns = LossBatch(batch, device)
+    gap = log_prob_gap(out.log_probs, columns["rollout_log_probs"], columns["response_mask"], GAP_BOUND)
+    account.book("rollout/log_prob_gap", gap["difference"], gap["tokens"])
+    account.book("rollout/log_prob_gap_beyond", gap["beyond"], gap["tokens"])
+    account.book("rollout/kl", gap["kl"], gap["tokens"])
+    account.keep_most("rollout/log_prob_gap_max", gap["most"])
+
+
+def _weighted(output: Tensor, weights: Tensor) -> Tensor:
+    """Return `output` [rows, tokens, ...] with its gradient multiplied by `weights` [rows, tokens]."""
+    shaped = weights.view(*weights.shape, *[1] * (output.dim() - 2))
+    same = output.view_as(output)
+    same.register_hook(lambda gradient: gradient * shaped)  # type: ignore[no-untyped-call]
+    return same
+
+
+def staleness(items: Sequence[UpdateItem], version: int, ranks: Ranks) -> dict[str, float]:
+    """Return by how many optimizer steps the weights that sampled the rows of all ranks are behind `version`.
+
+    Metrics: rollout/staleness (mean) and rollout/staleness_max; none where nothing is corrected.
+    """
+    batches = [item.batch for item in items if is_corrected(item) and "weights_version" in item.batch]
+    if not batches:
+        return {}
+    mine = [version - made for batch in batches for made in batch.view("weights_version").tolist()]
+    ages = [age for of_rank in ranks.gather(mine) for age in of_rank]
+    return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": float(max(ages))} if ages else {}

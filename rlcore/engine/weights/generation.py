@@ -1,0 +1,110 @@
+"""How the ranks of a training layout stand when they generate (HybridFlow, arXiv 2409.19256, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.engine.parallel.layout import Layout
+from rlcore.errors import ConfigError
+
+Axis = Literal["pp", "tp", "micro_dp"]
+
+
+@dataclass(frozen=True)
+class GenerationPlace:
+    """Where a rank stands while it generates, from 0; `dp` is its copy of the training layout."""
+
+    pp: int
+    tp: int
+    micro_dp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class GenerationLayout:
+    """`pp` stages x `tp` tensor shards, of which each training copy makes `micro_dp` generating replicas.
+
+    A generating stage is `training.pp / pp` neighbouring training stages, a generating tensor shard `training.tp / tp`
+    neighbouring training shards. In the paper's grouping each rank gets the generating shard that its training shard is
+    a part of: tensor groups are ranks at intervals of `training.tp / tp`, micro-DP groups neighbours. `vanilla` is the
+    grouping that it improves on: tensor groups are consecutive ranks, and a training shard may lie outside.
+
+    Raises ConfigError when `pp` or `tp` does not divide training's.
+    """
+
+    training: Layout
+    pp: int = 1
+    tp: int = 1
+    vanilla: bool = False
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "tp"):
+            asked, trained = getattr(self, axis), getattr(self.training, axis)
+            if asked < 1 or trained % asked:
+                possible = ", ".join(str(n) for n in range(1, trained + 1) if trained % n == 0)
+                raise ConfigError(
+                    f"rollout.{axis}={asked} does not divide engine.{axis}={trained}, so the shards of generation "
+                    f"cannot be made of those of training. With engine.{axis}={trained}, rollout.{axis} can be "
+                    f"{possible}; for {asked}, set engine.{axis} to a multiple of it."
+                )
+
+    @property
+    def micro_dp(self) -> int:
+        """How many replicas a training copy generates as."""
+        return self.training.pp * self.training.tp // (self.pp * self.tp)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas generate."""
+        return self.training.dp * self.micro_dp
+
+    def place(self, rank: int) -> GenerationPlace:
+        """Return where a rank stands."""
+        at = self.training.place(rank)
+        if self.vanilla:
+            within = at.pp * self.training.tp + at.tp
+            return GenerationPlace(
+                pp=within // self.tp % self.pp, tp=within % self.tp, micro_dp=within // (self.tp * self.pp), dp=at.dp
+            )
+        tp, tp_part = divmod(at.tp, self.training.tp // self.tp)
+        pp, pp_part = divmod(at.pp, self.training.pp // self.pp)
+        return GenerationPlace(pp=pp, tp=tp, micro_dp=pp_part * (self.training.tp // self.tp) + tp_part, dp=at.dp)
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """Return the groups of ranks that differ only along `axis`, each in the order of that axis."""
+        groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for rank in range(self.training.world_size):
+            at = vars(self.place(rank))
+            others = tuple(value for name, value in at.items() if name != axis)
+            groups.setdefault(others, []).append((at[axis], rank))
+        return sorted([rank for _, rank in sorted(group)] for group in groups.values())
+
+    def stages(self, rank: int) -> range:
+        """Return the training stages that a rank's generating shard is made of."""
+        count = self.training.pp // self.pp
+        return range(self.place(rank).pp * count, (self.place(rank).pp + 1) * count)
+
+    def tensor_shards(self, rank: int) -> range:
+        """Return the training tensor shards that a rank's generating shard is made of."""
+        count = self.training.tp // self.tp
+        return range(self.place(rank).tp * count, (self.place(rank).tp + 1) * count)
+
+    def reuses(self, rank: int) -> bool:
+        """Whether the rank's training shard is a part of its generating shard, so that one memory holds both."""
+        at = self.training.place(rank)
+        return at.pp in self.stages(rank) and at.tp in self.tensor_shards(rank)
+
+    @property
+    def engine_order(self) -> list[int]:
+        """The ranks in the order in which an engine with groups of consecutive ranks (vLLM) has to number them.
+
+        `engine_order[i]` is the training rank that is rank i there: tensor groups are consecutive, then the stages of a
+        replica, then the replicas.
+        """
+
+        def key(rank: int) -> tuple[int, ...]:
+            at = self.place(rank)
+            return (at.dp, at.micro_dp, at.pp, at.tp)
+
+        return sorted(range(self.training.world_size), key=key)

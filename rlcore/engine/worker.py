@@ -1,0 +1,299 @@
+"""The worker behind a model role: a train engine and a rollout engine that share weights in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.reward_tokenizer import TextEncoder
+from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.train import TrainEngine, UpdateItem
+from rlcore.engine.update.accounting import row_names
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine.weights.meter import ProcessGroups
+from rlcore.engine.weights.reshard import HybridFlow, Reshard
+from rlcore.engine.weights.transfer import Weights, pack, packed_forms
+from rlcore.errors import DataError
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Form
+from rlcore.protocol.glossary import forms
+from rlcore.workers import Dispatch, Worker, register
+
+TOKENS = ("prompts", "responses")
+GENERATED = forms(
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "response_text",
+    "prompt_length",
+    "response_length",
+    "finished",
+    "weights_version",
+    "exact_log_probs",
+)
+"""What `generate` gives."""
+
+
+def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, Form]:
+    return {name: Form.ragged(torch.float32), **(forms("entropy") if entropy else {})}
+
+
+def _score_gives(batch: DataProto, name: str) -> dict[str, Form]:
+    return {name: Form.dense(torch.float32)}
+
+
+@dataclass(frozen=True)
+class RoleSetup:
+    """All that a model worker needs to start: the role, its configs, and who makes its engines.
+
+    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
+    a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
+    """
+
+    role: Role
+    model: ModelConfig
+    engine: EngineConfig
+    rollout: RolloutConfig
+    create_train: Callable[..., TrainEngine]
+    create_rollout: Callable[..., RolloutEngine]
+    seed: int
+    total_steps: int
+    by_text: bool = False
+    samples_only: bool = False
+
+
+class ModelWorker(Worker):
+    """One rank of a model role. Before it generates it brings the rollout engine to the train engine's version."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        self.setup = setup
+        self._seconds: dict[str, float] = {}
+        self.ranks: Ranks
+        self.train: TrainEngine
+        self.rollout: RolloutEngine | None = None
+        self._texts: TextEncoder | None = None
+        self._reshard: Reshard | None = None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def start(self) -> None:
+        """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
+        setup = self.setup
+        if setup.samples_only:
+            self._start_sampling()
+            return
+        if self.world_size > 1:
+            self.init_process_group()
+        torch.manual_seed(setup.seed + self.rank)
+        self.ranks = Ranks(self.rank, self.world_size, self.device)
+        self.train = setup.create_train(
+            model=setup.model,
+            engine=setup.engine,
+            ranks=self.ranks,
+            trains=setup.role.trains,
+            kind=setup.role.kind,
+            new_head=setup.role.trains or setup.role.follows is not None,
+            temperature=setup.rollout.temperature,
+            total_steps=setup.total_steps,
+        )
+        layout = self.train.layout
+        generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
+        if self.world_size > 1:
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
+        if setup.by_text:
+            self._texts = TextEncoder.of(setup.model)
+        if setup.role.generates:
+            groups = ProcessGroups(self.rank)
+            self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
+            if layout.pp * layout.tp > 1 and (self.rollout.adopts or generation.tp > 1):
+                dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
+                self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
+
+    def _start_sampling(self) -> None:
+        """Start a copy of a role: consecutive ranks are a replica, and each gets whole weights to take its shard of."""
+        shards = self.setup.rollout.tp
+        layout = Layout(tp=shards, dp=self.world_size // shards)
+        if shards > 1:
+            self.init_process_group()
+        if self.world_size > 1:
+            place = layout.place(self.rank)
+            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
+        self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
+
+    def _create_rollout(
+        self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
+    ) -> RolloutEngine:
+        setup = self.setup
+        sharded: dict[str, Any] = {}
+        if generation.tp > 1:
+            sharded = {
+                "tensor_group": groups.own(generation.groups("tp")),
+                "engine_order": generation.engine_order,
+            }
+        return setup.create_rollout(
+            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
+        )
+
+    def _sync(self) -> None:
+        """Bring the rollout engine to the train engine's version (collective)."""
+        assert self.rollout is not None
+        version = self.train.version
+        if self._reshard is None:
+            self.rollout.sync(self.train.rollout_weights(), version, self.train.shapes)
+        else:
+            shards = self._reshard.gather(self.train.local_parameters())
+            try:
+                self.rollout.adopt(shards, version, self._reshard.shapes)
+            finally:
+                if not self.rollout.adopts:  # it has memory of its own
+                    self._reshard.release()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def seconds(self) -> dict[str, float]:
+        """Return how long each kind of work took since the last call, and start anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
+    def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
+        if self.rollout is None:
+            raise ValueError("this role does not generate; declare it with Role(generates=True)")
+        if not self.setup.samples_only and self.rollout.version != self.train.version:
+            with self._timed("sync"):
+                self._sync()
+        if self.setup.engine.offload:
+            with self._timed("offload"):
+                for worker in (self, *self._siblings.values()):
+                    if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
+                        worker.train.park()
+        with self._timed("generate"):
+            out = self.rollout.generate(batch, sampling)
+        same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
+        out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
+        return out
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
+    def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
+        """Return the log-probs of the responses as column `name`, and `entropy` if asked.
+
+        A batch that brings `rollout_log_probs` gets those back where every row's were made by these very weights, from
+        the same distribution and in the same arithmetic.
+        """
+        with self._timed("log_probs"):
+            if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
+                return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
+            columns = self.train.compute(batch, ["log_probs", "entropy"] if entropy else ["log_probs"])
+            columns[name] = columns.pop("log_probs")
+            return DataProto.from_single_dict(columns)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=forms("values"))
+    def values(self, batch: DataProto) -> DataProto:
+        """Return the column `values`."""
+        with self._timed("values"):
+            return DataProto.from_single_dict(self.train.compute(batch, ["values"]))
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=_score_gives)
+    def score(self, batch: DataProto, name: str) -> DataProto:
+        """Return the scores as column `name`. Raises DataError naming the rows whose score is not finite."""
+        with self._timed("score"):
+            if self._texts is not None:
+                batch = batch.union(self._texts.encode(batch))
+            scores = self.train.compute(batch, ["scores"])["scores"]
+        assert isinstance(scores, torch.Tensor)
+        bad = ~scores.isfinite()
+        if bad.any():
+            raise DataError(
+                f"the reward model's scores of {int(bad.sum())} rows are not finite: {row_names(batch[bad])}"
+            )
+        return DataProto.from_single_dict({name: scores})
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def follow(self, share: float) -> None:
+        """Move the weights by `share` of the way to those of the role that this one follows, in the same process."""
+        assert self.setup.role.follows is not None
+        with self._timed("follow"):
+            leader = self.sibling(self.setup.role.follows)
+            assert isinstance(leader, ModelWorker)
+            self.train.follow(leader.train, share)
+
+    @register(Dispatch.RANK_ZERO)
+    def parameter_names(self) -> list[str]:
+        """Return the Hugging Face names of all parameters, tied ones once."""
+        return list(self.train.shapes)
+
+    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
+        """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
+        forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32
+        with self._timed("send"):
+            weights = self.train.rollout_weights() if dtype is forward else self.train.full_parameters()
+            return pack(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
+        """Move the weights by `share` of the way to those of another role's `send_weights`; a copy takes them over.
+
+        Raises DataError naming the parameters that do not fit.
+        """
+        sent = Weights(weights)
+        if self.rollout is not None and self.setup.samples_only:
+            with self._timed("sync"):
+                self.rollout.sync(iter(sent.items()), sent.version, sent.shapes)
+            return
+        with self._timed("follow"):
+            self.train.take(sent, share)
+
+    def _rollout_serves(self, batch: DataProto) -> bool:
+        if "rollout_log_probs" not in batch:
+            return False
+        made_now = batch.view("weights_version") == self.train.version
+        return bool((batch.view("exact_log_probs") & made_now).all())
+
+    @register(Dispatch.DP_COMPUTE, blocking=False)
+    def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
+        """Take the optimizer steps of TrainEngine.update on the rows of this rank's place along dp."""
+        with self._timed("update"):
+            return self.train.update(items, epochs=epochs, step=step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def version(self) -> int:
+        """Return the version of the weights."""
+        return self.train.version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_pretrained(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self.train.save_pretrained(Path(folder))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Write all that resuming needs."""
+        self.train.save_state(Path(folder))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Take back what `save_state` wrote."""
+        self.train.load_state(Path(folder))
+
+    def shutdown(self) -> None:
+        """See Worker."""
+        if self.rollout is not None:
+            self.rollout.close()
+            self.rollout = None

@@ -1,0 +1,195 @@
+"""One token of each row through a decoder of the Llama family, in as few kernels as that takes.
+
+A module of transformers spends most of a small step's time outside the kernels, on masks, copies and calls. Here the
+step is written out: projections of the same input are one product, the heads that share a key attend as one row's
+queries, and nothing is made twice. Only what a probe finds to give the module's own logits is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlcore.engines.hf.cache import BufferedCache
+
+log = logging.getLogger(__name__)
+
+LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer"}
+"""Decoder layers with rotary positions, RMS norms before attention and feed-forward, and a gated feed-forward."""
+
+ROPES = {"default", "linear", "llama3", "yarn"}
+"""Rotary positions whose frequencies do not depend on the length."""
+
+
+def lay_together(*modules: nn.Linear) -> None:
+    """Lay the weights of linear layers that read the same input side by side in memory; they stay the layers' own."""
+    for parts in _weights_and_biases(modules):
+        at, together = 0, torch.cat([part.detach() for part in parts])
+        for part in parts:
+            part.data = together[at : at + len(part)]
+            at += len(part)
+
+
+def joined(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
+    """Return weight [outputs of all, inputs], and bias if there is one, of linear layers as one.
+
+    A view where the parts stand side by side in memory and have the `dtype`, else a copy.
+    """
+    return [_together([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
+
+
+def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
+    weights: list[Tensor] = [module.weight for module in modules]
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    return [weights, biases] if biases else [weights]
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or not part.is_contiguous() or part.untyped_storage() != first.untyped_storage():
+            return torch.cat(tuple(parts))
+        at += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+class LeanDecoder:
+    """The decoding step of a Hugging Face causal language model, on the module's own weights.
+
+    `dtype` is that of the products and of the keys and values; the residual stream has that of the embedding.
+    """
+
+    def __init__(self, hf: Any, dtype: torch.dtype) -> None:
+        self.hf, self.dtype = hf, dtype
+        base = getattr(hf, hf.base_model_prefix)
+        self._base, config = base, hf.config.get_text_config()
+        self._head_size = base.layers[0].self_attn.head_dim
+        self._heads = base.layers[0].self_attn.q_proj.out_features // self._head_size
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._key_heads = self._heads // self._groups
+        for layer in base.layers:
+            for modules in _linears(layer):
+                if len(modules) > 1:
+                    lay_together(*modules)
+        self._weights: list[list[list[Tensor]]] = []
+        self._head: list[Tensor] = []
+
+    @staticmethod
+    def of(hf: Any, dtype: torch.dtype) -> LeanDecoder | None:
+        """Return a decoder for `hf`, or None with one line in the log where it cannot serve the module."""
+        lacks = _lacks(hf)
+        if lacks is None:
+            lean = LeanDecoder(hf, dtype)
+            off = lean.difference()
+            if off <= (1e-4 if dtype is torch.float32 else 5e-2):
+                return lean
+            lacks = f"its log-probs would be off by {off:.2g}"
+        log.info("%s decodes with the module's own forward: %s", type(hf).__name__, lacks)
+        return None
+
+    @contextmanager
+    def ready(self, length: int, device: torch.device) -> Iterator[None]:
+        """Hold the weights as they are now, cast or joined where need be, and the rotary tables below `length`."""
+        self._weights = [[joined(modules, self.dtype) for modules in _linears(layer)] for layer in self._base.layers]
+        self._head = joined([self.hf.get_output_embeddings()], self.dtype)
+        positions = torch.arange(length, device=device)[None]
+        cos, sin = self._base.rotary_emb(torch.zeros((), device=device, dtype=torch.float32), positions)
+        half = self._head_size // 2
+        # rotate_half(x) * sin is roll(x) times sin with its first half negative.
+        self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        try:
+            yield
+        finally:  # copies would take memory from training, and views keep buffers that the module has let go of
+            self._weights, self._head = [], []
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
+        """Return the logits [rows, vocab] after one more token of each row, int64 [rows], at `positions` [rows].
+
+        Only while `ready`. `mask` fp32 [rows, slots]: 0 for each slot of the cache and the new one that is seen, -inf
+        for others; None where all are seen.
+        """
+        rows, size, heads, keys = len(tokens), self._head_size, self._heads, self._key_heads
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        bias = None if mask is None else mask[:, None, None].to(self.dtype)
+        hidden = F.embedding(tokens, self._base.embed_tokens.weight)
+        for layer, weights, kept in zip(self._base.layers, self._weights, cache.layers, strict=True):
+            qkv, out, gate_up, down = weights
+            attention = layer.self_attn
+            states = F.linear(_norm(layer.input_layernorm, hidden).to(self.dtype), *qkv).view(rows, -1, size)
+            rotated, values = states[:, : heads + keys], states[:, heads + keys :]
+            if hasattr(attention, "q_norm"):
+                parts = (_norm(attention.q_norm, states[:, :heads]), _norm(attention.k_norm, rotated[:, heads:]))
+                rotated = torch.cat(parts, dim=1)
+            rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin).to(self.dtype)
+            k, v = kept.update(rotated[:, heads:, None], values[:, :, None])
+            queries = rotated[:, :heads].view(rows, keys, self._groups, size)
+            read = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=attention.scaling)
+            hidden = hidden + F.linear(read.reshape(rows, heads * size), *out)
+            gate, up = F.linear(_norm(layer.post_attention_layernorm, hidden).to(self.dtype), *gate_up).chunk(2, -1)
+            hidden = hidden + F.linear(layer.mlp.act_fn(gate) * up, *down)
+        return F.linear(_norm(self._base.norm, hidden).to(self.dtype), *self._head)
+
+    @torch.no_grad()
+    def difference(self) -> float:
+        """Return how far log-probs are from those of the module, at most, on two short rows of different length."""
+        device = next(self.hf.parameters()).device
+        vocabulary = self.hf.get_input_embeddings().weight.shape[0]
+        ids = (torch.arange(12, device=device) * 7 % min(vocabulary, 89) + 3).clamp(max=vocabulary - 1).view(2, 6)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        caches = [BufferedCache(len(self._base.layers), 6) for _ in range(2)]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
+            for cache in caches:
+                self.hf(input_ids=ids[:, :4], attention_mask=mask[:, :4], position_ids=places[:, :4], **_cached(cache))
+        seen = torch.zeros(2, 6, device=device).masked_fill(mask == 0, float("-inf"))
+        for cache in caches:
+            cache.pick(torch.arange(2, device=device), self.dtype)
+        worst = 0.0
+        with self.ready(6, device):
+            for at in (4, 5):
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
+                    new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
+                    expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
+                got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
+                apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
+                worst = max(worst, float(apart.abs().max()))
+        return worst
+
+
+def _linears(layer: Any) -> list[tuple[nn.Linear, ...]]:
+    """Return the linear layers of a decoder layer in the order of their use, those of one input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return [heads, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
+
+
+def _cached(cache: BufferedCache) -> dict[str, Any]:
+    return {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+
+
+def _norm(module: Any, values: Tensor) -> Tensor:
+    return F.rms_norm(values, module.weight.shape, module.weight.to(values.dtype), module.variance_epsilon)
+
+
+def _lacks(hf: Any) -> str | None:
+    """Return why the step written out here is not that of the module; None if it may be."""
+    base = getattr(hf, hf.base_model_prefix, None)
+    kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
+    if base is None or not kinds or not kinds <= LAYERS:
+        return f"no fast form of {', '.join(sorted(kinds)) or 'its layers'} is known"
+    config = hf.config.get_text_config()
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    attends = set(getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else []))
+    if attends - {"full_attention"}:
+        return f"no fast form of {', '.join(sorted(attends))} is known"
+    rope = base.rotary_emb.rope_type
+    if rope not in ROPES:
+        return f"its rotary positions of type {rope!r} depend on the length"
+    return None

@@ -1,0 +1,53 @@
+"""One token from each row of logits, by inverse transform of a uniform number that belongs to the row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlcore.engine.rollout import Sampling
+
+
+def sample_tokens(
+    logits: Tensor, noise: Tensor, sampling: Sampling, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (tokens int64 [rows], log_probs fp32 [rows]) from `logits` [rows, vocab] and `noise` [rows] in [0, 1).
+
+    Temperature, then `banned` token ids, then top-k, then top-p, as vLLM and transformers order them. The log-probs are
+    those of the distribution that was sampled, renormalised after each cut. Temperature 0 takes the likeliest token,
+    whose log-prob is then 0.
+    """
+    logits = logits.float()
+    if banned is not None and len(banned):
+        logits = logits.index_fill(-1, banned, float("-inf"))
+    if sampling.temperature == 0:
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    log_probs = torch.log_softmax(logits, dim=-1)
+    cumulative = log_probs.exp().cumsum(-1)
+    # The total is 1 up to rounding; scaling the noise by it makes every draw fall on a token. The first cumulative sum
+    # above the draw is never that of a token with probability 0.
+    draw = noise.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
+    # A draw rounded up to the total itself would fall beyond: it belongs to the last token that has a probability.
+    tokens = torch.minimum(tokens, _last_possible(log_probs))
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _last_possible(log_probs: Tensor) -> Tensor:
+    possible = log_probs.exp() > 0
+    return possible.shape[-1] - 1 - possible.flip(-1).to(torch.uint8).argmax(-1)
+
+
+def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    if 0 < top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if top_p < 1:
+        values, order = logits.sort(dim=-1, descending=True)
+        probs = values.softmax(-1)
+        # A token stays if those before it hold less than top_p; the first always does.
+        dropped = probs.cumsum(-1) - probs >= top_p
+        dropped[:, 0] = False
+        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+    return logits

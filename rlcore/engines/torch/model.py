@@ -1,0 +1,319 @@
+"""A Hugging Face model as the train engine sees it: packed tokens in; log-probs, values or scores of some out."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.assets import model_path
+from rlcore.config import ModelConfig
+from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
+from rlcore.errors import ConfigError
+from rlcore.ops import chunked_log_probs, token_log_probs
+
+log = logging.getLogger(__name__)
+
+
+class PackedModel(nn.Module, ABC):
+    """A Hugging Face model that reads packed rows.
+
+    `packed`: rows are laid end to end without padding; otherwise they are padded on the right.
+    """
+
+    hf: Any  # a transformers.PreTrainedModel
+
+    def __init__(self, hf: Any, *, packed: bool) -> None:
+        super().__init__()
+        self.hf = hf
+        self.packed = packed
+        self.vocab_size = self._vocabulary()
+
+    def _vocabulary(self) -> int:
+        return self.hf.get_input_embeddings().weight.shape[0]
+
+    @property
+    def base(self) -> Any:
+        """The decoder without its head."""
+        return getattr(self.hf, self.hf.base_model_prefix)
+
+    @abstractmethod
+    def forward(
+        self, packing: Packing, select: Tensor, labels: Tensor, needs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Return what `needs` names, each [selected, ...], for the tokens `labels` int64 [selected].
+
+        `select` int64 [selected]: indices into the packed tokens. For values and scores: the position itself; for all
+        else the position that predicts each label. `log_probs` and `entropy` are fp32 in nats at `temperature`;
+        `logits` [selected, vocab] are divided by it; `values` and `scores` are fp32.
+        """
+
+    @abstractmethod
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """Return what `forward` does, from the last `hidden` state [selected, hidden]."""
+
+    def hidden(self, packing: Packing, select: Tensor) -> Tensor:
+        """Return the last hidden state [selected, hidden]."""
+        hidden = self._run(self.base, packing).last_hidden_state
+        return (hidden[0] if self.packed else packing.unpad(hidden)).index_select(0, select)
+
+    def decode(self, packing: Packing, hidden: Tensor | None) -> Tensor:
+        """Return [1, tokens, hidden] after the decoder's layers: of the packed tokens, or of `hidden`, so shaped too.
+
+        For a model that is one stage of a pipeline and lacks layers.
+        """
+        return self._run(self.base, packing, hidden).last_hidden_state
+
+    def _run(self, module: nn.Module, packing: Packing, hidden: Tensor | None = None) -> Any:
+        if not self.packed:
+            (rows,) = packing.parts
+            steps = torch.arange(rows.longest, device=packing.lengths.device)[None]
+            mask = (steps < packing.lengths[:, None]).long()
+            positions = steps.expand(rows.rows, -1)
+            ids = rows.lay(packing.input_ids) * mask
+            return module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        tokens = {"input_ids": packing.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
+        return module(
+            **tokens,
+            attention_mask=None,
+            position_ids=packing.positions[None],
+            use_cache=False,
+            **({"packing": packing} if self.folds else packing.flash_kwargs()),
+        )
+
+    @property
+    def folds(self) -> bool:
+        """Whether it reads packings in which shared prompts stand once; kernels for variable lengths do not."""
+        return self.packed and self.attention == PACKED_ATTENTION
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation, as transformers names it."""
+        return self.hf.config._attn_implementation
+
+
+class CausalLM(PackedModel):
+    """A causal language model.
+
+    `fused_head`: logits are made chunk by chunk from the last hidden state; otherwise the model makes them all itself.
+    """
+
+    def __init__(self, hf: Any, *, packed: bool, fused_head: bool, chunk: int) -> None:
+        super().__init__(hf, packed=packed)
+        self.fused_head, self.chunk = fused_head, chunk
+
+    def _vocabulary(self) -> int:
+        return self.hf.get_output_embeddings().weight.shape[0]
+
+    def forward(
+        self, packing: Packing, select: Tensor, labels: Tensor, needs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """See PackedModel."""
+        if self.fused_head and "logits" not in needs:
+            return self.read(self.hidden(packing, select), labels, needs, temperature)
+        logits = self._run(self.hf, packing).logits
+        logits = (logits[0] if self.packed else packing.unpad(logits)).index_select(0, select)
+        return _of_logits(logits, labels, needs, temperature)
+
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """See PackedModel."""
+        head = self.hf.get_output_embeddings()
+        if "logits" in needs:
+            return _of_logits(head(hidden), labels, needs, temperature)
+        log_probs, entropy = chunked_log_probs(
+            hidden,
+            head.weight.to(hidden.dtype),
+            labels,
+            bias=None if head.bias is None else head.bias.to(hidden.dtype),
+            temperature=temperature,
+            chunk=self.chunk,
+        )
+        return {name: value for name, value in (("log_probs", log_probs), ("entropy", entropy)) if name in needs}
+
+
+def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+    logits = logits.float() / temperature
+    log_probs, entropy = token_log_probs(logits, labels)
+    values = {"log_probs": log_probs, "entropy": entropy, "logits": logits}
+    return {name: value for name, value in values.items() if name in needs}
+
+
+class ScalarModel(PackedModel):
+    """A sequence-classification model with one label: a number for each position, by its head on the hidden state.
+
+    It is the form of reward models and of critics; a critic reads the number at every position that chooses a token.
+    """
+
+    def forward(
+        self, packing: Packing, select: Tensor, labels: Tensor, needs: Collection[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """See PackedModel."""
+        return self.read(self.hidden(packing, select), labels, needs, temperature)
+
+    def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        """See PackedModel."""
+        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1))
+
+
+Model = TypeVar("Model", bound=PackedModel)
+
+
+def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device) -> CausalLM:
+    """Load the model folder in fp32 and choose how to compute its forward.
+
+    The fast forms are taken only if they give what the model's own forward gives on a probe of two short rows; if one
+    does not, one line in the log says so. Raises ConfigError for a folder that does not load as a causal LM.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf, _ = _load(AutoModelForCausalLM, "causal language model", config, device)
+
+    def log_probs(model: CausalLM, packing: Packing, select: Tensor, labels: Tensor) -> Tensor:
+        return model(packing, select, labels, ("log_probs",), 1.0)["log_probs"]
+
+    plain = CausalLM(hf, packed=False, fused_head=False, chunk=chunk)
+    expected = _probe(plain, log_probs)
+    fused = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
+    fused_head = _agrees("computing logits in chunks", fused, log_probs, expected)
+    packed = CausalLM(hf, packed=True, fused_head=fused_head, chunk=chunk)
+    return (
+        _pack(packed, log_probs, expected)
+        if padding_free and _packing_applies(hf)
+        else (CausalLM(hf, packed=False, fused_head=fused_head, chunk=chunk))
+    )
+
+
+def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device) -> ScalarModel:
+    """Load the model folder in fp32 as a sequence-classification model with one label.
+
+    `new_head`: a folder without such a head, like a causal language model's, gets one of zeros. Raises ConfigError for
+    a folder that does not load, has another number of labels, or lacks the head while `new_head` is off.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    what = "sequence-classification model with one label"
+    hf, loading = _load(AutoModelForSequenceClassification, what, config, device, num_labels=1)
+    if not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise ConfigError(
+            f"{config.path!r}: {type(hf).__name__} has no linear head called `score`; it is not supported"
+        )
+    if any(name.startswith("score.") for name in loading["missing_keys"]):
+        if not new_head:
+            raise ConfigError(
+                f"{config.path!r} holds no weights of a score head, so it is no reward model; give a folder that was "
+                "saved as AutoModelForSequenceClassification (docs/roles.md says which algorithm trains one)"
+            )
+        for parameter in hf.score.parameters():
+            nn.init.zeros_(parameter)
+
+    def hidden(model: ScalarModel, packing: Packing, select: Tensor, labels: Tensor) -> Tensor:
+        return model.hidden(packing, select)  # not the score: a head of zeros would hide any difference
+
+    plain = ScalarModel(hf, packed=False)
+    if not (padding_free and _packing_applies(hf)):
+        return plain
+    return _pack(ScalarModel(hf, packed=True), hidden, _probe(plain, hidden))
+
+
+def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **options: Any) -> tuple[Any, Any]:
+    """Return the model on its device, in evaluation mode, and transformers' account of what the folder lacked."""
+    from transformers.utils import logging as notices
+
+    register_packed_attention()
+    notices.disable_progress_bar()
+    before = notices.get_verbosity()
+    notices.set_verbosity_error()  # a head that is made anew is no news, and what does not fit is refused below
+    folder = model_path(config.path)
+    try:
+        hf, loading = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=_plain_attention(config, device),
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # and refused below, by name
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"model folder {config.path!r} ({folder}) does not load as a {what}: {error}") from error
+    finally:
+        notices.set_verbosity(before)
+    misfits = sorted(str(each[0]) for each in loading["mismatched_keys"])
+    lacking = sorted(name for name in loading["missing_keys"] if not name.startswith("score."))
+    for fault, names in (("other shapes for", misfits), ("no weights for", lacking)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(
+                f"model folder {config.path!r} does not load as a {what}: it holds {fault} {', '.join(names[:3])}{more}"
+            )
+    hf.config.architectures = [type(hf).__name__]  # what a saved folder says it is
+    return hf.to(device).eval(), loading
+
+
+def _plain_attention(config: ModelConfig, device: torch.device) -> str:
+    if config.attention != "auto":
+        return config.attention
+    from transformers.utils import is_flash_attn_2_available
+
+    on_gpu = device.type == "cuda" and config.dtype == "bf16" and is_flash_attn_2_available()
+    return "flash_attention_2" if on_gpu else "sdpa"
+
+
+def _packing_applies(hf: Any) -> bool:
+    """Whether packing can be right at all lengths: the probe's rows are too short to see a sliding window."""
+    config = hf.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds != {"full_attention"} or (windowed and not getattr(config, "layer_types", None)):
+        log.info("%s attends in other ways than full attention: rows are padded", type(hf).__name__)
+        return False
+    if hf.config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        log.info("attention %r has no packed form: rows are padded", hf.config._attn_implementation)
+        return False
+    return True
+
+
+def _pack(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor) -> Model:
+    """Return the packed `model`, or unpacked again where that gives other numbers."""
+    attention = model.attention
+    if attention == "sdpa":
+        model.hf.config._attn_implementation = PACKED_ATTENTION
+    if not _agrees("packing without padding", model, read, expected):
+        model.hf.config._attn_implementation = attention
+        model.packed = False
+    return model
+
+
+@torch.no_grad()
+def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor]) -> Tensor:
+    device = next(model.parameters()).device
+    ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
+    ids = ids % model.vocab_size
+    rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]  # which begin alike
+    packing = Packing.of(rows, prompts=[3, 3] if model.folds else None)
+    select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
+    labels = torch.cat([row[1:] for row in rows]).to(device)
+    packing, select = packing.to(device), select.to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.attention.startswith("flash")):
+        return read(model, packing, select, labels)
+
+
+def _agrees(
+    what: str, model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor
+) -> bool:
+    try:
+        got = _probe(model, read)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        log.info("%s does not work for %s (%s): falling back to the plain form", what, type(model.hf).__name__, error)
+        return False
+    tolerance = 5e-2 if model.attention.startswith("flash") else 1e-4
+    if not torch.allclose(got, expected, atol=tolerance, rtol=tolerance):
+        worst = (got - expected).abs().max().item()
+        log.info("%s is off by %.2g for %s: falling back to the plain form", what, worst, type(model.hf).__name__)
+        return False
+    return True

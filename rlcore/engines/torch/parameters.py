@@ -1,0 +1,195 @@
+"""The parameters of a model over a layout's ranks: which part is here, and how parts become whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.engine.parallel import tensor_parallel
+from rlcore.engine.parallel.layout import Cut
+from rlcore.engine.parallel.mesh import TrainMesh
+from rlcore.engine.weights.transfer import Shapes
+from rlcore.engines.torch import state
+from rlcore.engines.torch.model import PackedModel
+from rlcore.engines.torch.pipeline import keep_stage, stages_of
+
+MESSAGE = 2**24
+"""Elements of gradients that are sent at a time."""
+
+
+class Parameters:
+    """A model's parameters by their Hugging Face names, tied ones once.
+
+    Making it cuts the model in place: pipeline stages first, then tensor shards; FSDP's shards come after. `shapes` and
+    `cuts` are those of the whole model, on every rank and in the same order.
+    """
+
+    def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
+        self._hf, self._mesh = model.hf, mesh
+        layout = mesh.layout
+        self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self._hf.named_parameters()}
+        names = list(self.shapes)
+        plan = tensor_parallel.plan_of(self._hf) if layout.tp > 1 else {}
+        dims = tensor_parallel.cut_dims(plan, names)
+        stages = stages_of(self._hf, names, layout.pp)
+        self.cuts: Mapping[str, Cut] = {
+            name: Cut(shape, stages[name], dims.get(name)) for name, shape in self.shapes.items()
+        }
+        if layout.pp > 1:
+            keep_stage(model, mesh.place.pp, layout.pp)
+        if layout.tp > 1:
+            tensor_parallel.parallelize(self._hf, plan, mesh.devices["tp"])
+        here = [name for name in names if mesh.place.pp in stages[name]]
+        self._summed = tensor_parallel.summed(plan, here)
+        self._orders: list[list[str]] | None = None
+
+    def here(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of which this rank has a part, in the order of `shapes`."""
+        yield from self._hf.named_parameters()
+
+    def by_mesh(self) -> list[dict[str, Any]]:
+        """Return the parameters in groups for an optimizer, whose fused step takes those of one DeviceMesh."""
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for _, parameter in self.here():
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return [{"params": parameters} for parameters in groups.values()]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that is cut as the parameter `name`; a view, without sending."""
+        mesh, dim = self._mesh, self.cuts[name].dim
+        if dim is not None:
+            whole = whole.chunk(mesh.layout.tp, dim)[mesh.place.tp]
+        if mesh.shards > 1:
+            chunks = whole.chunk(mesh.shards, 0)  # as FSDP2 does: the last ranks may get less, or nothing
+            whole = chunks[mesh.shard] if mesh.shard < len(chunks) else whole[:0]
+        return whole
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors that are cut as the parameters are, whole and in the order of `shapes`; all ranks go through.
+
+        `tensors` has every name of which this rank has a part.
+        """
+        mesh = self._mesh
+        for name, cut in self.cuts.items():
+            if mesh.place.pp == cut.stages[0]:
+                rows = cut.shape[0] // (mesh.layout.tp if cut.dim == 0 else 1)
+                shard = mesh.join_data_shards(state.local(tensors[name].detach()), rows)
+                yield name, mesh.from_stage(cut.stages[0], mesh.join_tensor_shards(shard, cut.dim))
+            else:
+                empty = torch.empty(cut.shape, dtype=torch.float32, device=mesh.ranks.device)
+                yield name, mesh.from_stage(cut.stages[0], empty)
+
+    def local(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's model-parallel shards in the precision of the forward, whole along dp.
+
+        `root` is the module that FSDP2 wraps. What was yielded is valid until the next.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        if self._mesh.is_whole:
+            yield from ((name, parameter.detach().to(dtype)) for name, parameter in self.here())
+            return
+        reshard(root)
+        for prefix, module in root.named_modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.unshard()  # one gather for all of its parameters; those of modules inside it stay sharded
+            for name, parameter in nn.Module.named_parameters(module):  # type: ignore[arg-type]
+                if not _over_data(parameter):
+                    yield f"{prefix}.{name}".rpartition("hf.")[2], state.local(parameter).detach()
+            module.reshard()
+
+    def gathered(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter whole in the precision of the forward; all ranks go through. See `local`."""
+        mesh = self._mesh
+        if self._orders is None:
+            mine = [name for name, _ in self.local(root, dtype)] if mesh.layout.pp > 1 else []
+            everyone = mesh.ranks.gather((mesh.place.pp, mine)) if mesh.layout.pp > 1 else []
+            self._orders = list(dict(everyone).values())
+        for stage in range(mesh.layout.pp):
+            if stage == mesh.place.pp:
+                for name, shard in self.local(root, dtype):
+                    if self.cuts[name].stages[0] == stage:
+                        yield name, mesh.from_stage(stage, mesh.join_tensor_shards(shard, self.cuts[name].dim))
+                continue
+            for name in self._orders[stage]:
+                if self.cuts[name].stages[0] == stage:
+                    empty = torch.empty(self.cuts[name].shape, dtype=dtype, device=mesh.ranks.device)
+                    yield name, mesh.from_stage(stage, empty)
+
+    # Gradients
+
+    @torch.no_grad()
+    def complete_gradients(self) -> None:
+        """Add up, in place, gradients of which several ranks have a part: see `summed`; and of tied embeddings.
+
+        Where nothing is cut those of whole copies are averaged, as FSDP does otherwise.
+        """
+        mesh = self._mesh
+        if mesh.is_whole:
+            if mesh.copies > 1:
+                self._average_gradients()
+            return
+        held = dict(self.here())
+        for name in self._summed:
+            gradient = held[name].grad
+            if gradient is not None:
+                torch.distributed.all_reduce(state.local(gradient), group=mesh.group("tp"))
+        for name, cut in self.cuts.items():
+            gradient = held[name].grad if len(cut.stages) > 1 and name in held else None
+            if gradient is not None:
+                mesh.sum_ends(state.local(gradient))
+
+    def _average_gradients(self) -> None:
+        gradients = [parameter.grad for _, parameter in self.here() if parameter.grad is not None]
+        for some in messages(gradients, MESSAGE):
+            flat = torch.cat([gradient.flatten() for gradient in some])
+            self._mesh.average_copies(flat)
+            for gradient, mean in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of all gradients, and of those only the parts that no other rank counts."""
+        mesh = self._mesh
+        every, counted = [], []
+        for name, parameter in self.here():
+            if parameter.grad is None:
+                continue
+            gradient = state.local(parameter.grad)
+            every.append(gradient)
+            cut = self.cuts[name]
+            if mesh.copy == 0 and mesh.place.pp == cut.stages[0] and (cut.dim is not None or mesh.place.tp == 0):
+                counted.append(gradient)
+        return every, counted
+
+
+def reshard(root: nn.Module) -> None:
+    """Put the sharded parameters back in place.
+
+    After a forward without a backward FSDP leaves the gathered ones there, in the precision of the forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _over_data(parameter: Any) -> bool:
+    """Whether a parameter is sharded by FSDP at the moment."""
+    return state.is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names
+
+
+def messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Give tensors in runs of at most `most` elements, a larger one alone: a small message costs as much as a large."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and sum(each.numel() for each in run) + tensor.numel() > most:
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run

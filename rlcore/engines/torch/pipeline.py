@@ -1,0 +1,153 @@
+"""Pipeline stages: a model cut over its decoder layers, and micro-batches sent through it by the 1F1B schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.engine.parallel.mesh import TrainMesh
+from rlcore.engines.torch.model import PackedModel
+from rlcore.engines.torch.selection import Selection
+from rlcore.errors import ConfigError, RLCoreError
+
+Finish = Callable[[int, Tensor], Tensor]
+"""What the last stage does with the hidden state [tokens, hidden] of micro-batch i; gives what to go backward from."""
+
+
+class Elsewhere(nn.Module):
+    """In place of a module that another stage has: hands on what it gets."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the first argument."""
+        return hidden_states
+
+
+def stage_of_layer(layers: int, stages: int) -> list[int]:
+    """Return the stage of each layer: consecutive runs whose lengths differ by one at most, the longer ones first."""
+    size, longer = divmod(layers, stages)
+    return [stage for stage in range(stages) for _ in range(size + (stage < longer))]
+
+
+def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each parameter: embeddings the first, norm and head the last, tied ones both."""
+    if stages == 1:
+        return dict.fromkeys(names, (0,))
+    base = f"{hf.base_model_prefix}."
+    by_layer = stage_of_layer(len(getattr(hf, hf.base_model_prefix).layers), stages)
+    embeddings = hf.get_input_embeddings().weight
+    tied = _is_tied(hf)
+    held: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        if name.startswith(f"{base}layers."):
+            held[name] = (by_layer[int(name.removeprefix(f"{base}layers.").split(".")[0])],)
+        elif hf.get_parameter(name) is embeddings:
+            held[name] = (0, stages - 1) if tied else (0,)
+        else:
+            held[name] = (stages - 1,)
+    return held
+
+
+def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
+    """Take out of the model, in place, what other stages have; the names of the rest stay the same.
+
+    Raises ConfigError for a model whose forward cannot be cut.
+    """
+    hf, base = model.hf, model.base
+    if not model.packed or not getattr(model, "fused_head", True) or not hasattr(base, "layers"):
+        raise ConfigError(
+            f"{type(hf).__name__} cannot be cut into pipeline stages (engine.pp={stages}): it needs layers that "
+            "read packed rows and a head that is one linear layer; set engine.pp=1 (the log says which is missing)"
+        )
+    last = stage == stages - 1
+    if stage > 0 and not (last and _is_tied(hf)):
+        base.embed_tokens = Elsewhere()
+    for index, its in enumerate(stage_of_layer(len(base.layers), stages)):
+        if its != stage:
+            base.layers[index] = Elsewhere()
+    if not last:
+        base.norm = Elsewhere()
+        for head in ("lm_head", "score"):
+            if hasattr(hf, head):
+                setattr(hf, head, Elsewhere())
+
+
+def _is_tied(hf: Any) -> bool:
+    head = hf.get_output_embeddings()
+    return head is not None and head.weight is hf.get_input_embeddings().weight
+
+
+class Stage(nn.Module):
+    """What one rank runs of each micro-batch: its layers, and on the last stage what `finish` does."""
+
+    def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
+        super().__init__()
+        self.model = model
+        self.is_first, self.is_last = mesh.is_first, mesh.is_last
+        self.selections: Sequence[Selection] = ()
+        self.finish: Finish | None = None
+
+    def forward(self, received: Tensor, *, index: Tensor) -> Tensor:
+        """Return the hidden state [1, tokens, hidden]; of the last stage the loss, fp32 [1].
+
+        `received`: what the stage before returned; the first one gets a placeholder. `index` int64 [1]: which of the
+        step's micro-batches it is.
+        """
+        number = int(index)
+        hidden = self.model.decode(self.selections[number].packing, None if self.is_first else received)
+        if not self.is_last:
+            return hidden
+        assert self.finish is not None
+        return torch.stack([self.finish(number, hidden[0])])
+
+
+class Pipeline:
+    """Sends the micro-batches of a step through all stages; all ranks of a place along dp call it together."""
+
+    def __init__(self, stage: Stage, mesh: TrainMesh, width: int, dtype: torch.dtype) -> None:
+        self.stage, self.mesh, self.width, self.dtype = stage, mesh, width, dtype
+
+    def run(self, selections: Sequence[Selection], finish: Finish, *, backward: bool) -> None:
+        """Run micro-batches of equally many tokens, at least as many as there are stages.
+
+        `finish` runs on the last stage alone. A DataError in it is raised here, on that stage.
+        """
+        self.stage.selections, self.stage.finish = selections, finish
+        indices = torch.arange(len(selections))
+        placeholder = torch.zeros(len(selections), 1, device=self.mesh.ranks.device)
+        received = (placeholder,) if self.mesh.is_first else ()
+        schedule = self._schedule(len(selections[0].packing.input_ids), len(selections))
+        try:
+            if backward:
+                schedule.step(*received, target=indices, return_outputs=False, index=indices)
+            else:
+                schedule.eval(*received, target=indices, index=indices)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, RLCoreError):
+                raise error.__cause__ from None  # torch wraps what the module raises
+            raise
+        finally:
+            self.stage.selections, self.stage.finish = (), None
+
+    def _schedule(self, tokens: int, count: int) -> Any:
+        # Made anew for each step: a stage is bound to one number of tokens, and what it keeps are buffers for them.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        device, layout = self.mesh.ranks.device, self.mesh.layout
+        hidden = torch.empty(1, tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+        stage = PipelineStage(
+            self.stage,
+            self.mesh.place.pp,
+            layout.pp,
+            device,
+            input_args=torch.empty(1, 1, device="meta") if self.mesh.is_first else hidden,
+            output_args=torch.empty(1, device="meta") if self.mesh.is_last else hidden,
+            group=self.mesh.group("pp"),
+        )
+        return Schedule1F1B(stage, count, loss_fn=_as_it_is, scale_grads=False)
+
+
+def _as_it_is(loss: Tensor, index: Tensor) -> Tensor:
+    return loss.sum()

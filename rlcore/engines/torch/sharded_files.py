@@ -1,0 +1,63 @@
+"""Tensors over all ranks to disk and back with torch.distributed.checkpoint, in safetensors files alone.
+
+Each rank writes its own parts to a file of its own, and reads the parts that it needs of any of them, whatever the
+layout was that wrote them. What a file holds, and where in the whole its parts stand, is JSON in its header: unlike
+torch's default reader, which unpickles a file called `.metadata`, nothing here can run code.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlcore.engine.collectives import Ranks
+from rlcore.errors import CheckpointError
+
+
+def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Write plain tensors and DTensors, each rank its own parts, into `folder`; those that several have, once."""
+    from torch.distributed.checkpoint import (
+        hf_storage,
+        state_dict_saver,
+    )  # a second of imports, that no start waits for
+
+    writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    _run(state_dict_saver.save, "written", tensors, folder, ranks, storage_writer=writer)
+
+
+def load(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Fill `tensors`, in place, from what `save` wrote or from a Hugging Face folder.
+
+    Raises CheckpointError for files that cannot be read and names that are not there.
+    """
+    from torch.distributed.checkpoint import hf_storage, state_dict_loader
+
+    reader = hf_storage.HuggingFaceStorageReader(str(folder))
+    _run(state_dict_loader.load, "read", tensors, folder, ranks, storage_reader=reader)
+
+
+def _run(function: Any, done: str, tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, **how: Any) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is, with one rank
+            function(dict(tensors), no_dist=ranks.world_size == 1, **how)
+    except (CheckpointException, OSError, SafetensorError, KeyError, ValueError) as error:
+        causes = getattr(error, "failures", None)
+        cause = next(iter(causes.values()))[0] if causes else error
+        raise CheckpointError(f"{folder} cannot be {done}: {cause}") from error
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a safetensors file. Raises CheckpointError when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

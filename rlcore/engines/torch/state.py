@@ -1,0 +1,144 @@
+"""Weights, optimizer and random state to and from disk: safetensors and JSON, under any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlcore.assets import model_path
+from rlcore.config import ModelConfig
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.train import ENGINE_STATE
+from rlcore.engines.torch import sharded_files
+from rlcore.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlcore.engines.torch.parameters import Parameters
+
+MOMENTS = "optimizer"
+"""The folder of a saved state with the optimizer's moments, called exp_avg.NAME and exp_avg_sq.NAME."""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether only a part of the tensor is on this rank."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, or a plain one as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def save_pretrained(
+    hf: Any, full: Iterator[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
+) -> None:
+    """Write a folder that transformers' `from_pretrained` opens, from whole parameters one at a time.
+
+    Every rank has to go through `full`, which gathers them; rank 0 keeps them, in main memory, and writes.
+    """
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full if ranks.rank == 0}
+    if ranks.rank == 0:
+        from transformers import AutoTokenizer
+
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "model.safetensors", weights)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+        if hasattr(hf, "score") and hf.config.pad_token_id is None:
+            hf.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the last token of a row
+        hf.config.save_pretrained(folder)
+        if getattr(hf, "generation_config", None) is not None:
+            hf.generation_config.save_pretrained(folder)
+        if model.chat_template is not None:
+            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+    ranks.gather(None)
+
+
+def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
+    """Copy this rank's part of the weights of a folder that `save_pretrained` wrote.
+
+    Raises CheckpointError when names or shapes differ.
+    """
+    saved, wanted = sharded_files.shapes(folder / "model.safetensors"), parameters.shapes
+    if set(saved) != set(wanted):
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'} does not fit the model: "
+            f"missing {sorted(set(wanted) - set(saved))[:5]}, unknown {sorted(set(saved) - set(wanted))[:5]}"
+        )
+    for name, shape in wanted.items():
+        if saved[name] != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {saved[name]}, the model's is {shape}")
+    with torch.no_grad():
+        sharded_files.load({name: parameter.detach() for name, parameter in parameters.here()}, folder, ranks)
+
+
+def save_engine_state(
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
+) -> None:
+    """Write optimizer moments, each rank its part, the version, and every rank's random state."""
+    moments: dict[str, Tensor] = {}
+    steps: dict[str, float] = {}
+    states = {} if optimizer is None else optimizer.state
+    for name, parameter in parameters.here():
+        for key, value in states.get(parameter, {}).items():
+            if key == "step":
+                steps[name] = float(value)
+            else:
+                moments[f"{key}.{name}"] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    everyone = ranks.gather((random_state(), steps))
+    if any(its for _, its in everyone):
+        sharded_files.save(moments, folder / MOMENTS, ranks)
+    if ranks.rank == 0:
+        merged = {name: step for _, its in everyone for name, step in its.items()}
+        written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
+        (folder / ENGINE_STATE).write_text(json.dumps(written))
+    ranks.gather(None)
+
+
+def load_engine_state(
+    parameters: Parameters, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
+) -> int:
+    """Take back what `save_engine_state` wrote and return the version.
+
+    A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that
+    are missing or do not fit.
+    """
+    try:
+        state = json.loads((folder / ENGINE_STATE).read_text())
+        version, steps, random_states = int(state["version"]), dict(state["steps"]), list(state["random"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {reason}") from error
+    if optimizer is not None:
+        optimizer.state.clear()
+    if optimizer is not None and steps:
+        moments: dict[str, Tensor] = {}
+        for name, parameter in parameters.here():
+            if name in steps:
+                mine = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                moments |= {f"{key}.{name}": value for key, value in mine.items()}
+                # The fused optimizer keeps its step beside the parameter.
+                mine["step"] = torch.tensor(steps[name], device=parameter.device)
+                optimizer.state[parameter] = mine
+        sharded_files.load(moments, folder / MOMENTS, ranks)
+    if ranks.rank < len(random_states):
+        set_random_state(random_states[ranks.rank])
+    return version
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""`rollout=vllm`: sampling with vLLM in the worker's process."""

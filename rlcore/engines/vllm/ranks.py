@@ -1,0 +1,84 @@
+"""vLLM among processes that have torch.distributed's default group already: the train engine's, in its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from rlcore.engine.weights.meter import Group
+
+
+@contextmanager
+def numbered(order: Sequence[int]) -> Iterator[None]:
+    """Have vLLM, which starts meanwhile, make its groups of the ranks `order[i]` where it says i.
+
+    It cuts the default group into tensor groups of consecutive ranks, all made by all ranks. torch has the ranks of a
+    group in ascending order whatever order they are named in, so `order` has to ascend within a tensor group.
+    Nothing is told to an engine by another, so groups get no queue for it, which is 24 MiB of shared memory each.
+    """
+    from vllm.distributed import parallel_state
+
+    make = parallel_state.init_model_parallel_group
+
+    def make_of_ours(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_message_queue_broadcaster"] = False
+        return make([[order[rank] for rank in ranks] for ranks in group_ranks], *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = make_of_ours
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = make
+
+
+def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
+    """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
+
+    vLLM's own takes the rank from the environment, as torchrun sets it. Here it is the rank's number in `order`. With
+    it goes a name for the shared memory in which ranks on a CPU add up their results: no other group on the machine has
+    it, and ranks on several machines differ in it, so that vLLM lets them use torch's group.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [uuid4().hex]
+    dist.broadcast_object_list(name, src=group.ranks[0], group=group.handle)
+    place = (f"of-torch:{name[0]}-{gethostname()}", order.index(dist.get_rank()), device.index or 0)
+    return type("ExecutorInWorker", (ExecutorWithExternalLauncher,), {"_distributed_args": lambda self: place})
+
+
+def unlink_shared_memory() -> None:
+    """Take away the name of this rank's shared memory, which all ranks of its tensor group have mapped by now.
+
+    vLLM would do so when its process ends, and what is left by a process that is killed, as Ray's are, would stay.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if name := getattr(group.device_communicator.dist_module, "group_name", None):  # on one machine, not several
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink()
+
+
+@contextmanager
+def keeping_default_group() -> Iterator[None]:
+    """Have vLLM, which is shut down meanwhile, destroy the groups that it made, and not the process's default group."""
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+
+    def destroy_world() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    parallel_state.destroy_distributed_environment = destroy_world
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = destroy
