@@ -85,7 +85,7 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
         assert got[2] == want[2]
         # The largest gap between the engines is of rounding alone, on either side; all else is the same number.
-        largest = "rollout/log_prob_gap_max"
+        largest = "rollout/train_rollout_logprob_diff_max"
         assert max(got[3][largest], want[3][largest]) < 1e-5
         assert {**got[3], largest: 0.0} == pytest.approx({**want[3], largest: 0.0}, rel=1e-4, abs=1e-6)
     mesh = actors[layout].group.mesh

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
 
 PPO = [
@@ -49,7 +49,7 @@ class Teller(Worker):
             "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"wide": Form.dense(torch.float32, 1000)})
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"wide": ColumnSpec.dense(torch.float32, 1000)})
     def make(self, batch: DataProto) -> DataProto:
         return DataProto.from_single_dict({"wide": batch.view("number")[:, None].float().expand(-1, 1000)})
 
