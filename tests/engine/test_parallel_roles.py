@@ -16,6 +16,7 @@ from rlcore.ops import needs, objective
 from rlcore.plugins import Role
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, make_executor
+from rlcore.workers.executor import ProcessRequest
 
 pytestmark = pytest.mark.ray
 ACTOR = Role(trains=True, generates=True)
@@ -48,7 +49,7 @@ def actors(ray_cluster, model_folder):
     with one, two:
         groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
         classes = {name: worker_of(configs[name]) for name in LAYOUTS}
-        groups |= two.worker_groups([(two.resource_pool(), classes, "layouts")])[0]
+        groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()
         yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
