@@ -14,6 +14,7 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import state
@@ -57,7 +58,9 @@ def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
     pp, tp, dp, shard = layout
     config = EngineConfig(pp=pp, tp=tp, dp=dp, shard=shard, lr=1e-4, micro_batch_rows=4)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    engine = TorchEngine(ModelConfig(path=folder), config, ranks=ranks, trains=True, total_steps=10)
+    engine = TorchEngine(
+        TrainSetup(ModelConfig(path=folder), config, config=None, ranks=ranks, trains=True, total_steps=10)
+    )
     batch = rows()
     mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]
     seconds, sent = [], []

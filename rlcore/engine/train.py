@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,10 @@ from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.updater import Updater
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.ops import Need
+from rlcore.plugins import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
 C = TypeVar("C")
-
-GIVES: dict[str, tuple[Need, ...]] = {
-    "policy": ("log_probs", "entropy", "logits"),
-    "critic": ("values",),
-    "reward": ("scores",),
-}
-"""The outputs that a loss may need of each kind of role."""
 
 ENGINE_STATE = "engine.json"
 """The file that `save` writes last: a saved state with this file is complete."""
@@ -67,7 +61,7 @@ class TrainSetup(Generic[C]):
     config: C
     ranks: Ranks
     trains: bool
-    kind: Literal["policy", "critic", "reward"] = "policy"
+    kind: RoleKind = POLICY
     new_head: bool = True
     temperature: float = 1.0
     total_steps: int = 1
@@ -205,11 +199,6 @@ class TrainEngine(ABC):
 
     def offload(self) -> None:  # noqa: B027  (an engine need not)
         """Move weights and optimizer state to main memory until the next call of any other method."""
-
-    @property
-    def gives_row_scores(self) -> bool:
-        """Whether the model gives one score for each row, in place of values for each token."""
-        return self.kind == "reward"
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -102,7 +102,7 @@ class ModelWorker(Worker):
             ranks=self.ranks,
             trains=setup.role.trains,
             kind=setup.role.kind,
-            new_head=setup.role.trains or setup.role.follows is not None,
+            new_head=setup.role.may_start_headless,
             temperature=setup.rollout.temperature,
             total_steps=setup.total_steps,
         )
@@ -221,7 +221,7 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def follow(self, tau: float) -> None:
-        """Move the weights by the share `tau` of the way to those of the role that this one follows, in the same process."""
+        """Move the weights by the share `tau` of the way to those of the followed role, in the same process."""
         assert self.setup.role.follows is not None
         with self._timed("follow"):
             leader = self.sibling(self.setup.role.follows)

@@ -7,6 +7,7 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import TrainSetup
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
@@ -79,12 +80,15 @@ def make_engine(model_folder):
     def make(kind: str = "qwen2", *, trains: bool = True, temperature: float = 1.0, **options) -> TorchEngine:
         options = {"lr": 0.0, "clip_grad": 0.0, **options}
         return TorchEngine(
-            ModelConfig(path=str(model_folder(kind))),
-            EngineConfig(**options),
-            ranks=Ranks(),
-            trains=trains,
-            temperature=temperature,
-            total_steps=10,
+            TrainSetup(
+                ModelConfig(path=str(model_folder(kind))),
+                EngineConfig(**options),
+                config=None,
+                ranks=Ranks(),
+                trains=trains,
+                temperature=temperature,
+                total_steps=10,
+            )
         )
 
     return make

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
@@ -72,7 +73,11 @@ def engine_of(case: Case, rank: int) -> TorchEngine:
     config = EngineConfig(
         pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=rows
     )
-    engine = TorchEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
+    engine = TorchEngine(
+        TrainSetup(
+            ModelConfig(path=case.folder), config, config=None, ranks=Ranks(rank, world), trains=True, total_steps=10
+        )
+    )
     whole = case.pp == case.tp == 1 and (case.dp == 1 or case.shard == 1)
     assert (engine.shared_module is not None) == whole, (case.name, engine.shared_module)
     return engine
@@ -114,7 +119,7 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
         engine.optimizer = made[kind](groups)  # at the rate of the config
         found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
         found[kind] = weights(engine)
-    full = {name: tensor.clone() for name, tensor in engine.export(torch.float32)}
+    full = {name: tensor.clone() for name, tensor in engine.masters()}
     mine = {name: engine.parameters.part(name, full[name]) for name in found["adamw"]}
     found["full"] = list(full) == list(engine.shapes) and same(mine, found["adamw"])
     found["rollout"] = same({name: tensor.clone() for name, tensor in engine.export(torch.float32)}, full)

@@ -10,13 +10,14 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import check_layout, layout_of
+from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import micro_batches
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.packing import Packing
 from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.errors import ConfigError
-from rlcore.plugins import Role
+from rlcore.plugins import REWARD, Role
 from rlcore.roles.placement import plan
 
 
@@ -70,7 +71,7 @@ def test_stages_need_packed_rows(model_folder):
 
 
 def test_the_run_is_refused_before_its_workers_start(model_folder):
-    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind="reward", model=str(model_folder("gpt2")))}
+    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind=REWARD, model=str(model_folder("gpt2")))}
     config = Config(
         algorithm="",
         algo=None,
@@ -119,7 +120,7 @@ class Bomb:
 def test_a_pickled_file_in_a_checkpoint_is_not_opened(model_folder, random_batch, tmp_path):
     """`.metadata` is what torch's default reader unpickles."""
     config = ModelConfig(path=str(model_folder()))
-    engine = TorchEngine(config, EngineConfig(lr=1e-3), ranks=Ranks(), trains=True)
+    engine = TorchEngine(TrainSetup(config, EngineConfig(lr=1e-3), config=None, ranks=Ranks(), trains=True))
     batch = random_batch()
     engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig(kl_coef=0.1))], epochs=1, step=0)
     engine.save(tmp_path / "state")

@@ -8,6 +8,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import WorkerError

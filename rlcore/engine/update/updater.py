@@ -78,7 +78,7 @@ class Updater:
             flat = torch.cat(pieces[name]) if pieces[name] else torch.zeros(sum(sizes), device=self._ranks.device)
             values = self._mesh.broadcast_from_stage(self._mesh.layout.pp - 1, flat).cpu().split(sizes)
             rows = [values[row] for row in order]
-            if engine.gives_row_scores:
+            if engine.kind.scores_rows:
                 columns[name] = torch.cat(rows) if rows else torch.zeros(0)
             else:
                 columns[name] = Ragged.from_list(rows, dtype=torch.float32)
@@ -89,7 +89,7 @@ class Updater:
         lengths: list[int] = []
         for part in parts:
             lengths += part.view("responses").lengths.tolist()
-        return [1] * len(lengths) if self._engine.gives_row_scores else lengths
+        return [1] * len(lengths) if self._engine.kind.scores_rows else lengths
 
     def _micro_batches(self, batch: DataProto, keep_together: str | None) -> list[DataProto]:
         """Cut rows into micro-batches; with pipeline stages, into at least one for each stage."""

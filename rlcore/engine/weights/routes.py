@@ -1,11 +1,9 @@
 """The routes by which weights reach a rollout engine. A worker chooses one at its start and keeps it.
 
-| route | when | what travels |
-|---|---|---|
-| SharedModule | the rollout engine samples with the trained module itself | nothing |
-| Resharded | the model is cut over pp or tp, and the rollout engine takes shards | the missing shards, in micro-DP groups |
-| Gathered | the rollout engine has weights of its own | every parameter, whole, one at a time |
-| Received | the rollout engine is in other processes than the train engine | every parameter, by reference through Ray |
+SharedModule: the rollout engine samples with the trained module itself; nothing travels.
+Resharded: the model is cut over pp or tp, and the rollout engine takes shards; ranks exchange the missing ones.
+Gathered: the rollout engine has weights of its own; every parameter travels whole, one at a time.
+Received: the rollout engine is in other processes; every parameter travels by reference through Ray.
 """
 
 from __future__ import annotations

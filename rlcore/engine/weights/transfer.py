@@ -85,7 +85,7 @@ class RemoteWeights(Mapping[str, Tensor]):
 
 
 def check_same_parameters(own: Shapes, given: Shapes) -> None:
-    """Raise DataError naming the parameters of `given` that are missing, unknown or have another shape than in `own`."""
+    """Raise DataError naming the parameters of `given` that are missing, unknown or of another shape than `own`."""
     wrong = [
         *(f"{name} is missing" for name in own if name not in given),
         *(f"{name} is unknown" for name in given if name not in own),

@@ -55,7 +55,7 @@ class TorchEngine(TrainEngine):
 
     def _load_model(self, setup: TrainSetup[Any]) -> PackedModel:
         engine, device = setup.engine, setup.ranks.device
-        if self.kind == "policy":
+        if self.kind.is_language_model:
             return load_causal_lm(
                 setup.model, padding_free=engine.padding_free, chunk=engine.logits_chunk, device=device
             )
@@ -129,7 +129,7 @@ class TorchEngine(TrainEngine):
 
     @property
     def _selection(self) -> dict[str, bool]:
-        return {"at_end": self.gives_row_scores, "folded": self.model.folds}
+        return {"at_end": self.kind.scores_rows, "folded": self.model.folds}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # FSDP's mixed precision casts sharded parameters; a whole module needs autocast.

@@ -113,10 +113,8 @@ class Parameters:
             if stage == mesh.place.pp:
                 for name, shard in self.local(root, dtype):
                     if self.cuts[name].stages[0] == stage:
-                        yield (
-                            name,
-                            mesh.broadcast_from_stage(stage, mesh.join_tensor_shards(shard, self.cuts[name].dim)),
-                        )
+                        whole = mesh.join_tensor_shards(shard, self.cuts[name].dim)
+                        yield name, mesh.broadcast_from_stage(stage, whole)
                 continue
             for name in self._orders[stage]:
                 if self.cuts[name].stages[0] == stage:
