@@ -218,7 +218,7 @@ def test_following_another_model_is_refused(model_folder):
     follower = make(model_folder(), POLICY, trains=False)
     with pytest.raises(DataError, match=r"belong to another model: .*q_proj.bias is missing; .* and 2 more"):
         follower.follow(make(model_folder("llama"), POLICY), 1.0)
-    with pytest.raises(DataError, match=r"of another: .*score.weight is unknown"):
+    with pytest.raises(DataError, match=r"another model: .*score.weight is unknown"):
         follower.follow(make(model_folder(), CRITIC), 1.0)
 
 

@@ -24,7 +24,7 @@ def test_training_goes_on_bit_for_bit_after_a_save(make_engine, random_batch, tm
     for engine in (straight, saved):
         for seed in range(2):
             step(engine, random_batch(seed=seed))
-    saved.save_state(tmp_path)
+    saved.save(tmp_path)
     random_before = torch.rand(3)
     resumed.restore(tmp_path)
     assert torch.equal(torch.rand(3), random_before)
@@ -47,9 +47,9 @@ def test_the_exported_folder_opens_with_transformers(make_engine, random_batch, 
 
 
 def test_a_state_that_does_not_fit_is_refused(make_engine, tmp_path):
-    make_engine("llama").save_state(tmp_path)
+    make_engine("llama").save(tmp_path)
     with pytest.raises(CheckpointError, match=r"does not fit the model: missing .*q_proj.bias.* unknown .*lm_head"):
-        make_engine("qwen2").load_state(tmp_path)
+        make_engine("qwen2").restore(tmp_path)
 
 
 def test_a_damaged_state_is_refused(make_engine, tmp_path):
