@@ -38,9 +38,9 @@ class Findings:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def median(self, side: str, name: str) -> float | None:
-        """Return a figure's median, by the beginning of its side's name; None if it was not measured."""
+        """Return a figure's median, None if it was not measured; `side` may lack the version that follows a name."""
         for figure in self.figures:
-            if figure.side.startswith(side) and figure.name == name and figure.runs:
+            if (figure.side == side or figure.side.startswith(f"{side} 1.")) and figure.name == name and figure.runs:
                 return float(figure.summary["median"])  # type: ignore[arg-type]
         return None
 
@@ -186,7 +186,7 @@ def bars(found: Findings) -> list[Bar]:
     bar("fp32 gradient from the CPU's, relative", gradient, 1e-4, at_least=False)
     gap = found.median(HALF, "sampler's log-probs from the trainer's, mean")
     bar("bf16: sampler's log-probs from the trainer's, mean", gap, 2e-3, at_least=False)
-    bar("resumed bit for bit", found.median("resumed", "weights are equal, bit by bit"), 1)
+    bar("resumed bit for bit", found.median("resumed against uninterrupted", "weights are equal, bit by bit"), 1)
     return made
 
 

@@ -121,7 +121,7 @@ def step_figures(side: str, run: Trained) -> list[Figure]:
     names = {"step": "a step", "actor_generate": "generate", "actor_log_probs": "old log-probs"}
     names |= {"actor_update": "update", "actor_sync": "switch of weights"}
     figures = [Figure(side, text, "s", after_first(run.times(name))) for name, text in names.items()]
-    gaps = [("log_prob_gap", "mean"), ("log_prob_gap_max", "largest")]
+    gaps = [("train_rollout_logprob_diff", "mean"), ("train_rollout_logprob_diff_max", "largest")]
     figures += [
         Figure(side, f"sampler's log-probs from the trainer's, {text}", "nats", _metric(run, f"rollout/{name}"))
         for name, text in gaps
