@@ -13,6 +13,7 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.device import prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, Sampling
@@ -22,16 +23,16 @@ from rlcore.engine.update.loss_accumulator import row_names
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
-from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_columns
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
-from rlcore.protocol.glossary import forms
+from rlcore.protocol.columns import ColumnSpec
+from rlcore.protocol.glossary import column_specs
 from rlcore.workers import Dispatch, Worker, register
 
 TOKENS = ("prompts", "responses")
-GENERATED = forms(
+GENERATED = column_specs(
     "responses",
     "response_mask",
     "rollout_log_probs",
@@ -45,12 +46,12 @@ GENERATED = forms(
 """What `generate` gives."""
 
 
-def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, Form]:
-    return {name: Form.ragged(torch.float32), **(forms("entropy") if entropy else {})}
+def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, ColumnSpec]:
+    return {name: ColumnSpec.ragged(torch.float32), **(column_specs("entropy") if entropy else {})}
 
 
-def _score_gives(batch: DataProto, name: str) -> dict[str, Form]:
-    return {name: Form.dense(torch.float32)}
+def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
+    return {name: ColumnSpec.dense(torch.float32)}
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class ModelWorker(Worker):
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
         setup = self.setup
+        prepare_device(self.device)
         if setup.samples_only:
             self._start_sampling()
             return
@@ -198,7 +200,7 @@ class ModelWorker(Worker):
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=forms("values"))
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=column_specs("values"))
     def values(self, batch: DataProto) -> DataProto:
         """Return the column `values`."""
         with self._timed("values"):
@@ -233,7 +235,7 @@ class ModelWorker(Worker):
         """Return the Hugging Face names of all parameters, tied ones once."""
         return list(self.train.shapes)
 
-    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_columns)
+    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
         """Return the whole parameters named by this rank's rows, in the columns of `pack_weights`; all ranks gather."""
         with self._timed("send"):

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlcore.engine.update.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
+from rlcore.engine.update.importance import (
+    correct,
+    forward_needs,
+    is_corrected,
+    is_sampled,
+    measure_logprob_diff,
+    staleness,
+)
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import (
     LossAccumulator,
@@ -227,7 +234,7 @@ class Updater:
                 return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
             out = _by_row(outputs, part)
             if measure:
-                measure_gap(out, part, accumulator, device)
+                measure_logprob_diff(out, part, accumulator, device)
             if is_corrected(item):
                 out = correct(out, part, accumulator, device)
             return accumulator.add_terms(call_loss(item, out, part, device), part)

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each parameter by its Hugging Face name."""
 
 
-def packed_columns(names: DataProto, dtype: torch.dtype) -> dict[str, Form]:
+def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
     """Return the columns of `pack_weights`."""
     return {
-        "name": Form.objects(),
-        "shape": Form.objects(),
-        "values": Form.ragged(dtype),
-        "version": Form.dense(torch.int64),
+        "name": ColumnSpec.objects(),
+        "shape": ColumnSpec.objects(),
+        "values": ColumnSpec.ragged(dtype),
+        "version": ColumnSpec.dense(torch.int64),
     }
 
 
