@@ -47,7 +47,7 @@ def test_a_cut_distribution_is_noticed_and_named(train_here, tmp_path, caplog):
         run = train_here(tmp_path / "run", *SMALL, *settings)
     assert run.numbers[-1][GAP] > 0.01
     (warning, *_) = [record.getMessage() for record in caplog.records if "trainer.log_prob_gap" in record.getMessage()]
-    assert "Likely cause: rollout.top_k=2 samples from a part of the distribution" in warning
+    assert "Likely cause: rollout.top_k=2 samples from part of the distribution" in warning
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])

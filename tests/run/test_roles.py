@@ -123,9 +123,9 @@ PAIRS = [("3+4=", "7"), ("12+5=", "17orso"), ("1+1=", ""), ("9-2=", "7")]
         ({"grader": Role(model="/nowhere")}, "the model of role 'grader', /nowhere does not exist; give the folder"),
         (
             {"cost": Role(kind="reward", model="tiny")},
-            r"tiny is no reward model.*Qwen2ForCausalLM.*docs/roles.md",
+            r"tiny is not a reward model.*Qwen2ForCausalLM.*docs/roles.md",
         ),
-        ({"critic": Role(kind="critic", model="tiny")}, "tiny is no critic model"),
+        ({"critic": Role(kind="critic", model="tiny")}, "tiny is not a critic model"),
     ],
 )
 def test_roles_that_cannot_be(config, roles, message):
@@ -143,14 +143,14 @@ def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
     check_roles({"cost": Role(kind="reward", model=str(foreign))}, config)
     for role in (Role(kind="reward", trains=True), Role(kind="critic", trains=True)):
-        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer is another than"):
+        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer differs from"):
             check_roles({"cost": replace(role, model=str(foreign))}, config)
     shutil.copytree(TINY, tmp_path / "teacher")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "teacher" / name).unlink()
         if (foreign / name).exists():
             shutil.copy(foreign / name, tmp_path / "teacher" / name)
-    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*another than that of model\.path=tiny"):
+    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*differs from that of model\.path=tiny"):
         check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     (tmp_path / "teacher" / "tokenizer_config.json").unlink()
