@@ -16,7 +16,7 @@ from rlcore.ops import group_index
 from rlcore.protocol import DataProto
 
 
-def gap_warning(gap: float, config: Config) -> str:
+def logprob_diff_warning(gap: float, config: Config) -> str:
     """Return the warning of a step in which the engines' log-probs differ by `gap` nats, with the likely cause.
 
     The likely cause is the first setting of the config that is known to make the two differ.
@@ -47,7 +47,8 @@ def gap_warning(gap: float, config: Config) -> str:
         )
     return (
         f"the rollout engine's log-probs of its samples differ from training's by {gap:.3g} nats on average, more "
-        f"than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. "
+        f"than trainer.train_rollout_logprob_diff = {config.trainer.train_rollout_logprob_diff:g}. "
+        f"Likely cause: {cause}. "
         "trainer.importance=token, sequence or mask corrects the remaining difference (docs/rollout.md)"
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.assets import model_path
 from rlcore.config.schema import ModelConfig
 from rlcore.errors import ConfigError, DataError
-from rlcore.plugins import Role
+from rlcore.plugins import Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
 if TYPE_CHECKING:
@@ -37,36 +37,37 @@ def check_role_folder(setting: str, role: Role, model: ModelConfig) -> None:
     """
     assert role.model is not None
     theirs = replace(model, path=role.model)
-    takes_causal = role.kind == "policy" or role.trains or role.follows is not None
+    is_language_model = role.kind.is_language_model
+    takes_causal = is_language_model or role.may_start_headless
     wanted = ["causal language model"] if takes_causal else []
-    wanted += ["sequence-classification model with one label"] if role.kind != "policy" else []
+    wanted += [] if is_language_model else ["sequence-classification model with one label"]
     folder = _existing_folder(theirs, setting, ", or of a ".join(wanted))
     settings = _read_json(folder / "config.json", theirs.path)
     architectures: list[str] = settings.get("architectures") or []
-    if role.kind != "policy" and any("ForSequenceClassification" in each for each in architectures):
+    if not is_language_model and any("ForSequenceClassification" in each for each in architectures):
         _check_one_label(settings, f"{setting}{role.model}", role.kind)
     elif takes_causal:
         _check_causal(settings, theirs, setting)
     else:
         raise ConfigError(
-            f"{setting}{role.model} is not a {role.kind} model: its config.json names the architecture "
+            f"{setting}{role.model} is not a trained {role.kind}: its config.json names the architecture "
             f"{', '.join(architectures) or 'nothing'}; give a folder saved as AutoModelForSequenceClassification "
             "with one label (docs/roles.md says which algorithm trains one)"
         )
-    same = same_tokenizer(theirs, model, setting)  # also for a frozen reward model, which needs some tokenizer
-    if not same and (role.kind != "reward" or role.trains):
+    same = same_tokenizer(theirs, model, setting)  # also for a role that reads texts, which needs some tokenizer
+    if not same and (role.trains or not role.kind.reads_text):
         raise ConfigError(
             f"{setting}{theirs.path}: this role reads the actor's token ids, but its tokenizer differs from that of "
             f"model.path={model.path}; give it a model with the same tokenizer"
         )
 
 
-def _check_one_label(settings: dict[str, Any], shown: str, kind: str) -> None:
+def _check_one_label(settings: dict[str, Any], shown: str, kind: RoleKind) -> None:
     default = 2  # transformers leaves its default out of config.json
     labels = len(settings.get("id2label") or range(settings.get("num_labels", default)))
     if labels != 1:
         raise ConfigError(
-            f"{shown} has {labels} labels; a {kind} role needs a model with exactly one, whose logit is the score: "
+            f"{shown} has {labels} labels; a {kind} needs a model with exactly one, whose logit is the score: "
             "save it with num_labels=1"
         )
 
