@@ -13,9 +13,8 @@ from rlcore.config import Config
 from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import Importance, UpdateItem
+from rlcore.engine.update.items import Importance, UpdateItem
 from rlcore.engine.update.microbatch import column_values, update_plan
-from rlcore.engine.weights.transfer import Sender
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
@@ -27,6 +26,7 @@ from rlcore.roles.metrics import Metrics
 from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
 from rlcore.roles.rollout_pool import RolloutCopy
 from rlcore.roles.row_cost import hidden_size, row_costs
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
 from rlcore.workers.executor import ProcessRequest
 
@@ -72,11 +72,11 @@ class RoleHandle:
         self.name, self.role, self.group = name, role, group
         self._config, self._clock = config, clock
         self._by_text = by_text
-        self._leader = None if leader is None else Sender(leader, torch.float32)
+        self._leader = None if leader is None else WeightExporter(leader, torch.float32)
         self._copy: RolloutCopy | None = None
         if rollout is not None:
             forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-            self._copy = RolloutCopy(rollout, Sender(group, forward), config.trainer.rollouts_ahead)
+            self._copy = RolloutCopy(rollout, WeightExporter(group, forward), config.trainer.rollouts_ahead)
 
     @property
     def groups(self) -> list[WorkerGroup]:
