@@ -25,7 +25,7 @@ from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHand
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
 from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
-from rlcore.workers.executor import Asked
+from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -247,11 +247,8 @@ def open_run(
         # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in plans]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
-        reward: Asked = (
-            place,
-            {REWARD_WORKERS: ClassWithInitArgs(RewardWorker, rewards, config.reward)},
-            REWARD_WORKERS,
-        )
+        reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
+        reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
         handles, (scorers,) = start_roles(
             config, executor, plugins, roles, clock, pools, reads_text=_text_readers(roles, config), extra=[reward]

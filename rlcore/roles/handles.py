@@ -12,17 +12,17 @@ import torch
 from rlcore.config import Config
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.weights.transfer import Sender
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.ops import Loss
 from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
-from rlcore.protocol.balance import cut_by_cost
+from rlcore.protocol.balance import split_batch_by_cost
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.metrics import Metrics
 from rlcore.roles.rollout_pool import RolloutPool
 from rlcore.roles.row_cost import batch_costs
 from rlcore.roles.updates import check_update, importance_of, plan_update
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import WorkerGroup
 
 TOKENS = ("prompts", "responses")
@@ -63,7 +63,7 @@ class RoleHandle:
     ) -> None:
         self.name, self.role, self.group = name, role, group
         self._config, self._clock = config, clock
-        self._leader = None if leader is None else Sender(leader, torch.float32)
+        self._leader = None if leader is None else WeightExporter(leader, torch.float32)
 
     if not TYPE_CHECKING:  # or a type checker would allow every method
 
@@ -167,7 +167,7 @@ class RoleHandle:
         costs = batch_costs(batch, ranks, self._config.model)
         if costs is None:
             return method(sent, *args)
-        cut, back = cut_by_cost(sent, costs, ranks)
+        cut, back = split_batch_by_cost(sent, costs, ranks)
         return method(cut, *args)[back]
 
 
@@ -194,7 +194,7 @@ class PolicyHandle(RoleHandle):
         self._pool: RolloutPool | None = None
         if rollout is not None:
             forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-            self._pool = RolloutPool(rollout, Sender(group, forward), config.trainer.rollouts_ahead)
+            self._pool = RolloutPool(rollout, WeightExporter(group, forward), config.trainer.rollouts_ahead)
 
     @property
     def groups(self) -> list[WorkerGroup]:

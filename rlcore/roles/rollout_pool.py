@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from rlcore.engine.weights.transfer import Sender
 from rlcore.protocol import DataProto
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import WorkerGroup
 
 
@@ -19,7 +19,7 @@ class RolloutPool:
     may still be computed.
     """
 
-    def __init__(self, group: WorkerGroup, trained: Sender, ahead: int) -> None:
+    def __init__(self, group: WorkerGroup, trained: WeightExporter, ahead: int) -> None:
         self.group = group
         self._trained = trained
         self._ahead = ahead

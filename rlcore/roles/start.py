@@ -13,7 +13,7 @@ from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleH
 from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
 from rlcore.roles.settings import role_config
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
-from rlcore.workers.executor import Asked
+from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -31,7 +31,7 @@ def start_roles(
     pools: Sequence[OpenPool],
     *,
     reads_text: Collection[str] = (),
-    extra: Sequence[Asked] = (),
+    extra: Sequence[ProcessRequest] = (),
 ) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
@@ -81,13 +81,14 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, reads_
         create_rollout=plugins.rollout_engines()[own.rollout.name].create,
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
-        by_text=reads_text,
+        reads_text=reads_text,
     )
 
 
-def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> Asked:
+def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> ProcessRequest:
     """Return the processes of roles that share them, one on each place of the pool."""
-    return pool, {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in names}, "-".join(names)
+    classes = {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in names}
+    return ProcessRequest(pool, classes, "-".join(names))
 
 
 def _handle(

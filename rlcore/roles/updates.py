@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlcore.config import TrainerConfig
-from rlcore.engine.train import Importance, UpdateItem
+from rlcore.engine.update.items import Importance, UpdateItem
 from rlcore.engine.update.microbatch import column_values, update_plan
 from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of

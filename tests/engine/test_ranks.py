@@ -8,7 +8,7 @@ import torch
 from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import DataError
@@ -57,7 +57,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 def tokens_of(batch: DataProto) -> list[int]:
@@ -345,7 +345,7 @@ def test_roles_say_what_they_cannot_do(fresh, random_batch):
     wrong["advantages"] = wrong["advantages"].double()
     with pytest.raises(DataError, match=r"column 'advantages' is .*; the glossary says"):
         fresh[0].update(wrong, loss=grpo_loss)
-    with pytest.raises(DataError, match=r"update\(epochs=0\): there must be at least 1"):
+    with pytest.raises(DataError, match=r"update\(epochs=0\): it must be at least 1"):
         fresh[0].update(random_batch(), loss=grpo_loss, epochs=0)
     with pytest.raises(DataError, match="needs a loss"):
         fresh[0].update(random_batch())

@@ -38,7 +38,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 @needs("values")

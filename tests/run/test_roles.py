@@ -150,14 +150,14 @@ def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
     check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config)
     for role in (Role(kind=REWARD, trains=True), Role(kind=CRITIC, trains=True)):
-        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer is another than"):
+        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer differs from"):
             check_roles({"cost": replace(role, model=str(foreign))}, config)
     shutil.copytree(TINY, tmp_path / "teacher")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "teacher" / name).unlink()
         if (foreign / name).exists():
             shutil.copy(foreign / name, tmp_path / "teacher" / name)
-    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*another than that of model\.path=tiny"):
+    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*differs from that of model\.path=tiny"):
         check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     (tmp_path / "teacher" / "tokenizer_config.json").unlink()
@@ -256,7 +256,7 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
     assert many.role("cost", RewardHandle) is many.cost
     with pytest.raises(NoRoleError, match=r"role 'cost' is a reward model.* no CriticHandle; .*'cost', RewardHandle\)"):
         many.role("cost", CriticHandle)
-    with pytest.raises(NoRoleError, match="this run has no role 'costs'. Did you mean 'cost'"):
+    with pytest.raises(NoRoleError, match=r"this run has no role 'costs'\. Did you mean 'cost'"):
         many.role("costs", RewardHandle)
     with pytest.raises(DataError, match=r"'value_loss' needs values, but role 'actor' is a policy, which gives log_pr"):
         many.actor.update(batch, loss=value_loss)
