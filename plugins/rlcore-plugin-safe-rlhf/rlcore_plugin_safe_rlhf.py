@@ -120,12 +120,11 @@ def policy_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) 
     """Return the clipped part of L_actor; tokens with response_mask 0 take no part."""
     mask, advantages = batch["response_mask"], batch["advantages"]
     count = mask.sum()
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    gain = (ratio * advantages).minimum(ratio.clamp(1 - config.clip, 1 + config.clip) * advantages)
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip, config.clip)
     terms = {
         "policy": objective(-masked_sum(gain, mask), count),
         "entropy": metric(masked_sum(out.entropy, mask), count),
-        "clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), count),
+        "clipped": metric(masked_sum(clipped.float(), mask), count),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), count),
     }
     if config.kl_coef > 0:
@@ -141,12 +140,9 @@ def ptx_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> 
 @needs("values")
 def value_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> dict[str, Term]:
     """Return the terms of L_V; tokens with response_mask 0 take no part."""
-    mask, before, returns = batch["response_mask"], batch["values"], batch["returns"]
+    mask, returns = batch["response_mask"], batch["returns"]
     count = mask.sum()
-    error = (out.values - returns).square()
-    if config.value_clip > 0:
-        near = before + (out.values - before).clamp(-config.value_clip, config.value_clip)
-        error = error.maximum((near - returns).square())
+    error, _ = out.clipped_value_error(batch["values"], returns, config.value_clip)
     return {
         "value_loss": objective(masked_sum(error, mask) / 2, count),
         "value": metric(masked_sum(out.values, mask), count),
