@@ -299,10 +299,10 @@ def _config(argv: list[str]) -> int:
     laid_out = engine.pp > 1 or engine.tp > 1 or engine.dp > 0 or engine.shard > 0
     if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead or laid_out):
         from rlcore.roles.placement import plan
-        from rlcore.run import with_reward_model
+        from rlcore.roles.settings import resolve_roles
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
-        plan(config, with_reward_model(roles, config))
+        plan(config, resolve_roles(roles, config))
     return _print_config(config)
 
 
