@@ -12,10 +12,11 @@ import payload
 import side
 import torch
 
+from rlcore.compat import RayWorkerGroup
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.remote import RemoteColumn
-from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, Worker, register
 
 PRODUCERS = 4
 MICRO_BATCH = 64
@@ -23,9 +24,12 @@ MICRO_BATCH = 64
 PER_ROW = {"features": (payload.DENSE_WIDTH,), "scores": (), "sample_index": ()}
 TOKENS = ("prompts", "responses")
 GIVES = {
-    **{name: Form("ragged", torch.int64, (), "cpu") for name in TOKENS},
-    **{name: Form("ragged", torch.float32, (), "cpu") for name in payload.PER_TOKEN},
-    **{n: Form("dense", torch.int64 if n == "sample_index" else torch.float32, s, "cpu") for n, s in PER_ROW.items()},
+    **{name: ColumnSpec("ragged", torch.int64, (), "cpu") for name in TOKENS},
+    **{name: ColumnSpec("ragged", torch.float32, (), "cpu") for name in payload.PER_TOKEN},
+    **{
+        n: ColumnSpec("dense", torch.int64 if n == "sample_index" else torch.float32, s, "cpu")
+        for n, s in PER_ROW.items()
+    },
 }
 
 

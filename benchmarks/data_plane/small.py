@@ -16,8 +16,9 @@ import side
 import torch
 from by_reference import to_tensors
 
+from rlcore.compat import RayWorkerGroup
 from rlcore.protocol import DataProto, Ragged
-from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, Worker, register
 
 WORKERS = 8
 
@@ -28,7 +29,7 @@ class Echo(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        gives=lambda batch: {name: column.form() for name, column in batch.table.columns.items()},
+        gives=lambda batch: {name: column.spec() for name, column in batch.table.columns.items()},
     )
     def echo(self, batch: DataProto) -> DataProto:
         """Return every column, plus one."""

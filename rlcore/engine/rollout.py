@@ -123,7 +123,8 @@ class RolloutEngine(ABC):
 
     `version` is that of the weights it holds, -1 before the first. `exact`: its log-probs equal the train engine's up
     to rounding of the same arithmetic, so that they can replace them. `adopts`: it can decode from tensors that it does
-    not own. `tokenizer` is the model's, for texts and stop strings.
+    not own. `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and
+    stop strings.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
     get the same calls in the same order.
@@ -132,6 +133,7 @@ class RolloutEngine(ABC):
     version: int = -1
     exact: bool = False
     adopts: bool = False
+    shares_module: bool = False
     tokenizer: Any
 
     @abstractmethod

@@ -18,10 +18,11 @@ ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", 
 
 
 def create_fsdp(**kwargs: Any) -> Any:
-    """Make an FSDPEngine."""
-    from rlcore.engines.torch.engine import FSDPEngine
+    """Make an TorchEngine."""
+    from rlcore.engine.train import TrainSetup
+    from rlcore.engines.torch.engine import TorchEngine
 
-    return FSDPEngine(**kwargs)
+    return TorchEngine(TrainSetup(config=None, **kwargs))
 
 
 def create_hf(*, rollout: RolloutConfig, engine_order: Any = (), **kwargs: Any) -> Any:

@@ -8,9 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -18,19 +16,19 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
-from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
-from rlcore.workers.contract import Promised
+from rlcore.errors import RLCoreError, WorkerError
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call
 from rlcore.workers.executor import KERNEL_CACHES
-from rlcore.workers.group import Processes, WorkerGroup
+from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
-from rlcore.workers.ray_call import Sent, pack_calls
+from rlcore.workers.ray_call import EncodedCall, encode_calls
 from rlcore.workers.ray_nodes import what_ray_has
 from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
-from rlcore.workers.worker import Worker, rank_name
+from rlcore.workers.worker import rank_name
 
 DEATH_SECONDS = 3.0
 """After an exception on one rank: time to find out whether another rank's death caused it."""
@@ -78,7 +76,7 @@ class RayProcesses(Processes):
         self.hosts: list[Any] = []
         self._runs: list[Any] = []
         self._inline_bytes = inline_bytes
-        self._promising: dict[tuple[int, int], Any] = {}
+        self._declared_runs: dict[tuple[int, int], Any] = {}
         self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         self._under_way: list[weakref.ref[RayPending]] = []
         self._env = {**(env or {}), **process_environment(pool)}
@@ -157,7 +155,11 @@ class RayProcesses(Processes):
     # -- calls
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        declared: Sequence[DeclaredResult | None] | None = None,
     ) -> RayPending:
         """Send the call. What several ranks get is put into Ray's object store once."""
         if self._stragglers is not None:
@@ -168,11 +170,11 @@ class RayProcesses(Processes):
         refs_sent: dict[Any, int] = {}
         columns: dict[Any, Mapping[str, Any] | None] = {}
         try:
-            for rank, sent in enumerate(pack_calls(role, method, calls, promised)):
+            for rank, sent in enumerate(encode_calls(role, method, calls, declared)):
                 if sent is not None:
                     before = self._pool.before(self, rank)
                     after = {} if before is None else {"after": before[0].ping_one(before[1])}
-                    ref, kept = self._send(rank, sent, None if promised is None else promised[rank], after)
+                    ref, kept = self._send(rank, sent, None if declared is None else declared[rank], after)
                     refs_sent[ref], columns[ref] = rank, kept
                     self._pool.take(self, rank)
         except Exception as error:  # whatever pickling the arguments raises
@@ -184,16 +186,16 @@ class RayProcesses(Processes):
         return pending
 
     def _send(
-        self, rank: int, sent: Sent, promised: Promised | None, after: Mapping[str, Any]
+        self, rank: int, sent: EncodedCall, declared: DeclaredResult | None, after: Mapping[str, Any]
     ) -> tuple[Any, Mapping[str, Any] | None]:
         """Send a rank its call; return the references of its reply and, where they are known, of its large columns."""
-        if promised is None or not self._one_node:
-            return self._runs[rank].remote(sent.message, *sent.beside, **after), None
-        names = promised.may_exceed(self._inline_bytes)
+        if declared is None or not self._one_node:
+            return self._runs[rank].remote(sent.message, *sent.extra, **after), None
+        names = declared.may_exceed(self._inline_bytes)
         values = 1 + len(names)
-        if (rank, values) not in self._promising:
-            self._promising[rank, values] = self.hosts[rank].run_promised.options(num_returns=values)
-        refs = self._promising[rank, values].remote(sent.message, *sent.beside, **after)
+        if (rank, values) not in self._declared_runs:
+            self._declared_runs[rank, values] = self.hosts[rank].run_declared.options(num_returns=values)
+        refs = self._declared_runs[rank, values].remote(sent.message, *sent.extra, **after)
         reply, *columns = refs if names else [refs]
         return reply, dict(zip(names, columns, strict=True))
 
@@ -300,63 +302,13 @@ class RayProcesses(Processes):
             self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
-        self._promising.clear()
+        self._declared_runs.clear()
         self._under_way.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 
 _STARTED: WeakSet[RayProcesses] = WeakSet()
 """All processes that this one has started and not let go of."""
-
-
-class RankHandle:
-    """One rank's worker: `handle.method.remote(...)` calls any of its methods and returns Ray's reference."""
-
-    def __init__(self, host: Any, role: str) -> None:
-        self._host = host
-        self._role = role
-
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=partial(self._host.call.remote, self._role, method))
-
-
-class RayWorkerGroup(WorkerGroup):
-    """A group on Ray, made where Ray is already connected. Of several fused classes, `spawn` gives the groups."""
-
-    def __init__(
-        self,
-        resource_pool: RayResourcePool,
-        ray_cls_with_init: ClassWithInitArgs | Mapping[str, ClassWithInitArgs],
-        *,
-        name: str = "worker",
-        log_dir: Path | None = None,
-        start_timeout: float = 120.0,
-    ) -> None:
-        self._classes: dict[str, ClassWithInitArgs] = {}
-        own = Worker
-        if isinstance(ray_cls_with_init, ClassWithInitArgs):
-            self._classes[name], own = ray_cls_with_init, ray_cls_with_init.cls
-        else:
-            self._classes |= ray_cls_with_init
-        processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
-        processes.wait_until_started()
-        super().__init__(processes, name, own)
-        self._hosts = processes.hosts
-
-    @property
-    def _workers(self) -> list[RankHandle]:
-        return [RankHandle(host, self.role) for host in self._hosts]
-
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return a group for each of the roles that were fused, on the same processes; ConfigError for others."""
-        groups = {}
-        for role in prefix_set:
-            if role not in self._classes:
-                raise ConfigError(
-                    f"spawn: no role {role!r}, only {list(self._classes)}.{did_you_mean(role, self._classes)}"
-                )
-            groups[role] = WorkerGroup(self._processes, role, self._classes[role].cls)
-        return groups
 
 
 def process_environment(pool: RayResourcePool) -> dict[str, str]:

@@ -8,14 +8,16 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender, Weights
+from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, make_executor
+from rlcore.workers.executor import ProcessRequest
 
 pytestmark = pytest.mark.ray
 ACTOR = Role(trains=True, generates=True)
@@ -48,10 +50,12 @@ def actors(ray_cluster, model_folder):
     with one, two:
         groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
         classes = {name: worker_of(configs[name]) for name in LAYOUTS}
-        groups |= two.worker_groups([(two.resource_pool(), classes, "layouts")])[0]
+        groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()
-        yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
+        yield {
+            name: PolicyHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()
+        }
 
 
 def steps(actor, prompts):
@@ -85,7 +89,7 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
         assert got[2] == want[2]
         # The largest gap between the engines is of rounding alone, on either side; all else is the same number.
-        largest = "rollout/log_prob_gap_max"
+        largest = "rollout/train_rollout_logprob_diff_max"
         assert max(got[3][largest], want[3][largest]) < 1e-5
         assert {**got[3], largest: 0.0} == pytest.approx({**want[3], largest: 0.0}, rel=1e-4, abs=1e-6)
     mesh = actors[layout].group.mesh
@@ -94,12 +98,12 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_for_another_pool_are_packed_once_and_by_all_ranks(actors, layout):
-    of_one = Weights(Sender(actors["one"].group, torch.float32).send())
-    sent = Sender(actors[layout].group, torch.float32).send()
+    of_one = RemoteWeights(WeightExporter(actors["one"].group, torch.float32).send())
+    sent = WeightExporter(actors[layout].group, torch.float32).send()
     by_rank = [list(block.column().view()) for block in sent.table.columns["name"].blocks]
     assert len(by_rank) == 2
     assert [name for names in by_rank for name in names] == list(of_one)
-    assert all(torch.allclose(Weights(sent)[name], of_one[name], atol=1e-5) for name in of_one)
+    assert all(torch.allclose(RemoteWeights(sent)[name], of_one[name], atol=1e-5) for name in of_one)
 
 
 @needs("log_probs")

@@ -13,7 +13,7 @@ from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import HANDLES, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -38,7 +38,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 @needs("values")
@@ -75,7 +75,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
             for group in groups.values():
                 group.start()
             clock = StepClock(step=1)
-            handles.append({name: RoleHandle(name, ROLES[name], groups[name], config, clock) for name in ROLES})
+            handles.append(
+                {name: HANDLES[ROLES[name].kind](name, ROLES[name], groups[name], config, clock) for name in ROLES}
+            )
         yield handles
 
 

@@ -97,7 +97,7 @@ class BufferedLayer(CacheLayerMixin):
 
 
 def _put(rows: Tensor, filled: Tensor, length: int) -> None:
-    """Copy `filled` [rows, heads, columns, head size] into `rows` so that it ends at column `length`; before it zeros."""
+    """Copy `filled` [rows, heads, columns, head size] into `rows`, to end at column `length`, with zeros before it."""
     filled = filled[:, :, max(0, filled.shape[2] - length) :]
     start = length - filled.shape[2]
     rows[:, :, :start] = 0

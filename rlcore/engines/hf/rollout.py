@@ -1,4 +1,4 @@
-"""Rollouts on a Hugging Face model: one prefill for each different prompt, and rows that join and leave the decoding."""
+"""Rollouts on a Hugging Face model: one prefill for each different prompt; rows join and leave while others decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlcore.config import ModelConfig
 from rlcore.engine.responses import end_tokens
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
-from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import FusedDecodeStep
 from rlcore.engines.hf.rows import DecodingRows, Row
@@ -50,7 +50,8 @@ class HFRollout(RolloutEngine):
         self.attention = "sdpa" if model.attention == "auto" else model.attention
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
-        self.owns_module = self.adopts = shared is None
+        self.shares_module = shared is not None
+        self.adopts = not self.shares_module
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
@@ -76,12 +77,12 @@ class HFRollout(RolloutEngine):
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
         refuse_in_flight(self.in_flight)
-        if self.owns_module:
+        if not self.shares_module:
             own = dict(self.hf.named_parameters())
-            check_fit(self.shapes, shapes)
+            check_same_parameters(self.shapes, shapes)
             self.version = -1  # until all are there
             with torch.no_grad():
-                for name, tensor in as_announced(weights, shapes):
+                for name, tensor in checked(weights, shapes):
                     own[name].copy_(tensor if self._shards is None else self._shards.part(name, tensor))
         self.version = version
 
@@ -89,9 +90,9 @@ class HFRollout(RolloutEngine):
         """See RolloutEngine."""
         refuse_in_flight(self.in_flight)
         own = dict(self.hf.named_parameters())
-        check_fit({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
+        check_same_parameters({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
         self.version = -1  # until all are there
-        for name, tensor in as_announced(shards, shapes):
+        for name, tensor in checked(shards, shapes):
             own[name].data = tensor
         self.version = version
 
@@ -189,7 +190,7 @@ class HFRollout(RolloutEngine):
                 module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.owns_module or self.dtype is torch.float32:
+        if not self.shares_module or self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlcore.engine.responses import ends_with_stop, stop_window
 from rlcore.engine.rollout import Finished, Reason, Request, Sampling
-from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engine.sampling import sample_tokens
+from rlcore.engines.hf.cache import BufferedCache
 from rlcore.ops import uniform_noise
 
 
@@ -172,7 +172,7 @@ class DecodingRows:
 
 
 def _moved(values: Tensor, by: int, columns: int) -> Tensor:
-    """Return `values` [rows, any] moved to the right by `by` columns, or to the left if negative, in [rows, columns]."""
+    """Return `values` [rows, any] moved to the right by `by` columns (to the left if negative) in [rows, columns]."""
     out = values.new_zeros(len(values), columns)
     source, start = values[:, max(0, -by) :], max(0, by)
     source = source[:, : columns - start]

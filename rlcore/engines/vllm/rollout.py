@@ -19,11 +19,15 @@ from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
-from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
+
+
+REASONS: dict[str, Reason] = {"stop": "end", "length": "length", "abort": "abort"}
+"""Our reasons by vLLM's; stop strings are not left to vLLM."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +102,18 @@ class VLLMRollout(RolloutEngine):
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. Tensors go into the model one by one, and the prefix cache is emptied."""
         refuse_in_flight(self.in_flight)
-        check_fit(self.shapes, shapes)
+        check_same_parameters(self.shapes, shapes)
         self._load(weights, version, shapes)
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. They are copied, as by `sync`."""
         refuse_in_flight(self.in_flight)
-        check_fit(self.shard_shapes, shapes)
+        check_same_parameters(self.shard_shapes, shapes)
         self._load(shards, version, shapes)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         def load(module: Any) -> None:
-            with closing(with_shards(module, as_announced(weights, shapes), self.shapes)) as loading:
+            with closing(with_shards(module, checked(weights, shapes), self.shapes)) as loading:
                 module.load_weights(loading)
 
         self.version = -1
@@ -208,7 +212,7 @@ class VLLMRollout(RolloutEngine):
             log_probs = [0.0] * len(tokens)  # a greedy token was certain
         else:
             log_probs = [at[token].logprob for at, token in zip(output.logprobs or (), tokens, strict=True)]
-        reason: Reason = {"stop": "end", "length": "length", "abort": "abort"}[output.finish_reason]
+        reason: Reason = REASONS[output.finish_reason]
         if reason != "end" and self._stopped(request, tokens):
             reason = "stop"
         response = [*request.sampled, *tokens], [*request.sampled_log_probs, *log_probs]
