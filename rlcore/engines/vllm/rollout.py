@@ -25,7 +25,6 @@ from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered,
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
 
-
 REASONS: dict[str, Reason] = {"stop": "end", "length": "length", "abort": "abort"}
 """Our reasons by vLLM's; stop strings are not left to vLLM."""
 
