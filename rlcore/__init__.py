@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rlcore.config import Config, option
     from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
     from rlcore.plugins import (
+        CRITIC,
+        POLICY,
+        REWARD,
         Algorithm,
         AlgorithmSpec,
         CommandSpec,
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
         DatasetSpec,
         RewardSpec,
         Role,
+        RoleKind,
         RolloutCapabilities,
         RolloutEngineSpec,
         TrackerSpec,
@@ -35,6 +39,9 @@ _HOMES = {
     "rlcore.config": ["Config", "option"],
     "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
     "rlcore.plugins": [
+        "CRITIC",
+        "POLICY",
+        "REWARD",
         "Algorithm",
         "AlgorithmSpec",
         "CommandSpec",
@@ -42,6 +49,7 @@ _HOMES = {
         "DatasetSpec",
         "RewardSpec",
         "Role",
+        "RoleKind",
         "RolloutCapabilities",
         "RolloutEngineSpec",
         "TrackerSpec",
@@ -56,6 +64,9 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CRITIC",
+    "POLICY",
+    "REWARD",
     "Algorithm",
     "AlgorithmSpec",
     "CheckpointError",
@@ -71,6 +82,7 @@ __all__ = [
     "Ragged",
     "RewardSpec",
     "Role",
+    "RoleKind",
     "RolloutCapabilities",
     "RolloutEngineSpec",
     "Run",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,16 +14,9 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.weights.transfer import Shapes, Weights
-from rlcore.ops import Correction, Loss, Need
+from rlcore.ops import Correction, Loss
+from rlcore.plugins.roles import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
-
-GIVES: dict[str, tuple[Need, ...]] = {
-    "policy": ("log_probs", "entropy", "logits"),
-    "critic": ("values",),
-    "reward": ("scores",),
-}
-"""What a loss may need of each kind of role."""
-
 
 C = TypeVar("C")
 
@@ -48,7 +41,7 @@ class TrainSetup(Generic[C]):
     config: C
     ranks: Ranks
     trains: bool
-    kind: Literal["policy", "critic", "reward"] = "policy"
+    kind: RoleKind = POLICY
     new_head: bool = True
     temperature: float = 1.0
     total_steps: int = 1

@@ -127,7 +127,7 @@ class _WithHeads:
 
     def train_engines(self) -> dict[str, Any]:
         def with_head(create: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda **options: create(**{**options, "new_head": True})
+            return lambda setup: create(replace(setup, new_head=True))
 
         return {name: replace(e, create=with_head(e.create)) for name, e in self._plugins.train_engines().items()}
 

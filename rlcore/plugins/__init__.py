@@ -2,6 +2,7 @@
 
 from rlcore.plugins.hookspecs import hookimpl
 from rlcore.plugins.manager import PluginInfo, PluginManager, installed
+from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
 from rlcore.plugins.specs import (
     API_VERSION,
     Algorithm,
@@ -10,7 +11,6 @@ from rlcore.plugins.specs import (
     ConfigSpec,
     DatasetSpec,
     RewardSpec,
-    Role,
     RolloutCapabilities,
     RolloutEngineSpec,
     TrackerSpec,
@@ -20,15 +20,21 @@ from rlcore.plugins.specs import (
 
 __all__ = [
     "API_VERSION",
+    "CRITIC",
+    "KINDS",
+    "POLICY",
+    "REWARD",
     "Algorithm",
     "AlgorithmSpec",
     "CommandSpec",
     "ConfigSpec",
     "DatasetSpec",
+    "Head",
     "PluginInfo",
     "PluginManager",
     "RewardSpec",
     "Role",
+    "RoleKind",
     "RolloutCapabilities",
     "RolloutEngineSpec",
     "TrackerSpec",

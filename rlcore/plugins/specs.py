@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from rlcore.plugins.roles import POLICY, Role, RoleKind
+
 if TYPE_CHECKING:
     from rlcore.config import schema
     from rlcore.engine.parallel.layout import Layout
@@ -14,29 +16,10 @@ if TYPE_CHECKING:
     from rlcore.protocol import DataProto
 
 C = TypeVar("C")
-Kind = Literal["policy", "critic", "reward"]
 Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
 
 API_VERSION = 1
 """The plugin contract's version; a plugin module states the one it was written for as `RLCORE_API = 1`."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """A model that an algorithm needs, by what is done with it.
-
-    `kind` says what it computes: a "policy" gives `log_probs`; a "critic" gives `values`, one for each response token;
-    a "reward" model gives `scores`, one for each row. `trains`: it has an optimizer and `update`. `generates`: it has a
-    rollout engine and `generate`. Neither: it is frozen. `model` is its folder (None: `model.path`) and `lr` its
-    learning rate (None: `engine.lr`). `follows` names the role whose weights it can take over with `follow`.
-    """
-
-    trains: bool = False
-    generates: bool = False
-    kind: Kind = "policy"
-    model: str | None = None
-    lr: float | None = None
-    follows: str | None = None
 
 
 class Algorithm:
@@ -162,7 +145,7 @@ class TrainCapabilities:
     `padding_free`: sequences are packed without padding.
     """
 
-    kinds: tuple[Kind, ...] = ("policy",)
+    kinds: tuple[RoleKind, ...] = (POLICY,)
     layouts: bool = False
     offload: bool = False
     settings: Mapping[Setting, str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engine.update.microbatch import column_values
+from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.units import units_of
@@ -175,7 +176,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def better_sample(suite: Suite) -> str:
     """Raising a sample's advantage or its score makes the update push its log-prob further up."""
-    probes = [probe for probe in suite.probes(suite.plain, kinds=["policy"]) if _speaks_of_log_probs(probe)]
+    probes = [probe for probe in suite.probes(suite.plain, kinds=[POLICY]) if _speaks_of_log_probs(probe)]
     with_advantages = [probe for probe in probes if "advantages" in probe.item.batch]
     scored = bool(suite.plain.record.scored)
     if not with_advantages and not scored:
@@ -251,7 +252,7 @@ def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: Suit
     """Return how far up step 1's updates of policies push the log-prob of a response; 0 if it is not among them."""
     total = 0.0
     for item in record.items:
-        if item.step == 1 and item.kind == "policy" and len(item.batch):
+        if item.step == 1 and item.kind == POLICY and len(item.batch):
             probe = LossProbe(item, suite.config.algo, suite.vocab, spread=0.0)
             if _speaks_of_log_probs(probe):
                 push = probe.push(probe.evaluate())

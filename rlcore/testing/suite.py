@@ -18,7 +18,7 @@ from rlcore.config import Config, compose, to_yaml
 from rlcore.config.schema import ClusterConfig
 from rlcore.data.chat import load_tokenizer
 from rlcore.errors import RLCoreError, did_you_mean
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import KINDS, PluginManager, Role, RoleKind
 from rlcore.run import Run
 from rlcore.testing import killed, problem
 from rlcore.testing.losses import LossProbe
@@ -252,24 +252,21 @@ class Suite:
         """The algorithm's roles by name."""
         return dict(self.spec.algorithm(self.config.algo).roles())
 
-    def probes(
-        self, finished: FinishedRun, *, kinds: Sequence[str] = ("policy", "critic", "reward")
-    ) -> list[LossProbe]:
+    def probes(self, finished: FinishedRun, *, kinds: Sequence[RoleKind] = KINDS) -> list[LossProbe]:
         """Return a probe of each loss of each role of these kinds, on the most rows that it saw at once.
 
         Raises NotApplicable when no such role trains, CheckFailed when none was updated.
         """
         if not any(role.trains and role.kind in kinds for role in self.roles.values()):
-            raise NotApplicable(f"no {' or '.join(kinds)} role trains")
+            raise NotApplicable(f"no {_either(kinds)} trains")
         largest: dict[tuple[str, str], Item] = {}
         for item in finished.record.items:
             key = (item.role, function_name(item.loss))
             if item.kind in kinds and len(item.batch) > (len(largest[key].batch) if key in largest else 0):
                 largest[key] = item
         if not largest:
-            raise CheckFailed(
-                f"in {len(finished.record.metrics)} steps no row reached update() of a {' or '.join(kinds)} role"
-            )
+            steps = len(finished.record.metrics)
+            raise CheckFailed(f"in {steps} steps no row reached update() of a {_either(kinds)}")
         return [LossProbe(item, self.config.algo, self.vocab) for item in largest.values()]
 
     def expect_error(self, name: str, changes: Changes) -> RLCoreError | None:
@@ -279,3 +276,7 @@ class Suite:
         except RLCoreError as error:
             return error
         return None
+
+
+def _either(kinds: Sequence[RoleKind]) -> str:
+    return " or ".join(map(str, kinds))

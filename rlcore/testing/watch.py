@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlcore.ops import Loss, Outputs, Term, needs, needs_of
-from rlcore.plugins import AlgorithmSpec, PluginManager, Role
+from rlcore.plugins import POLICY, AlgorithmSpec, PluginManager, Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle
 from rlcore.roles.metrics import Metrics
@@ -25,7 +25,7 @@ class Item:
 
     step: int
     role: str
-    kind: str
+    kind: RoleKind
     batch: DataProto
     loss: Loss
     weight: float
@@ -163,7 +163,7 @@ class RecordingHandle(RoleHandle):
         return super().update([(rows, self._changed(function), weight) for rows, function, weight in items], **options)
 
     def _changed(self, loss: Loss) -> Loss:
-        if self._changes.frozen and self.role.kind == "policy":
+        if self._changes.frozen and self.role.kind == POLICY:
             return _recording_ratios(loss, self._record.ratios)
         return _with_nan(loss) if self._changes.nan_loss else loss
 

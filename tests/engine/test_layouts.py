@@ -16,7 +16,7 @@ from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.engines.torch.packing import Packing
 from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.errors import ConfigError
-from rlcore.plugins import Role
+from rlcore.plugins import REWARD, Role
 from rlcore.roles.placement import plan
 
 
@@ -35,7 +35,7 @@ def test_the_rest_of_the_workers_are_data_parallel():
     [
         ({"tp": 2}, 3, "engine.tp=2, engine.dp=0 does not fit 3 workers.* Set cluster.workers=2"),
         ({"pp": 2, "dp": 2}, 2, "engine.dp=2 does not fit 2 workers.* Set cluster.workers=4"),
-        ({"shard": 4}, 6, "engine.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
+        ({"shard": 4}, 6, "engine.torch.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_workers_is_refused(engine, workers, message):
@@ -70,7 +70,7 @@ def test_stages_need_packed_rows(model_folder):
 
 
 def test_the_run_is_refused_before_its_workers_start(model_folder):
-    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind="reward", model=str(model_folder("gpt2")))}
+    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind=REWARD, model=str(model_folder("gpt2")))}
     config = Config(
         algorithm="",
         algo=None,

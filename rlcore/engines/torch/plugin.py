@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlcore import TrainCapabilities, TrainEngineSpec, hookimpl
 from rlcore.engine.attention import check_attention
 from rlcore.engines.torch.config import TorchConfig, check_layout
+from rlcore.plugins import KINDS
 
 if TYPE_CHECKING:
     from rlcore.engine.train import TrainEngine, TrainSetup
@@ -39,7 +40,7 @@ def rlcore_train_engines() -> TrainEngineSpec[TorchConfig]:
         create_torch,
         TorchConfig,
         TrainCapabilities(
-            kinds=("policy", "critic", "reward"),
+            kinds=KINDS,
             layouts=True,
             offload=True,
             settings={
