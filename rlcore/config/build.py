@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, EngineConfig, RolloutConfig
 from rlcore.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ def build_config(
     """Build a whole Config.
 
     algorithm_config: the class of `algo`, None for a config without an algorithm.
-    sections: the classes of the sections that plugins bring, by dotted name (`judge`, `rollout.NAME`). All that is given
-    for them is checked; of engines the Config keeps only the sections of those that it uses.
+    sections: the classes of the sections that plugins bring, by dotted name (`judge`, `rollout.NAME`). All values given
+    for them are checked; of engines the Config keeps only the sections of those that it uses.
     """
     sections = sections or {}
     core = {field.name: field for field in dataclasses.fields(Config) if field.name != "sections"}
@@ -69,6 +69,13 @@ def build_config(
             own[path] = build(cls, plain.pop(top, {}), path)
         elif isinstance(plain.get(top, {}), Mapping):
             own[path] = build(cls, plain.get(top, {}).pop(name, {}), path)
+    for top, cls in (("rollout", RolloutConfig), ("engine", EngineConfig)):
+        names = [
+            *cls.__dataclass_fields__,
+            *(path.partition(".")[2] for path in sections if path.startswith(f"{top}.")),
+        ]
+        if unknown := [key for key in plain.get(top) or {} if key not in names]:
+            raise ConfigError(_unknown(unknown[0], names, top))
     algo = plain.pop("algo", None) or {}
     if algorithm_config is None and algo:
         raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
@@ -105,7 +112,7 @@ def defaults(cls: type) -> dict[str, Any]:
 def config_values(config: Config) -> dict[str, Any]:
     """Return a whole config as plain nested values, each section at its keys; `build_config` takes them back.
 
-    A plugin's section whose values are all defaults is left out, so that the config can also be read without the plugin.
+    A plugin's section whose values are all defaults is left out, so that the config can be read without the plugin.
     """
     plain = to_plain(dataclasses.replace(config, sections={}))
     del plain["sections"]

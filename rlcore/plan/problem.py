@@ -72,7 +72,7 @@ class Problem:
     stages_divide: bool = False
     objective: Objective = "time"
     fixed: Fixed = Fixed()
-    rollout: RolloutCapabilities = RolloutCapabilities()
+    rollout: RolloutCapabilities = field(default_factory=RolloutCapabilities)
 
     @property
     def roles(self) -> tuple[str, ...]:

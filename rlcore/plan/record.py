@@ -94,9 +94,7 @@ def _small(config: Config, plugins: PluginManager) -> Config:
             "trainer.rollouts_ahead": 0,
         }
     )
-    return replace(
-        small, cluster=ClusterConfig(executor="in_process", workers=1), sections={**small.sections, **own}
-    )
+    return replace(small, cluster=ClusterConfig(executor="in_process", workers=1), sections={**small.sections, **own})
 
 
 @contextmanager

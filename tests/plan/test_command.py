@@ -44,7 +44,7 @@ def given(folder):
     return [
         *("algo=ppo", "algo.mini_batches=8", "algo.kl_coef=0.1", f"model.path={folder}", "model.dtype=bf16"),
         *("data.prompt_len=1024", "rollout.response_len=1024", "data.batch_size=1024", "cluster.device=a100-80g"),
-        *("engine.activation_checkpointing=true", "engine.micro_batch_tokens=8192"),
+        *("engine.torch.activation_checkpointing=true", "engine.micro_batch_tokens=8192"),
     ]
 
 
