@@ -57,8 +57,7 @@ class Fixed:
 class Problem:
     """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
 
-    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `stages_divide`: generating replicas may
-    have pipeline stages of their own, which rlcore's rollout engines have not. `objective`: least time of a step, or
+    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
     least cost of one, where devices that stay unused cost nothing. `rollout`: of the engine that samples.
     """
 
@@ -69,7 +68,6 @@ class Problem:
     devices: tuple[Devices, ...]
     leaders: Mapping[str, str]
     ahead: int = 0
-    stages_divide: bool = False
     objective: Objective = "time"
     fixed: Fixed = Fixed()
     rollout: RolloutCapabilities = field(default_factory=RolloutCapabilities)

@@ -36,7 +36,7 @@ from rlcore.roles.placement import plan
 from rlcore.run import Run, with_reward_model
 from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
 from rlcore.workers.dispatch import Dispatch
-from rlcore.workers.in_process import Finished, InProcess, InProcessExecutor
+from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
 from rlcore.workers.pool import ResourcePool
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class RecordedBlock(Block):
         return self._column
 
 
-class _Read(Finished):
+class _Read(FinishedCall):
     """Results that are no batch: who reads one has waited for the call."""
 
     note: Callable[[], None]
@@ -222,18 +222,18 @@ class _Recording(InProcess):
         self._tape = tape
         super().__init__(*args)
 
-    def submit(self, role: str, method: str, calls: Sequence[Any], promised: Any = None) -> Finished:
+    def submit(self, role: str, method: str, calls: Sequence[Any], declared: Any = None) -> FinishedCall:
         args, kwargs = next(call for call in calls if call is not None)
         number = self._tape.begin(role, method, [*args, *kwargs.values()])
         with self._tape.inside():
-            finished = super().submit(role, method, calls, promised)
+            finished = super().submit(role, method, calls, declared)
             if number is None or finished._failure is not None:
                 return finished
             results = finished.wait()
             if all(result is None or isinstance(result, DataProto) for result in results):
                 if any(_is_given_back(result, batch) for result in results for batch in _batches(args)):
                     self._tape.served(number)
-                return Finished([_noted(result, number, self._tape) for result in results], None)
+                return FinishedCall([_noted(result, number, self._tape) for result in results], None)
         read = _Read(results, None)
         read.note = lambda: self._tape.waited(number)
         return read
@@ -332,7 +332,7 @@ def _noted(result: DataProto | None, number: int, tape: Tape) -> DataProto | Non
     for name, column in result.table.columns.items():
         here = column.here() if isinstance(column, RemoteColumn) else column
         block = RecordedBlock(here, number, tape)
-        noted.table.bind(name, RemoteColumn.of_block(here.form(), block, len(here)))
+        noted.table.bind(name, RemoteColumn.of_block(here.spec(), block, len(here)))
     return noted
 
 

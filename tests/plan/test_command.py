@@ -84,8 +84,7 @@ def test_json_and_an_experiment_say_the_same(capsys, given, plugins, tmp_path):
     search = [f"hydra.searchpath=['file://{tmp_path}']", "experiment=big"]
     saved = compose(search, plugins)
     for key, value in best["overrides"].items():
-        section, _, name = key.partition(".")
-        assert getattr(getattr(saved, section), name) == value
+        assert saved.value(key) == value
     assert (saved.algorithm, saved.algo.mini_batches, saved.data.batch_size) == ("ppo", 8, 1024)
     assert saved.cluster.gpus is None
     assert yaml.safe_load(file.read_text())["rollout"]["response_len"] == 1024
