@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from rlcore.protocol import DataProto, Ragged
+    from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
@@ -58,6 +59,7 @@ _HOMES = {
         "hookimpl",
     ],
     "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
@@ -74,12 +76,15 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigSpec",
+    "CriticHandle",
     "DataError",
     "DataProto",
     "DatasetSpec",
     "PluginError",
+    "PolicyHandle",
     "RLCoreError",
     "Ragged",
+    "RewardHandle",
     "RewardSpec",
     "Role",
     "RoleKind",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlcore.engine.update.accounting import LossBatch
+from rlcore.engine.update.loss_accumulator import LossBatch
 from rlcore.engine.update.microbatch import column_values
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged

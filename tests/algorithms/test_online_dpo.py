@@ -244,7 +244,7 @@ def test_no_micro_batch_parts_a_pair(step, limit):
 
 def weights(run, role):
     engine = run.roles[role].group._processes._workers[role][0].train
-    return {name: value.clone() for name, value in engine.full_parameters()}
+    return {name: value.clone() for name, value in engine.export(torch.float32)}
 
 
 @pytest.mark.parametrize(
