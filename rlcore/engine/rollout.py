@@ -101,12 +101,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class RolloutSetup(Generic[C]):
-    """All that an engine is made from; `RolloutEngineSpec.create` gets it in the worker's process.
+    """All that a rollout engine is made from, in the worker process that it samples in.
 
-    `rollout` holds the keys that all engines share, `config` the engine's own section. `device` is the worker's.
-    `shared` is the train engine's Hugging Face module where it is whole in this process, and may be decoded with.
-    `tensor_group`: the ranks that decode the same rows, each with its shard of every layer; None where this process
-    holds the whole model. `engine_order`: all ranks of all such groups, group after group.
+    model: the model's folder, precision and attention.
+    rollout: the core's keys `rollout.*`.
+    config: the engine's own keys `rollout.NAME.*`, an object of its spec's `config_class`; None without one.
+    device: where it computes.
+    shared: the train engine's module, for an engine that can generate with it; None: the engine keeps its own weights.
+    tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
+    engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
     """
 
     model: ModelConfig

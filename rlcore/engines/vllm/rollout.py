@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.assets import model_path
-from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.config import ModelConfig
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
+from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
@@ -51,7 +52,7 @@ class VLLMRollout(RolloutEngine):
         self,
         model: ModelConfig,
         *,
-        rollout: RolloutConfig,
+        config: VLLMConfig,
         device: torch.device,
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
@@ -84,8 +85,8 @@ class VLLMRollout(RolloutEngine):
                 load_format="dummy",  # all weights come by `sync`, before the first token
                 generation_config="vllm",  # each request names its end tokens; no other default applies
                 max_model_len=-1,  # as long as the model and the cache allow
-                max_num_seqs=rollout.batch_size,
-                kv_cache_memory_bytes=rollout.kv_cache_mb << 20,
+                max_num_seqs=config.batch_size,
+                kv_cache_memory_bytes=config.kv_cache_mb << 20,
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 logits_processors=[RowNoise],
@@ -126,12 +127,12 @@ class VLLMRollout(RolloutEngine):
         if self.version < 0:
             raise DataError("the vLLM engine has no whole set of weights: sync comes before the first request")
         check_requests(requests, self._requests)
-        most = max((len(request.prompt) + request.sampling.max_tokens for request in requests), default=0)
+        most = max((len(each.prompt) + each.sampling.max_tokens for each in requests), default=0)
         if most > self.longest:
             raise DataError(
                 f"a prompt and its new tokens make {most}, but vLLM has room for {self.longest} (by the model's "
-                "max_position_embeddings and rollout.kv_cache_mb); set rollout.response_len or data.prompt_len lower, "
-                "or rollout.kv_cache_mb higher"
+                "max_position_embeddings and rollout.vllm.kv_cache_mb); set rollout.response_len or data.prompt_len "
+                "lower, or rollout.vllm.kv_cache_mb higher"
             )
         for request in requests:
             prompt = {"prompt_token_ids": [*request.prompt, *request.sampled]}
