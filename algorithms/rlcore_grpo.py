@@ -52,15 +52,12 @@ def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dic
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 take no part."""
     mask = batch["response_mask"]
     advantages = batch["advantages"][:, None]
-    log_ratio = out.log_probs - batch["old_log_probs"]
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -(ratio * advantages).minimum(clipped * advantages)
+    surrogate, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
 
     terms = {
-        "policy": objective(*total_and_count(loss, batch, config)),
+        "policy": objective(*total_and_count(-surrogate, batch, config)),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-        "clipped": metric(masked_sum((clipped * advantages < ratio * advantages).float(), mask), mask.sum()),
+        "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
     }
     if config.kl_coef > 0:

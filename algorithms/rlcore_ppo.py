@@ -103,10 +103,8 @@ def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dic
     """Return the terms of L_actor in the module's docstring; tokens with response_mask 0 take no part."""
     mask, advantages = batch["response_mask"], batch["advantages"]
     count = mask.sum()
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = (ratio * advantages).minimum(clipped * advantages)
-    terms = {"clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), count)}
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
+    terms = {"clipped": metric(masked_sum(clipped.float(), mask), count)}
     if config.dual_clip > 0:
         bound = config.dual_clip * advantages
         below = (advantages < 0) & (gain < bound)
@@ -130,16 +128,12 @@ def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dic
 @needs("values")
 def critic_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dict[str, Term]:
     """Return the terms of L_critic in the module's docstring; tokens with response_mask 0 take no part."""
-    mask, before, returns = batch["response_mask"], batch["values"], batch["returns"]
+    mask, returns = batch["response_mask"], batch["returns"]
     count = mask.sum()
-    error = (out.values - returns).square()
-    loss = error
-    if config.value_clip > 0:
-        near = before + (out.values - before).clamp(-config.value_clip, config.value_clip)
-        loss = error.maximum((near - returns).square())
+    error, clipped = out.clipped_value_error(batch["values"], returns, config.value_clip)
     return {
-        "value_loss": objective(masked_sum(loss, mask) / 2, count),
-        "clipped": metric(masked_sum((loss > error).float(), mask), count),
+        "value_loss": objective(masked_sum(error, mask) / 2, count),
+        "clipped": metric(masked_sum(clipped.float(), mask), count),
         "value": metric(masked_sum(out.values, mask), count),
         "return": metric(masked_sum(returns, mask), count),
     }

@@ -71,13 +71,11 @@ def dapo_loss(out: Outputs, batch: Mapping[str, Any], config: DAPOConfig) -> dic
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 take no part."""
     mask = batch["response_mask"]
     advantages = batch["advantages"][:, None]
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = (ratio * advantages).minimum(clipped * advantages)
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
     return {
         "policy": objective(-masked_sum(gain, mask), mask.sum()),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-        "clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), mask.sum()),
+        "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
     }
 

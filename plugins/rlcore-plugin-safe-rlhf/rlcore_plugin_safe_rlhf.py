@@ -39,8 +39,10 @@ from rlcore import (
     AlgorithmSpec,
     Config,
     ConfigError,
+    CriticHandle,
     DataProto,
     Ragged,
+    RewardHandle,
     Role,
     Run,
     hookimpl,
@@ -118,12 +120,11 @@ def policy_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) 
     """Return the clipped part of L_actor; tokens with response_mask 0 take no part."""
     mask, advantages = batch["response_mask"], batch["advantages"]
     count = mask.sum()
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    gain = (ratio * advantages).minimum(ratio.clamp(1 - config.clip, 1 + config.clip) * advantages)
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip, config.clip)
     terms = {
         "policy": objective(-masked_sum(gain, mask), count),
         "entropy": metric(masked_sum(out.entropy, mask), count),
-        "clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), count),
+        "clipped": metric(masked_sum(clipped.float(), mask), count),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), count),
     }
     if config.kl_coef > 0:
@@ -139,12 +140,9 @@ def ptx_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> 
 @needs("values")
 def value_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> dict[str, Term]:
     """Return the terms of L_V; tokens with response_mask 0 take no part."""
-    mask, before, returns = batch["response_mask"], batch["values"], batch["returns"]
+    mask, returns = batch["response_mask"], batch["returns"]
     count = mask.sum()
-    error = (out.values - returns).square()
-    if config.value_clip > 0:
-        near = before + (out.values - before).clamp(-config.value_clip, config.value_clip)
-        error = error.maximum((near - returns).square())
+    error, _ = out.clipped_value_error(batch["values"], returns, config.value_clip)
     return {
         "value_loss": objective(masked_sum(error, mask) / 2, count),
         "value": metric(masked_sum(out.values, mask), count),
@@ -220,7 +218,8 @@ class SafeRLHF(Algorithm):
         batch = self._with_cost(run, batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(run.critic.values(batch))
-        batch = batch.union(run.cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
+        cost_critic = run.role("cost_critic", CriticHandle)
+        batch = batch.union(cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
         reads = ["scores", "safe_rlhf_cost", "response_mask", "values", "safe_rlhf_cost_values"]
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
@@ -232,7 +231,7 @@ class SafeRLHF(Algorithm):
     def _with_cost(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with `safe_rlhf_cost`, fp32 [rows], after moving lambda by its mean."""
         if self.config.cost_function is None:
-            batch = batch.union(run.cost_model.score(batch, name="safe_rlhf_cost"))
+            batch = batch.union(run.role("cost_model", RewardHandle).score(batch, name="safe_rlhf_cost"))
         else:
             file, _, function = self.config.cost_function.rpartition(":")
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]
