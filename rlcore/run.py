@@ -239,7 +239,7 @@ def open_run(
 
     Raises the errors of starting.
     """
-    plans = plan(config, roles) if plans is None else plans
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name]) if plans is None else plans
     executor = make_executor(
         config.cluster,
         log_dir=log_dir,

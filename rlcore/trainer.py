@@ -50,7 +50,7 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     roles = resolve_roles(algorithm.roles(), config)
     _check_evaluation(algorithm, roles, config)
     check_roles(roles, config)
-    plans = plan(config, roles)
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     dataset = plugins.datasets()[config.data.name]
     loaders = _loaders(algorithm, config, plugins)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
