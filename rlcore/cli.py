@@ -296,11 +296,11 @@ def _config(argv: list[str]) -> int:
 
     check(config, plugins)
     if config.algorithm and config.cluster.pools != "auto":
-        from rlcore.roles.placement import plan
+        from rlcore.roles.placement import Placement
         from rlcore.roles.settings import resolve_roles
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
-        plan(config, resolve_roles(roles, config), plugins.train_engines()[config.engine.name])
+        Placement.of(config, resolve_roles(roles, config), plugins)
     return _print_config(config)
 
 
@@ -362,6 +362,7 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
     """Show options, groups and keys; a chosen algorithm's plugin is loaded, otherwise no plugin is imported."""
     from rlcore.config.compose import SECTIONS
     from rlcore.config.reference import text
+    from rlcore.config.schema import RoleConfig
 
     name = next((word.removeprefix("algo=") for word in options.overrides if word.startswith("algo=")), None)
     sections: dict[str, type] = {}
@@ -376,7 +377,7 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
             "algo, engine.NAME, rollout.NAME: the keys of the algorithm, the engines and other plugins, shown by "
             f"rlcore {usage} algo=NAME --help"
         )
-    _show("\n".join([*lines, text({**sections, **SECTIONS})]))
+    _show("\n".join([*lines, text({**sections, **SECTIONS, "roles.NAME": RoleConfig})]))
     return 0
 
 

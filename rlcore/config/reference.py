@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, SECTIONS, core_values
+from rlcore.config.schema import EngineConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -98,6 +99,8 @@ def markdown(own: Mapping[str, type]) -> str:
     for section, cls in SECTIONS.items():
         sections[section] = cls
         sections |= {path: brought for path, brought in own.items() if path.startswith(f"{section}.")}
+        if cls is EngineConfig:
+            sections["roles.NAME"] = RoleConfig
     for section, cls in sections.items():
         parts.append(f"## {section}\n\n{cls.__doc__}\n")
         if section in options:

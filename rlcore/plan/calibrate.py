@@ -34,7 +34,8 @@ from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import PolicyHandle, StepClock
-from rlcore.roles.placement import REWARD_WORKERS, plan
+from rlcore.roles.placement import plan_pools
+from rlcore.roles.pools import REWARD_WORKERS
 from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
@@ -114,7 +115,7 @@ def _start(
     config = replace(config, cluster=replace(config.cluster, pools=pools))
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
     opened = [
-        (planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD_WORKERS,)
+        (planned, planned.open(executor)) for planned in plan_pools(config, roles) if planned.roles != (REWARD_WORKERS,)
     ]
     handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
     return [handle for handle in handles.values() if isinstance(handle, PolicyHandle)]

@@ -22,7 +22,7 @@ from rlcore.plan.record import record
 from rlcore.plan.search import Plan, search
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
+from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
 from rlcore.roles.settings import resolve_roles
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rlcore.plan.generation import generate_seconds, transition_seconds
 from rlcore.plan.inference import forward_seconds, weights_seconds
 from rlcore.plan.problem import Devices, Problem
 from rlcore.plan.training import shard_of, update_seconds
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 T = TypeVar("T")
 

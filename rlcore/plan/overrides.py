@@ -13,7 +13,7 @@ from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import core_values
 from rlcore.plan import memory
 from rlcore.plan.search import Plan
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 
 def pool_names(plan: Plan) -> list[str]:

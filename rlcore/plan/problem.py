@@ -13,7 +13,7 @@ from rlcore.plan.dataflow import GENERATION, Call, Dataflow
 from rlcore.plan.profile import Profile
 from rlcore.plan.workload import Workload
 from rlcore.plugins import RolloutCapabilities
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 Objective = Literal["time", "cost"]
 

@@ -32,7 +32,7 @@ from rlcore.rewards.compose import resolve
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import named_scores
 from rlcore.roles.handles import StepClock
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import plan_pools
 from rlcore.roles.settings import resolve_roles
 from rlcore.roles.start import start_roles
 from rlcore.run import Run
@@ -105,7 +105,7 @@ def _open(config: Config, folder: Path, plugins: PluginManager, roles: Mapping[s
     tiny = {name: replace(role, model=None) for name, role in roles.items()}
     tape = Tape()
     with _Recorder(config.cluster, tape) as executor:
-        pools = [(planned, planned.open(executor)) for planned in plan(config, tiny)]
+        pools = [(planned, planned.open(executor)) for planned in plan_pools(config, tiny)]
         rewards = resolve(
             config.reward, plugins.datasets()[config.data.name].reward, plugins.rewards(), plugins.by_value_modules
         )

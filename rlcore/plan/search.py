@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError
 from rlcore.plan.options import Option, Options
 from rlcore.plan.problem import Problem
 from rlcore.plan.shortage import does_not_fit
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]

@@ -12,7 +12,7 @@ from rlcore.errors import ConfigError
 from rlcore.plan.command import apply, make_plans, read_lengths
 from rlcore.plan.overrides import values, words
 from rlcore.plugins import PluginManager
-from rlcore.roles.placement import plan as placed
+from rlcore.roles.placement import plan_pools as placed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.roles.placement import plan, restrict_to_roles
+from rlcore.roles.placement import plan_pools, restrict_to_roles
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
@@ -24,7 +24,7 @@ def checked():
 
     def check(*overrides: str, roles=ROLES):
         config = compose(["algo=grpo", "cluster.workers=4", *overrides], plugins)
-        plan(config, roles)
+        plan_pools(config, roles)
         return config
 
     return check
@@ -62,7 +62,7 @@ def test_an_evaluation_leaves_out_roles_that_it_has_not(checked):
     config = checked("engine.layouts={critic: [1, 2]}", "cluster.pools={a: [actor, critic], b: [ref]}")
     roles = {"actor": ROLES["actor"]}
     assert restrict_to_roles(config, roles).engine.layouts == {}
-    plan(restrict_to_roles(config, roles), roles)
+    plan_pools(restrict_to_roles(config, roles), roles)
 
 
 def test_auto_is_for_train(checked):

@@ -18,7 +18,7 @@ from rlcore.plan.profile import load
 from rlcore.plan.search import partitions, search
 from rlcore.plan.training import update_seconds
 from rlcore.plan.workload import Lengths
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 
 def brute_force(problem, *, exact_sizes=False):
