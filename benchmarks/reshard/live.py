@@ -90,7 +90,7 @@ def wrong(actor: ModelWorker, shards: int) -> list[str]:
     index = dist.get_rank() % actor.train.layout.tp // (actor.train.layout.tp // shards)
     bad = []
     for name, whole in actor.train.export(torch.float32):
-        dim = actor.train.cuts[name].dim
+        dim = actor.train.shard_specs[name].dim
         part = whole if dim is None or shards == 1 else whole.chunk(shards, dim)[index]
         if not torch.equal(held.pop(name), part):
             bad.append(name)
@@ -101,7 +101,7 @@ def sizes(actor: ModelWorker) -> dict[str, int]:
     """Return the bytes that the layout divides (M), those that it does not, and of these the ones on other stages."""
     here = actor.train.layout.place(dist.get_rank()).pp
     found = {"divided": 0, "undivided": 0, "undivided_elsewhere": 0}
-    for cut in actor.train.cuts.values():
+    for cut in actor.train.shard_specs.values():
         size = 4 * torch.Size(cut.shape).numel()
         if cut.dim is not None:
             found["divided"] += size

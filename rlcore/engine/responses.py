@@ -1,4 +1,4 @@
-"""What every rollout engine says of a sampled response in the same words: its end, its stop strings, its columns."""
+"""Sampled responses, alike for every rollout engine: end tokens, stop strings, columns."""
 
 from __future__ import annotations
 
