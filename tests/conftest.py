@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-"""The config of small random models."""
 
 
 @pytest.fixture(scope="session")
@@ -35,52 +22,58 @@ def ray_cluster() -> Iterator[None]:
         yield
 
 
-def make_model(kind: str, folder: Path) -> Path:
-    """Write a random model of an architecture with the tiny model's tokenizer files beside it."""
-    import transformers
-
-    configs = {
-        "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-        "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
-        "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "head_dim": 16}),
-        "mistral-window": (transformers.MistralConfig, {"sliding_window": 4, "head_dim": 12}),
-        "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),
-        "gemma2": (transformers.Gemma2Config, {"head_dim": 12, "sliding_window": 8, "query_pre_attn_scalar": 12}),
-    }
-    return write_random(*configs[kind], folder)
+@pytest.fixture(scope="session")
+def engine_models() -> ModuleType:
+    """The module tests/engine_models.py, imported only by tests that use it: it needs torch."""
+    spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).with_name("engine_models.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def write_random(config: type, options: dict, folder: Path) -> Path:
-    """Write a random model of a transformers config with the tiny model's tokenizer files beside it."""
-    import torch
-    import transformers
+@pytest.fixture(scope="session")
+def model_folder(engine_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that returns the folder of a small random model of an architecture."""
+    made: dict[str, Path] = {}
 
-    from rlcore.assets import TINY
+    def folder(kind: str = "qwen2") -> Path:
+        if kind not in made:
+            made[kind] = engine_models.make_model(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
 
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config(**{**SIZES, **options}))
-    model.save_pretrained(folder)
-    for file in TINY.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, folder / file.name)
     return folder
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def get(kind: str = "qwen2") -> Path:
-        if kind not in made:
-            made[kind] = make_model(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return get
+def write_random(engine_models: ModuleType) -> Callable[..., Path]:
+    """See engine_models."""
+    return engine_models.write_random
 
 
-@pytest.fixture(name="write_random", scope="session")
-def write_random_fixture():
-    return write_random
+@pytest.fixture(scope="session")
+def random_batch(engine_models: ModuleType) -> Callable[..., Any]:
+    """See engine_models."""
+    return engine_models.random_batch
+
+
+@pytest.fixture
+def make_engine(engine_models: ModuleType, model_folder: Callable[..., Path]) -> Callable[..., Any]:
+    """A function that creates a torch engine of an architecture; see engine_models.torch_engine."""
+    return lambda kind="qwen2", **options: engine_models.torch_engine(model_folder(kind), **options)
+
+
+@pytest.fixture
+def gradients(engine_models: ModuleType) -> Callable[..., Any]:
+    """See engine_models."""
+    return engine_models.gradients
+
+
+@pytest.fixture
+def assert_close(engine_models: ModuleType) -> Callable[..., None]:
+    """See engine_models."""
+    return engine_models.assert_close
 
 
 def pytest_configure() -> None:
