@@ -16,12 +16,12 @@ from benchmarks.models import write_characters
 from benchmarks.report import Bar, Figure, write
 from rlcore.config import ModelConfig, compose
 from rlcore.data.chat import PromptEncoder, load_tokenizer
-from rlcore.plan.calibrate import measure
-from rlcore.plan.command import apply, problem_of
-from rlcore.plan.devices import devices
-from rlcore.plan.problem import Devices
-from rlcore.plan.profile import Profile, load
-from rlcore.plan.search import search
+from rlcore_plugin_plan.calibrate import measure
+from rlcore_plugin_plan.command import apply, problem_of
+from rlcore_plugin_plan.devices import devices
+from rlcore_plugin_plan.problem import Devices
+from rlcore_plugin_plan.profile import Profile, load
+from rlcore_plugin_plan.search import search
 from rlcore.plugins import PluginManager
 from rlcore.trainer import train
 

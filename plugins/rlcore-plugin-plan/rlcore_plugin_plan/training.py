@@ -20,10 +20,10 @@ moments, and writes all but the gradients: 28 bytes a parameter in fp32.
 from __future__ import annotations
 
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize
-from rlcore.plan.dataflow import Call
-from rlcore.plan.profile import Profile
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.workload import Workload
 
 OPTIMIZER_BYTES = 28
 """Of each parameter, by AdamW in fp32: 4 of the weight and 8 of the moments read and written, the gradient's 4 read."""

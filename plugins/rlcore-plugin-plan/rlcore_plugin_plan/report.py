@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlcore.config import Config
-from rlcore.plan.options import UNITS, Option, Part
-from rlcore.plan.overrides import pool_names, values, words
-from rlcore.plan.search import Plan
+from rlcore_plugin_plan.options import UNITS, Option, Part
+from rlcore_plugin_plan.overrides import pool_names, values, words
+from rlcore_plugin_plan.search import Plan
 
 WIDTH = 72
 """Characters of the picture of a step."""

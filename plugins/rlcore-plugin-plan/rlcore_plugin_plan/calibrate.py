@@ -20,17 +20,17 @@ import torch
 
 from rlcore.config import Config
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize, size_of
+from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, Term, masked_sum, needs, objective
-from rlcore.plan import devices, training
-from rlcore.plan.dataflow import Call
-from rlcore.plan.generation import step_seconds, transition_seconds
-from rlcore.plan.inference import forward_seconds
-from rlcore.plan.problem import Devices
-from rlcore.plan.profile import STORED, Profile, dump
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan import devices, training
+from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.generation import step_seconds, transition_seconds
+from rlcore_plugin_plan.inference import forward_seconds
+from rlcore_plugin_plan.problem import Devices
+from rlcore_plugin_plan.profile import STORED, Profile, dump
+from rlcore_plugin_plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles

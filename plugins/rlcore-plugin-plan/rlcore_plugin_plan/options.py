@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.plan import generation, memory
-from rlcore.plan.dataflow import FORWARD, GENERATION, UPDATE, Call
-from rlcore.plan.generation import generate_seconds, transition_seconds
-from rlcore.plan.inference import forward_seconds, weights_seconds
-from rlcore.plan.problem import Devices, Problem
-from rlcore.plan.training import shard_of, update_seconds
+from rlcore_plugin_plan import generation, memory
+from rlcore_plugin_plan.dataflow import FORWARD, GENERATION, UPDATE, Call
+from rlcore_plugin_plan.generation import generate_seconds, transition_seconds
+from rlcore_plugin_plan.inference import forward_seconds, weights_seconds
+from rlcore_plugin_plan.problem import Devices, Problem
+from rlcore_plugin_plan.training import shard_of, update_seconds
 from rlcore.roles.placement import ROLLOUT
 
 T = TypeVar("T")

@@ -1,17 +1,17 @@
 """What a forward without gradient takes: log-probs, values, scores; and moving weights from one role to another.
 
-It is the forward of rlcore.plan.training: a third of an update's operations, two all-reduces a layer where there are
+It is the forward of rlcore_plugin_plan.training: a third of an update's operations, two all-reduces a layer where there are
 tensor shards, one gather of sharded weights, and the pipeline's bubble.
 """
 
 from __future__ import annotations
 
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize
-from rlcore.plan.dataflow import Call
-from rlcore.plan.profile import Profile
-from rlcore.plan.training import pass_seconds
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.training import pass_seconds
+from rlcore_plugin_plan.workload import Workload
 
 
 def forward_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload, profile: Profile) -> float:

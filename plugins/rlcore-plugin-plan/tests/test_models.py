@@ -6,16 +6,16 @@ import pytest
 
 from rlcore.config import ModelConfig
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize, size_of
+from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
-from rlcore.plan import memory
-from rlcore.plan.dataflow import Call
-from rlcore.plan.generation import generate_seconds, step_seconds, transition_seconds
-from rlcore.plan.inference import forward_seconds, weights_seconds
-from rlcore.plan.profile import Profile, dump, load, parse, shipped
-from rlcore.plan.training import update_seconds
-from rlcore.plan.workload import Lengths, Workload
+from rlcore_plugin_plan import memory
+from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.generation import generate_seconds, step_seconds, transition_seconds
+from rlcore_plugin_plan.inference import forward_seconds, weights_seconds
+from rlcore_plugin_plan.profile import Profile, dump, load, parse, shipped
+from rlcore_plugin_plan.training import update_seconds
+from rlcore_plugin_plan.workload import Lengths, Workload
 
 # A tenth of a TFLOP/s, 10 GB/s of memory, links of 1 GB/s and no latencies or host times.
 ROUND = Profile(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.plan.problem import Fixed
-from rlcore.plan.search import search
+from rlcore_plugin_plan.problem import Fixed
+from rlcore_plugin_plan.search import search
 from rlcore.roles.placement import ROLLOUT
 
 TOGETHER = [("actor", "critic", "ref", "reward_model")]

@@ -125,7 +125,7 @@ def load(name: str) -> Profile:
 
 def shipped() -> dict[str, Path]:
     """Return the profiles that come with rlcore, by name."""
-    folder = Path(str(files("rlcore.plan").joinpath("profiles")))
+    folder = Path(str(files("rlcore_plugin_plan").joinpath("profiles")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

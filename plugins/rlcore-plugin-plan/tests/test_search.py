@@ -9,15 +9,15 @@ import pytest
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
-from rlcore.plan import memory
-from rlcore.plan.generation import generate_seconds, send_seconds, transition_seconds
-from rlcore.plan.inference import forward_seconds
-from rlcore.plan.options import UNITS
-from rlcore.plan.problem import Devices, Fixed
-from rlcore.plan.profile import load
-from rlcore.plan.search import partitions, search
-from rlcore.plan.training import update_seconds
-from rlcore.plan.workload import Lengths
+from rlcore_plugin_plan import memory
+from rlcore_plugin_plan.generation import generate_seconds, send_seconds, transition_seconds
+from rlcore_plugin_plan.inference import forward_seconds
+from rlcore_plugin_plan.options import UNITS
+from rlcore_plugin_plan.problem import Devices, Fixed
+from rlcore_plugin_plan.profile import load
+from rlcore_plugin_plan.search import partitions, search
+from rlcore_plugin_plan.training import update_seconds
+from rlcore_plugin_plan.workload import Lengths
 from rlcore.roles.placement import ROLLOUT
 
 

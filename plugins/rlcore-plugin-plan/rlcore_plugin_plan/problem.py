@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from rlcore.engine.parallel.model_size import ModelSize
-from rlcore.plan.dataflow import GENERATION, Call, Dataflow
-from rlcore.plan.profile import Profile
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.workload import Workload
 from rlcore.roles.placement import ROLLOUT
 
 Objective = Literal["time", "cost"]

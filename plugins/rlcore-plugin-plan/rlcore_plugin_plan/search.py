@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlcore.errors import ConfigError
-from rlcore.plan.options import Option, Options
-from rlcore.plan.problem import Problem
-from rlcore.plan.shortage import does_not_fit
+from rlcore_plugin_plan.options import Option, Options
+from rlcore_plugin_plan.problem import Problem
+from rlcore_plugin_plan.shortage import does_not_fit
 from rlcore.roles.placement import ROLLOUT
 
 Roles = tuple[str, ...]

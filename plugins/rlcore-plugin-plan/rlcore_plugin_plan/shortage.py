@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from rlcore.plan.options import Shortage
-from rlcore.plan.problem import Devices, Problem
+from rlcore_plugin_plan.options import Shortage
+from rlcore_plugin_plan.problem import Devices, Problem
 
 MOST_DEVICES = 4096
 
@@ -48,7 +48,7 @@ def _line(problem: Problem, short: Shortage) -> str:
 
 def changes(problem: Problem) -> Iterator[str]:
     """Give changes that would fit, each by itself, the smallest first."""
-    from rlcore.plan.search import fewest
+    from rlcore_plugin_plan.search import fewest
 
     work = problem.work
     tokens = work.micro_batch_tokens or 65536

@@ -9,8 +9,8 @@ import yaml
 from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
-from rlcore.plan.command import apply, make_plans, read_lengths
-from rlcore.plan.overrides import values, words
+from rlcore_plugin_plan.command import apply, make_plans, read_lengths
+from rlcore_plugin_plan.overrides import values, words
 from rlcore.plugins import PluginManager
 from rlcore.roles.placement import plan as placed
 

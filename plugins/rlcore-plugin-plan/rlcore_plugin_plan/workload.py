@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlcore.config import Config
-from rlcore.plan.dataflow import Call
+from rlcore_plugin_plan.dataflow import Call
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 
 from rlcore.config import compose
 from rlcore.errors import ConfigError
-from rlcore.plan.dataflow import Call, Dataflow
-from rlcore.plan.record import record
+from rlcore_plugin_plan.dataflow import Call, Dataflow
+from rlcore_plugin_plan.record import record
 from rlcore.plugins import PluginManager
 
 

@@ -23,12 +23,12 @@ from __future__ import annotations
 import math
 
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.plan.dataflow import Call
-from rlcore.plan.profile import Profile
-from rlcore.plan.training import is_whole, shard_of
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.training import is_whole, shard_of
+from rlcore_plugin_plan.workload import Workload
 
 POINTS = 4
 """Points at which a run of decoding steps is looked at; in between a step's time is taken as linear."""

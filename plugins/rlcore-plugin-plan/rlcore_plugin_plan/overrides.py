@@ -11,8 +11,8 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import SECTIONS
-from rlcore.plan import memory
-from rlcore.plan.search import Plan
+from rlcore_plugin_plan import memory
+from rlcore_plugin_plan.search import Plan
 from rlcore.roles.placement import ROLLOUT
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_size import ModelSize
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.plan.dataflow import UPDATE, Call
-from rlcore.plan.training import is_whole, shard_of, stage_weights
-from rlcore.plan.workload import Workload
+from rlcore_plugin_plan.dataflow import UPDATE, Call
+from rlcore_plugin_plan.training import is_whole, shard_of, stage_weights
+from rlcore_plugin_plan.workload import Workload
 
 TRAINED_BYTES, FROZEN_BYTES = 16, 4
 """Bytes of a parameter at rest."""

@@ -6,8 +6,8 @@ import os
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError
-from rlcore.plan.problem import Devices
-from rlcore.plan.profile import load, shipped, stored
+from rlcore_plugin_plan.problem import Devices
+from rlcore_plugin_plan.profile import load, shipped, stored
 
 HERE = "here"
 """The profile that `rlcore plan --calibrate` makes of this machine unless it is given another name."""

@@ -23,7 +23,7 @@ from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.errors import ConfigError
-from rlcore.plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
+from rlcore_plugin_plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 from rlcore.plugins import DatasetSpec, Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
