@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
+from rlcore import CRITIC, Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
 from rlcore.ops import KLEstimator, Outputs, Term, adapt_kl_coef, gae, kl_estimate, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
@@ -157,7 +157,7 @@ class PPO(Algorithm):
 
     def roles(self) -> Mapping[str, Role]:
         """Return the actor, the critic, and the frozen reference if the KL is used."""
-        critic = Role(trains=True, kind="critic", model=self.config.critic_model, lr=self.config.critic_lr)
+        critic = Role(trains=True, kind=CRITIC, model=self.config.critic_model, lr=self.config.critic_lr)
         roles = {"actor": Role(trains=True, generates=True), "critic": critic}
         return {**roles, "ref": Role()} if self.config.uses_kl else roles
 

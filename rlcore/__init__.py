@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from rlcore.config import Config, option
     from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
     from rlcore.plugins import (
+        CRITIC,
+        POLICY,
+        REWARD,
         Algorithm,
         AlgorithmSpec,
         CommandSpec,
         DatasetSpec,
         RewardSpec,
         Role,
+        RoleKind,
         RolloutEngineSpec,
         TrackerSpec,
         TrainEngineSpec,
@@ -32,12 +36,16 @@ _HOMES = {
     "rlcore.config": ["Config", "option"],
     "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
     "rlcore.plugins": [
+        "CRITIC",
+        "POLICY",
+        "REWARD",
         "Algorithm",
         "AlgorithmSpec",
         "CommandSpec",
         "DatasetSpec",
         "RewardSpec",
         "Role",
+        "RoleKind",
         "RolloutEngineSpec",
         "TrackerSpec",
         "TrainEngineSpec",
@@ -50,6 +58,9 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CRITIC",
+    "POLICY",
+    "REWARD",
     "Algorithm",
     "AlgorithmSpec",
     "CheckpointError",
@@ -64,6 +75,7 @@ __all__ = [
     "Ragged",
     "RewardSpec",
     "Role",
+    "RoleKind",
     "RolloutEngineSpec",
     "Run",
     "Tracker",

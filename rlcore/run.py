@@ -15,15 +15,14 @@ import torch
 from rlcore.config import Config
 from rlcore.data.chat import ResponseEncoder, check_role_folder, load_tokenizer, same_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.train import GIVES
 from rlcore.errors import ConfigError, DataError, NoRoleError, did_you_mean
-from rlcore.plugins import Role
+from rlcore.plugins import KINDS, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
-from rlcore.roles.placement import REWARD, ROLLOUT, plan
+from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import Asked
 
@@ -224,8 +223,12 @@ def open_run(
     with executor:
         # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in plans]
-        place = next(pool for planned, pool in pools if REWARD in planned.roles).on_cpu()
-        reward: Asked = (place, {REWARD: ClassWithInitArgs(RewardWorker, rewards, config.reward)}, REWARD)
+        place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
+        reward: Asked = (
+            place,
+            {REWARD_WORKERS: ClassWithInitArgs(RewardWorker, rewards, config.reward)},
+            REWARD_WORKERS,
+        )
         clock, by_text = StepClock(), _by_text(roles, config)
         handles, (scorers,) = start_roles(
             config, executor, plugins, roles, clock, pools, by_text=by_text, beside=[reward]
@@ -239,7 +242,7 @@ def _by_text(roles: Mapping[str, Role], config: Config) -> set[str]:
     return {
         name
         for name, role in roles.items()
-        if role.kind == "reward"
+        if role.kind.reads_text
         and role.model is not None
         and not same_tokenizer(replace(config.model, path=role.model), config.model)
     }
@@ -257,7 +260,7 @@ def with_reward_model(roles: Mapping[str, Role], config: Config) -> dict[str, Ro
             f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
             f"reward.model={config.reward.model}"
         )
-    return {**roles, REWARD_MODEL: Role(kind="reward", model=config.reward.model)}
+    return {**roles, REWARD_MODEL: Role(kind=REWARD, model=config.reward.model)}
 
 
 def check_roles(roles: Mapping[str, Role], config: Config) -> None:
@@ -268,16 +271,16 @@ def check_roles(roles: Mapping[str, Role], config: Config) -> None:
             raise ConfigError(
                 f"a role cannot be called {name!r}: it is no identifier, or a part of Run has that name, or of a pool"
             )
-        if role.kind not in GIVES:
+        if not isinstance(role.kind, RoleKind):
             raise ConfigError(
-                f"role {name!r} is of kind {role.kind!r}, which nothing provides.{did_you_mean(role.kind, GIVES)} "
-                f"Allowed: {', '.join(GIVES)}"
+                f"role {name!r} has kind={role.kind!r}; a kind is one of the values {', '.join(map(repr, KINDS))} of "
+                "rlcore, as in Role(kind=CRITIC)"
             )
         if role.lr is not None and role.lr < 0:
             raise ConfigError(f"role {name!r} has the learning rate {role.lr}; it must be 0 or more")
-        if role.generates and role.kind != "policy":
+        if role.generates and not role.kind.is_language_model:
             raise ConfigError(f"role {name!r} is a {role.kind} and cannot generate; only a policy does")
-        if role.kind != "policy" and role.model is None and not (role.trains or role.follows):
+        if not role.kind.is_language_model and role.model is None and not role.may_start_headless:
             raise ConfigError(
                 f"role {name!r} is a {role.kind} that neither trains nor follows, so it needs a model folder with a "
                 "trained head: Role(model=FOLDER)"
@@ -287,7 +290,7 @@ def check_roles(roles: Mapping[str, Role], config: Config) -> None:
                 f"role {name!r} follows {role.follows!r}; a role that does not train can follow one of the others: "
                 f"{', '.join(other for other in roles if other != name) or 'there is none'}"
             )
-        if role.follows is not None and (roles[role.follows].kind == "policy") != (role.kind == "policy"):
+        if role.follows is not None and role.kind.head != roles[role.follows].kind.head:
             raise ConfigError(
                 f"role {name!r} is a {role.kind} and follows {role.follows!r}, a {roles[role.follows].kind}: they have "
                 "other weights; a policy follows a policy, a critic or reward model one of these"

@@ -14,13 +14,13 @@ import side
 import torch
 
 from rlcore.config import compose
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
 from rlcore.roles.placement import plan
 from rlcore.workers import make_executor
 
-ROLES = {"ref": Role(), "critic": Role(kind="critic", trains=True)}
+ROLES = {"ref": Role(), "critic": Role(kind=CRITIC, trains=True)}
 POOLS = "cluster.pools={main: [ref, reward], side: [critic]}"
 ROWS, TOKENS = 192, 48
 

@@ -20,7 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataError, DataProto, Role, Run, hookimpl, option
+from rlcore import (
+    REWARD,
+    Algorithm,
+    AlgorithmSpec,
+    Config,
+    ConfigError,
+    DataError,
+    DataProto,
+    Role,
+    Run,
+    hookimpl,
+    option,
+)
 from rlcore.ops import Outputs, Term, metric, needs, objective
 
 RLCORE_API = 1
@@ -79,7 +91,7 @@ class RewardModel(Algorithm):
 
     def roles(self) -> Mapping[str, Role]:
         """Return the reward model, which starts from `model.path` with a new head of zeros."""
-        return {"reward_model": Role(trains=True, kind="reward")}
+        return {"reward_model": Role(trains=True, kind=REWARD)}
 
     def check(self, config: Config) -> None:
         """Raise ConfigError when a step has fewer pairs than mini-batches, which would leave some without any."""

@@ -32,7 +32,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
+from rlcore import (
+    CRITIC,
+    REWARD,
+    Algorithm,
+    AlgorithmSpec,
+    Config,
+    ConfigError,
+    DataProto,
+    Ragged,
+    Role,
+    Run,
+    hookimpl,
+    option,
+)
 from rlcore.ops import Loss, Outputs, Term, gae, kl_estimate, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
@@ -154,13 +167,13 @@ class SafeRLHF(Algorithm):
         config = self.config
         roles = {
             "actor": Role(trains=True, generates=True),
-            "critic": Role(trains=True, kind="critic", model=config.critic_model, lr=config.critic_lr),
-            "cost_critic": Role(trains=True, kind="critic", model=config.cost_critic_model, lr=config.critic_lr),
+            "critic": Role(trains=True, kind=CRITIC, model=config.critic_model, lr=config.critic_lr),
+            "cost_critic": Role(trains=True, kind=CRITIC, model=config.cost_critic_model, lr=config.critic_lr),
         }
         if config.kl_coef > 0:
             roles["ref"] = Role()
         if config.cost_model is not None:
-            roles["cost_model"] = Role(kind="reward", model=config.cost_model)
+            roles["cost_model"] = Role(kind=REWARD, model=config.cost_model)
         return roles
 
     def data(self, config: Config) -> Mapping[str, Any]:

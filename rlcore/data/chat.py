@@ -37,26 +37,27 @@ def check_role_folder(what: str, role: Role, model: ModelConfig) -> None:
     """
     assert role.model is not None
     theirs = replace(model, path=role.model)
-    starts_anew = role.kind != "policy" and (role.trains or role.follows is not None)
-    wanted = ["causal language model"] if role.kind == "policy" or starts_anew else []
-    wanted += ["sequence-classification model with one label"] if role.kind != "policy" else []
+    reads_head = not role.kind.is_language_model
+    wanted = ["sequence-classification model with one label"] if reads_head else []
+    if role.may_start_headless or not reads_head:
+        wanted.insert(0, "causal language model")
     folder = _existing_folder(theirs, what, ", or of a ".join(wanted))
     settings = _read_json(folder / "config.json", theirs.path)
     classifier = any("ForSequenceClassification" in each for each in settings.get("architectures") or [])
-    if role.kind == "policy" or not classifier:
-        if role.kind != "policy" and not starts_anew:
+    if not reads_head or not classifier:
+        if reads_head and not role.may_start_headless:
             raise ConfigError(
-                f"{what}{role.model} is no {role.kind} model: its config.json names the architecture "
+                f"{what}{role.model} is not a trained {role.kind}: its config.json names the architecture "
                 f"{', '.join(settings.get('architectures') or []) or 'nothing'}; give a folder that was saved as "
                 "AutoModelForSequenceClassification with one label (docs/roles.md says which algorithm trains one)"
             )
         _check_causal(settings, theirs, what)
     elif (labels := len(settings.get("id2label") or range(settings.get("num_labels", 2)))) != 1:  # 2 is left unsaid
         raise ConfigError(
-            f"{what}{role.model} has {labels} labels; a {role.kind} role needs a model with exactly one, whose logit "
+            f"{what}{role.model} has {labels} labels; a {role.kind} needs a model with exactly one, whose logit "
             "is the score: save it with num_labels=1"
         )
-    if not same_tokenizer(theirs, model, what) and (role.kind != "reward" or role.trains):
+    if not same_tokenizer(theirs, model, what) and (role.trains or not role.kind.reads_text):
         raise ConfigError(
             f"{what}{theirs.path}: this role reads the actor's token ids, but its tokenizer is another than that of "
             f"model.path={model.path}; give it a model with the same tokenizer"

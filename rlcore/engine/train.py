@@ -12,16 +12,8 @@ from torch import Tensor, nn
 
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.weights.transfer import Shapes, Weights
-from rlcore.ops import Correction, Loss, Need
+from rlcore.ops import Correction, Loss
 from rlcore.protocol import DataProto, Ragged
-
-GIVES: dict[str, tuple[Need, ...]] = {
-    "policy": ("log_probs", "entropy", "logits"),
-    "critic": ("values",),
-    "reward": ("scores",),
-}
-"""What a loss may need of each kind of role."""
-
 
 ENGINE_STATE = "engine.json"
 """The file of a saved state that an engine writes last: where it is, the state is whole."""

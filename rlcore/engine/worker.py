@@ -101,7 +101,7 @@ class ModelWorker(Worker):
             ranks=self.ranks,
             trains=setup.role.trains,
             kind=setup.role.kind,
-            new_head=setup.role.trains or setup.role.follows is not None,
+            new_head=setup.role.may_start_headless,
             temperature=setup.rollout.temperature,
             total_steps=setup.total_steps,
         )

@@ -2,6 +2,7 @@
 
 from rlcore.plugins.hookspecs import hookimpl
 from rlcore.plugins.manager import PluginInfo, PluginManager, installed
+from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
 from rlcore.plugins.specs import (
     API_VERSION,
     Algorithm,
@@ -9,7 +10,6 @@ from rlcore.plugins.specs import (
     CommandSpec,
     DatasetSpec,
     RewardSpec,
-    Role,
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
@@ -17,14 +17,20 @@ from rlcore.plugins.specs import (
 
 __all__ = [
     "API_VERSION",
+    "CRITIC",
+    "KINDS",
+    "POLICY",
+    "REWARD",
     "Algorithm",
     "AlgorithmSpec",
     "CommandSpec",
     "DatasetSpec",
+    "Head",
     "PluginInfo",
     "PluginManager",
     "RewardSpec",
     "Role",
+    "RoleKind",
     "RolloutEngineSpec",
     "TrackerSpec",
     "TrainEngineSpec",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlcore.plugins.roles import Role
 
 if TYPE_CHECKING:
     from rlcore.config import schema
@@ -12,24 +14,6 @@ if TYPE_CHECKING:
 
 API_VERSION = 1
 """The plugin contract's version; a plugin module states the one it was written for as `RLCORE_API = 1`."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """A model that an algorithm needs, by what is done with it.
-
-    `kind` says what it computes: a "policy" gives `log_probs`; a "critic" gives `values`, one for each response token;
-    a "reward" model gives `scores`, one for each row. `trains`: it has an optimizer and `update`. `generates`: it has a
-    rollout engine and `generate`. Neither: it is frozen. `model` is its folder (None: `model.path`) and `lr` its
-    learning rate (None: `engine.lr`). `follows` names the role whose weights it can take over with `follow`.
-    """
-
-    trains: bool = False
-    generates: bool = False
-    kind: Literal["policy", "critic", "reward"] = "policy"
-    model: str | None = None
-    lr: float | None = None
-    follows: str | None = None
 
 
 class Algorithm:

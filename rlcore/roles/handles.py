@@ -13,13 +13,13 @@ from rlcore.config import Config
 from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import GIVES, Importance, UpdateItem
+from rlcore.engine.train import Importance, UpdateItem
 from rlcore.engine.update.microbatch import column_values, update_plan
 from rlcore.engine.weights.transfer import Sender
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
-from rlcore.plugins import Role
+from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import cut_by_cost
 from rlcore.protocol.glossary import check_fields
@@ -137,7 +137,7 @@ class RoleHandle:
         `entropy=True` adds the column `entropy`. For old_log_probs the rollout's own may be given where they are the
         same numbers. Both are at the rollout temperature.
         """
-        self._check_kind("log_probs", "policy")
+        self._check_kind("log_probs", POLICY)
         check_fields(batch)
         columns = ["prompts", "responses"]
         if name == "old_log_probs" and "exact_log_probs" in batch:
@@ -154,7 +154,7 @@ class RoleHandle:
 
         Reads `prompts` and `responses`. Raises DataError for a role that is no critic.
         """
-        self._check_kind("values", "critic")
+        self._check_kind("values", CRITIC)
         check_fields(batch)
         return self._spread(self.group.values, batch, batch.select(["prompts", "responses"], [], []))
 
@@ -165,7 +165,7 @@ class RoleHandle:
         `prompt_messages`) and `response_text`. Raises DataError for a role that is no reward model and scores that are
         not finite.
         """
-        self._check_kind("score", "reward")
+        self._check_kind("score", REWARD)
         check_fields(batch)
         tensors, objects = ([], list(TEXTS)) if self._by_text else (["prompts", "responses"], [])
         if lacking := [column for column in [*tensors, *objects] if column not in batch]:
@@ -213,7 +213,7 @@ class RoleHandle:
         else:
             self.group.take_weights(self._leader.send(), share)
 
-    def _check_kind(self, method: str, kind: str) -> None:
+    def _check_kind(self, method: str, kind: RoleKind) -> None:
         if self.role.kind != kind:
             raise DataError(
                 f"role {self.name!r} is a {self.role.kind}, which has no {method}(); "
@@ -275,7 +275,7 @@ class RoleHandle:
         return Metrics(lambda: future.get()[0])
 
     def _check_needs(self, loss: Loss) -> None:
-        gives = GIVES[self.role.kind]
+        gives = self.role.kind.gives
         if lacking := [need for need in needs_of(loss) if need not in gives]:
             raise DataError(
                 f"loss {getattr(loss, '__name__', loss)!r} needs {', '.join(lacking)}, but role {self.name!r} is a "

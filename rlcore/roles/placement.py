@@ -16,7 +16,7 @@ from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.workers import Executor, ResourcePool
 
-REWARD = "reward"
+REWARD_WORKERS = "reward"
 """In a pool: the workers of the reward functions, as processes of their own without GPUs."""
 ROLLOUT = "rollout"
 """In a pool: a copy of the role that trains and generates, which does its sampling."""
@@ -38,7 +38,7 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A pool of `workers` places, and what lives there: names of roles, REWARD and ROLLOUT.
+    """A pool of `workers` places, and what lives there: names of roles, REWARD_WORKERS and ROLLOUT.
 
     `fused` roles are workers in one process a place, `fractional` ones have a process each and take turns. `node` is a
     resource of Ray that every node of the pool has; None is any node.
@@ -55,7 +55,7 @@ class PoolPlan:
     @property
     def process_sets(self) -> list[tuple[str, ...]]:
         """The models of the pool, those together that share processes."""
-        models = tuple(name for name in self.roles if name != REWARD)
+        models = tuple(name for name in self.roles if name != REWARD_WORKERS)
         if self.colocate == "fractional":
             return [(name,) for name in models]
         return [models] if models else []
@@ -82,8 +82,8 @@ def plan(config: Config, roles: Mapping[str, Role]) -> list[PoolPlan]:
         raise ConfigError("cluster.pools=auto is planned by `rlcore train`; here, write what `rlcore plan` found best")
     listed = cluster.pools or ({"main": [*roles]} if roles else {})
     plans = [_planned(name, spelled, config) for name, spelled in listed.items()]
-    if not any(REWARD in pool.roles for pool in plans):
-        plans.append(PoolPlan(REWARD, (REWARD,), config.reward.workers))
+    if not any(REWARD_WORKERS in pool.roles for pool in plans):
+        plans.append(PoolPlan(REWARD_WORKERS, (REWARD_WORKERS,), config.reward.workers))
     check_plans(plans, roles, config)
     return plans
 
@@ -98,7 +98,7 @@ def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
     asked = build(PoolSettings, spelled if isinstance(spelled, Mapping) else {"roles": spelled}, where)
     # The defaults are those of models; a pool of reward functions alone is as large as without pools.
     workers, cpus, gpus = cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker
-    if asked.roles == [REWARD]:
+    if asked.roles == [REWARD_WORKERS]:
         workers, cpus, gpus = config.reward.workers, 1, 0.0
     return PoolPlan(
         name=name,
@@ -117,7 +117,7 @@ def only(config: Config, roles: Mapping[str, Role]) -> Config:
     listed = {} if config.cluster.pools == "auto" else config.cluster.pools
     for name, spelled in listed.items():
         whole = _planned(name, spelled, config)
-        if here := [role for role in whole.roles if role in roles or role == REWARD]:
+        if here := [role for role in whole.roles if role in roles or role == REWARD_WORKERS]:
             kept[name] = {**(spelled if isinstance(spelled, Mapping) else {}), "roles": here}
     layouts = {name: layout for name, layout in config.engine.layouts.items() if name in roles}
     return replace(
@@ -135,11 +135,12 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
         if not pool.roles:
             raise ConfigError(f"cluster.pools.{pool.name} lists no role; list one, or leave the pool out")
         for name in pool.roles:
-            if name not in roles and name not in (REWARD, ROLLOUT):
-                known = [*roles, REWARD, ROLLOUT]
+            if name not in roles and name not in (REWARD_WORKERS, ROLLOUT):
+                known = [*roles, REWARD_WORKERS, ROLLOUT]
                 raise ConfigError(
                     f"cluster.pools.{pool.name} lists {name!r}, which this run has not.{did_you_mean(name, known)} "
-                    f"Its roles: {', '.join(roles) or 'none'}; besides them a pool may list {REWARD} and {ROLLOUT}"
+                    f"Its roles: {', '.join(roles) or 'none'}; besides them a pool may list "
+                    f"{REWARD_WORKERS} and {ROLLOUT}"
                 )
             if name in home:
                 twice = f"pool {pool.name} twice" if home[name] == pool.name else f"pools {home[name]} and {pool.name}"

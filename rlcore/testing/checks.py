@@ -1,6 +1,6 @@
 """The checks on an algorithm's runs, and the list of all checks.
 
-A check takes a Suite and returns what it looked at, in a few words. It raises Found with what is wrong, or
+A check takes a Suite and returns what it looked at, in a few words. It raises CheckFailed with what is wrong, or
 NotApplicable with the reason, which follows from the roles that the algorithm declares and from what it does, never
 from anything that an author could set.
 """
@@ -19,7 +19,7 @@ from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.plugins import PluginManager
 from rlcore.run import Run, check_roles, with_reward_model
 from rlcore.testing import loss_checks
-from rlcore.testing.suite import KILLED_AT, Found, Made, NotApplicable, Suite, contents
+from rlcore.testing.suite import KILLED_AT, CheckFailed, FinishedRun, NotApplicable, Suite, contents
 from rlcore.testing.watch import Changes, function_name, plain_function
 
 METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
@@ -36,31 +36,33 @@ def config(suite: Suite) -> str:
     roles = suite.spec.algorithm(config.algo).roles()
     check_roles(with_reward_model(roles, config), config)
     if from_yaml(to_yaml(config), plugins) != config:
-        raise Found("the config that is saved with a run is not the same when it is read back")
+        raise CheckFailed("the config that is saved with a run is not the same when it is read back")
     fields = len(dataclasses.fields(suite.spec.algorithm.config_class))
     return f"{fields} settings; roles: {', '.join(roles) or 'none'}"
 
 
 def steps(suite: Suite) -> str:
     """It takes two steps on the tiny model, and something reaches an optimizer."""
-    made = suite.plain
-    items = [item for item in made.notes.items if len(item.batch)]
+    finished = suite.plain
+    items = [item for item in finished.record.items if len(item.batch)]
     if any(role.trains for role in suite.roles.values()) and not items:
-        raise Found(f"in {len(made.notes.metrics)} steps no row reached update() of any role")
+        raise CheckFailed(f"in {len(finished.record.metrics)} steps no row reached update() of any role")
     updated = ", ".join(dict.fromkeys(item.title for item in items))
-    return f"{len(made.notes.metrics)} steps; updates by {updated or 'none'}"
+    return f"{len(finished.record.metrics)} steps; updates by {updated or 'none'}"
 
 
 def metrics(suite: Suite) -> str:
     """Every metric is a finite number and has a name that trackers can group: words, with / between them."""
     names: dict[str, None] = {}
-    for step, row in enumerate(suite.plain.notes.metrics, start=1):
+    for step, row in enumerate(suite.plain.record.metrics, start=1):
         for name, value in row.items():
             names[name] = None
             if not math.isfinite(value):
-                raise Found(f"{name} is {value} in step {step}")
+                raise CheckFailed(f"{name} is {value} in step {step}")
             if not METRIC.fullmatch(name):
-                raise Found(f"a metric is called {name!r}; use words of letters, digits and _, with / between them")
+                raise CheckFailed(
+                    f"a metric is called {name!r}; use words of letters, digits and _, with / between them"
+                )
     return f"{len(names)} metrics"
 
 
@@ -68,23 +70,25 @@ def same_seed(suite: Suite) -> str:
     """A second run with the same seed gives the same metrics and samples, whatever global random generators hold."""
     again = suite.changed("again", Changes(random_seed=20261121))
     if found := _unequal(suite.plain, again, exact=True):
-        raise Found(f"two runs with one seed differ: {found}. Chance must come from the seed, not from random or torch")
+        raise CheckFailed(
+            f"two runs with one seed differ: {found}. Chance must come from the seed, not from random or torch"
+        )
     return _compared(again)
 
 
 def reaches_workers(suite: Suite) -> str:
     """Loss and map functions are module-level functions, and run in Ray's worker processes."""
-    notes = suite.plain.notes
+    record = suite.plain.record
     functions = list(
         dict.fromkeys(
-            plain_function(f) for f in chain((i.loss for i in notes.items), (m.function for m in notes.mapped))
+            plain_function(f) for f in chain((i.loss for i in record.items), (m.function for m in record.mapped))
         )
     )
     for function in functions:
         name = function_name(function)
         module = importlib.import_module(function.__module__)
         if getattr(module, name, None) is None:
-            raise Found(
+            raise CheckFailed(
                 f"{name} is no function of the module {function.__module__}; define it there with `def`, and give it "
                 "settings with functools.partial"
             )
@@ -96,7 +100,7 @@ def in_process_equals_ray(suite: Suite) -> str:
     """A run in one process and one on Ray give the same samples, and the same metrics but for noise."""
     # The run on Ray has two workers. Only if it differs is one with a single worker made, to tell the two causes apart.
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.plain, suite.on_ray(1))):
-        raise Found(f"in process and on Ray differ: {found}")
+        raise CheckFailed(f"in process and on Ray differ: {found}")
     return _compared(suite.plain)
 
 
@@ -104,7 +108,7 @@ def one_worker_equals_two(suite: Suite) -> str:
     """One worker and two give the same samples, and the same metrics but for noise; map functions see parts."""
     loss_checks.maps_by_row(suite)  # as few rows as these, Ray's workers would send here to be mapped
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.on_ray(1), suite.on_ray(2))):
-        raise Found(f"1 worker and 2 differ: {found}. Whatever looks at a part of the rows depends on the cut")
+        raise CheckFailed(f"1 worker and 2 differ: {found}. Whatever looks at a part of the rows depends on the cut")
     return _compared(suite.on_ray(2))
 
 
@@ -118,16 +122,16 @@ def zero_learning_rate(suite: Suite) -> str:
             if handle.role.trains:
                 handle.group.save_pretrained(str(suite.folder / "before" / name))
 
-    made = suite.changed("frozen", Changes(frozen=True), start=save)
-    saved = made.saved(len(made.notes.metrics))
-    for name, role in made.notes.roles.items():
+    finished = suite.changed("frozen", Changes(frozen=True), start=save)
+    saved = finished.saved(len(finished.record.metrics))
+    for name, role in finished.record.roles.items():
         before = suite.folder / "before" / name / "model.safetensors"
         if role.trains and saved[f"{name}/model/model.safetensors"] != contents(before):
-            raise Found(f"the weights of {name} changed")
-    for loss, away in made.notes.ratios.items():
+            raise CheckFailed(f"the weights of {name} changed")
+    for loss, away in finished.record.ratios.items():
         if not away <= RATIO_TOLERANCE:
-            raise Found(f"the ratio of {loss} is up to {away:.3g} away from 1")
-    ratios = ", ".join(made.notes.ratios)
+            raise CheckFailed(f"the ratio of {loss} is up to {away:.3g} away from 1")
+    ratios = ", ".join(finished.record.ratios)
     return f"weights equal; {f'ratio of {ratios} at 1' if ratios else 'no loss reads old_log_probs'}"
 
 
@@ -135,21 +139,21 @@ def kill_and_resume(suite: Suite) -> str:
     """A run that was killed and resumed equals one that was not, bit for bit: metrics, samples, weights, optimizers."""
     resumed = suite.resumed
     if found := _unequal(suite.plain, resumed, exact=True):
-        raise Found(
+        raise CheckFailed(
             f"resumed, it goes another way: {found}. What a step reads and an earlier one wrote belongs into state_dict"
         )
-    last = len(suite.plain.notes.metrics)
+    last = len(suite.plain.record.metrics)
     one, other = suite.plain.saved(last), resumed.saved(last)
     if (state := suite.plain.state(last)) != (resumed_state := resumed.state(last)):
-        raise Found(f"resumed, its state_dict() ends as {resumed_state}, not as {state}")
+        raise CheckFailed(f"resumed, its state_dict() ends as {resumed_state}, not as {state}")
     if different := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
-        raise Found(f"resumed, it ends with other contents in {', '.join(different)}")
+        raise CheckFailed(f"resumed, it ends with other contents in {', '.join(different)}")
     return f"killed in step {KILLED_AT} of {last}; {len(one)} files of weights and optimizers are equal"
 
 
 def non_finite(suite: Suite) -> str:
     """A score or a loss that is not finite stops the run with an error that says so."""
-    plain = suite.plain.notes
+    plain = suite.plain.record
     if not any(len(item.batch) for item in plain.items) and not plain.scored:
         raise NotApplicable("nothing is scored and nothing is updated")
     looked = []
@@ -166,12 +170,12 @@ def non_finite(suite: Suite) -> str:
 def _expect_stop(suite: Suite, name: str, changes: Changes, what: str) -> None:
     error = suite.expect_error(name, changes)
     if error is None:
-        raise Found(f"with {what} the run went on")
+        raise CheckFailed(f"with {what} the run went on")
     if not NOT_FINITE.search(str(error)):
-        raise Found(f"with {what} the run stopped, but its error does not say why: {error}")
+        raise CheckFailed(f"with {what} the run stopped, but its error does not say why: {error}")
 
 
-def _unequal(one: Made, other: Made, *, exact: bool = False) -> str | None:
+def _unequal(one: FinishedRun, other: FinishedRun, *, exact: bool = False) -> str | None:
     """Return where two runs differ; metrics may by 1e-4 of their size (1e-5 for small ones) unless `exact`."""
     for a, b in zip(one.samples, other.samples, strict=False):
         if a != b:
@@ -189,8 +193,8 @@ def _unequal(one: Made, other: Made, *, exact: bool = False) -> str | None:
     return None
 
 
-def _compared(made: Made) -> str:
-    return f"{len(made.samples)} samples and the metrics of {len(made.numbers)} steps are equal"
+def _compared(finished: FinishedRun) -> str:
+    return f"{len(finished.samples)} samples and the metrics of {len(finished.numbers)} steps are equal"
 
 
 CHECKS: dict[str, Callable[[Suite], str]] = {

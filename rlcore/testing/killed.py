@@ -19,7 +19,7 @@ IMPORTED = [__name__, "hydra", "tensordict", "transformers.models.auto.modeling_
 """What a run imports that takes seconds: done once, in a process from which those of the runs are forked."""
 
 
-class Deadly(PluginManager):
+class KillingPlugins(PluginManager):
     """Plugins that end the process at the end of a step."""
 
     at = 0
@@ -45,7 +45,7 @@ def _run(step: int, config_text: str, folder: Path, options: list[str], log: Pat
     with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    plugins = Deadly.load(options)
+    plugins = KillingPlugins.load(options)
     plugins.at = step
     config = from_yaml(config_text, plugins)
     train(replace(config, run=replace(config.run, dir=str(folder))), plugins)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rlcore.engine.update.microbatch import column_values
+from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.units import units_of
 from rlcore.testing.losses import TOLERANCE, Evaluated, LossProbe, difference
-from rlcore.testing.suite import Found, NotApplicable, Suite
-from rlcore.testing.watch import Changes, Notes, function_name, hole_positions, with_holes
+from rlcore.testing.suite import CheckFailed, NotApplicable, Suite
+from rlcore.testing.watch import Changes, RunRecord, function_name, hole_positions, with_holes
 
 MOST_ROWS = 8
 """Rows (or units) that are looked at one by one."""
@@ -32,7 +33,7 @@ def micro_batch_split(suite: Suite) -> str:
         for parts in ([_rows_of(probe.units[:half]), _rows_of(probe.units[half:])], probe.units):
             parts = [part for part in parts if part]
             if found := _compare(whole, lambda parts=parts: probe.evaluate(parts)):  # type: ignore[misc]
-                raise Found(f"{probe.item.title}: cut into {len(parts)} micro-batches, {found}")
+                raise CheckFailed(f"{probe.item.title}: cut into {len(parts)} micro-batches, {found}")
 
     return _each(suite.probes(suite.plain), check)
 
@@ -43,7 +44,7 @@ def padding(suite: Suite) -> str:
     def check(probe: LossProbe) -> None:
         for extra in (1, 5):
             if found := _compare(probe.evaluate(), lambda extra=extra: probe.evaluate(extra=extra)):  # type: ignore[misc]
-                raise Found(f"{probe.item.title}: with {extra} more columns of padding, {found}")
+                raise CheckFailed(f"{probe.item.title}: with {extra} more columns of padding, {found}")
 
     return _each(suite.probes(suite.plain), check)
 
@@ -56,7 +57,7 @@ def row_order(suite: Suite) -> str:
         for units in (probe.units[::-1], [probe.units[i] for i in order]):
             rows = _rows_of(units)
             if found := _compare(probe.evaluate(), lambda rows=rows: probe.evaluate([rows])):  # type: ignore[misc]
-                raise Found(f"{probe.item.title}: with the rows in another order, {found}")
+                raise CheckFailed(f"{probe.item.title}: with the rows in another order, {found}")
 
     return _each(suite.probes(suite.plain), check)
 
@@ -74,7 +75,7 @@ def rows_together(suite: Suite) -> str:
             for name, gradient in whole.gradient.items():
                 away = ((gradient - moved.gradient[name]) * _rows(mine, gradient)).abs().max()
                 if not float(away) <= 1e-7 + TOLERANCE * float(gradient.abs().max()):
-                    raise Found(
+                    raise CheckFailed(
                         f"{probe.item.title}: the gradient of a row changes with the outputs of rows that are not kept "
                         "with it; pass update(keep_together=COLUMN) for rows that the loss compares"
                     )
@@ -85,18 +86,18 @@ def rows_together(suite: Suite) -> str:
 
 def masked_tokens(suite: Suite) -> str:
     """Tokens with response_mask 0 get no gradient; their outputs change no loss, gradient or result of a map."""
-    made = suite.changed("holes", Changes(holes=True, stop_after=1))
-    maps_leave_out_masked(made.notes)
-    probes = [probe for probe in suite.probes(made) if "scores" not in probe.leaves]
+    finished = suite.changed("holes", Changes(holes=True, stop_after=1))
+    maps_leave_out_masked(finished.record)
+    probes = [probe for probe in suite.probes(finished) if "scores" not in probe.leaves]
     if not probes:
         raise NotApplicable("no loss reads anything of tokens")
 
     def check(probe: LossProbe) -> None:
         # Responses that neither generate nor encode made are masked here, and what follows from the mask is as it was.
         batch = probe.item.batch
-        if not made.notes.masked:
+        if not finished.record.masked:
             if "response_mask" not in batch:
-                raise Found(f"{probe.item.title} gets no response_mask, so it cannot leave any token out")
+                raise CheckFailed(f"{probe.item.title} gets no response_mask, so it cannot leave any token out")
             batch = with_holes(batch)
         holes = hole_positions(probe.lengths, probe.width)
         before = probe.evaluate(batch=batch)
@@ -107,24 +108,24 @@ def masked_tokens(suite: Suite) -> str:
         after = probe.evaluate(leaves=leaves, batch=batch)
         for name, gradient in after.gradient.items():
             if bool((gradient * _like(holes, gradient)).any()):
-                raise Found(f"{probe.item.title}: tokens with response_mask 0 get a gradient by {name}")
+                raise CheckFailed(f"{probe.item.title}: tokens with response_mask 0 get a gradient by {name}")
         if found := difference(_as_one(before), _as_one(after)):
-            raise Found(f"{probe.item.title}: with other outputs at masked tokens, {found}")
+            raise CheckFailed(f"{probe.item.title}: with other outputs at masked tokens, {found}")
 
     return _each(probes, check)
 
 
 def reports_nan(suite: Suite) -> None:
-    """Raise Found when a loss gives a finite number although the model's outputs are NaN."""
+    """Raise CheckFailed when a loss gives a finite number although the model's outputs are NaN."""
     for probe in suite.probes(suite.plain):
         leaves = {name: leaf * torch.nan for name, leaf in probe.leaves.items()}
         if torch.isfinite(torch.tensor(probe.evaluate(leaves=leaves).objective)):
-            raise Found(f"{probe.item.title} hides a model whose outputs are NaN behind a finite loss")
+            raise CheckFailed(f"{probe.item.title} hides a model whose outputs are NaN behind a finite loss")
 
 
 def maps_by_row(suite: Suite) -> None:
-    """Raise Found when a map function gives a row something else if it does not see all rows, but whole units."""
-    for mapped in suite.plain.notes.mapped:
+    """Raise CheckFailed when a map function gives a row something else if it does not see all rows, but whole units."""
+    for mapped in suite.plain.record.mapped:
         units = units_of(len(mapped.batch), column_values(mapped.batch, mapped.keep_together))
         half = (len(units) + 1) // 2
         parts = [part for part in (_rows_of(units[:half]), _rows_of(units[half:])) if part]
@@ -132,15 +133,15 @@ def maps_by_row(suite: Suite) -> None:
         cut = DataProto.concat([map_rows(mapped.function, mapped.batch[part]) for part in parts])
         for name in whole.keys():  # noqa: SIM118 (a batch is not a dict)
             if not _alike(whole.view(name), cut.view(name)):
-                raise Found(
+                raise CheckFailed(
                     f"map of {function_name(mapped.function)}: {name} of a row depends on which others are there; "
                     "map(..., keep_together=COLUMN) keeps a group whole, masked_moments counts over all rows"
                 )
 
 
-def maps_leave_out_masked(notes: Notes) -> None:
-    """Raise Found when what a map function that reads response_mask makes depends on outputs at masked tokens."""
-    for mapped in notes.mapped:
+def maps_leave_out_masked(record: RunRecord) -> None:
+    """Raise CheckFailed when what a map function that reads response_mask makes depends on outputs at masked tokens."""
+    for mapped in record.mapped:
         batch = mapped.batch
         if "response_mask" not in batch:
             continue
@@ -156,7 +157,7 @@ def maps_leave_out_masked(notes: Notes) -> None:
             if _side_by_side(one, mask):
                 one, other = (value.values[mask.values != 0] for value in (one, other))
             if not _alike(one, other):
-                raise Found(
+                raise CheckFailed(
                     f"map of {function_name(mapped.function)}: {name} changes with {', '.join(outputs)} of tokens with "
                     "response_mask 0"
                 )
@@ -175,9 +176,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 def better_sample(suite: Suite) -> str:
     """Raising a sample's advantage or its score makes the update push its log-prob further up."""
-    probes = [probe for probe in suite.probes(suite.plain, kinds=["policy"]) if _speaks_of_log_probs(probe)]
+    probes = [probe for probe in suite.probes(suite.plain, kinds=[POLICY]) if _speaks_of_log_probs(probe)]
     with_advantages = [probe for probe in probes if "advantages" in probe.item.batch]
-    scored = bool(suite.plain.notes.scored)
+    scored = bool(suite.plain.record.scored)
     if not with_advantages and not scored:
         raise NotApplicable("there is no score and no column advantages")
     looked = []
@@ -199,7 +200,7 @@ def _check_advantages(probe: LossProbe) -> None:
         raised["advantages"] = _raised(batch["advantages"], row)
         after = probe.push(probe.evaluate(batch=raised))
         if not after[row] > before[row]:
-            raise Found(
+            raise CheckFailed(
                 f"{probe.item.title}: with a higher advantage of row {row}, its log-prob is pushed by "
                 f"{float(after[row]):.3g} and not more than before, {float(before[row]):.3g}"
             )
@@ -215,41 +216,43 @@ def _raised(advantages: Tensor | Ragged, row: int) -> Tensor | Ragged:
 
 def _check_scores(suite: Suite) -> str:
     """Raise one sample's score and compare what the update of the step then does to its log-prob."""
-    plain = suite.plain.notes
+    plain = suite.plain.record
     pushes = []
     for number, (call, row) in enumerate(_candidates(plain)[:CANDIDATES]):
         sample = _tokens(plain.scored[call][1])[row]
-        changed = suite.changed(f"raised-{number}", Changes(raised=(call, row), stop_after=1)).notes
+        changed = suite.changed(f"raised-{number}", Changes(raised=(call, row), stop_after=1)).record
         before, after = _push_of(sample, plain, suite), _push_of(sample, changed, suite)
         if after > before + 1e-6 * max(abs(before), 1e-3):
             return f"{before:.3g} to {after:.3g}"
         pushes.append(f"{before:.3g} to {after:.3g}")
     if not pushes:
         raise NotApplicable("no scored response differs from all others of its step")
-    raise Found(f"with the highest score of all, samples' log-probs are pushed no further up: {', '.join(pushes)}")
+    raise CheckFailed(
+        f"with the highest score of all, samples' log-probs are pushed no further up: {', '.join(pushes)}"
+    )
 
 
-def _candidates(notes: Notes) -> list[tuple[int, int]]:
+def _candidates(record: RunRecord) -> list[tuple[int, int]]:
     """Return (call, row) of samples of step 1 to raise: unlike all others, from the call that the update learnt from.
 
     Rows with the lowest scores come first.
     """
-    learnt = {tokens for item in notes.items if item.step == 1 for tokens in _tokens(item.batch)}
-    calls = [_tokens(batch) for step, batch in notes.scored if step == 1]
+    learnt = {tokens for item in record.items if item.step == 1 for tokens in _tokens(item.batch)}
+    calls = [_tokens(batch) for step, batch in record.scored if step == 1]
     if not calls:
         return []
     call = max(range(len(calls)), key=lambda index: (sum(t in learnt for t in calls[index]), -index))
     times = Counter(tokens for rows in calls for tokens in rows)
-    scores = notes.scored[call][1]["scores"]
+    scores = record.scored[call][1]["scores"]
     order = scores.argsort(stable=True).tolist()
     return [(call, row) for row in order if times[calls[call][row]] == 1]
 
 
-def _push_of(sample: tuple[tuple[int, ...], ...], notes: Notes, suite: Suite) -> float:
+def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: Suite) -> float:
     """Return how far up step 1's updates of policies push the log-prob of a response; 0 if it is not among them."""
     total = 0.0
-    for item in notes.items:
-        if item.step == 1 and item.kind == "policy" and len(item.batch):
+    for item in record.items:
+        if item.step == 1 and item.kind == POLICY and len(item.batch):
             probe = LossProbe(item, suite.config.algo, suite.vocab, spread=0.0)
             if _speaks_of_log_probs(probe):
                 push = probe.push(probe.evaluate())

@@ -18,11 +18,11 @@ from rlcore.config import Config, compose, to_yaml
 from rlcore.config.schema import ClusterConfig
 from rlcore.data.chat import load_tokenizer
 from rlcore.errors import RLCoreError, did_you_mean
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import KINDS, PluginManager, Role, RoleKind
 from rlcore.run import Run
 from rlcore.testing import killed, problem
 from rlcore.testing.losses import LossProbe
-from rlcore.testing.watch import Changes, Enough, Item, Notes, Watched, function_name, maps_noted
+from rlcore.testing.watch import Changes, Item, RecordingPlugins, RunRecord, StopEarly, function_name, recorded_maps
 from rlcore.trainer import train
 from rlcore.workers import make_executor
 
@@ -34,7 +34,7 @@ LONGEST = 600
 """Characters of a result's text; an error of a worker may bring a traceback."""
 
 
-class Found(Exception):
+class CheckFailed(Exception):
     """A check failed; the text says what was found."""
 
 
@@ -56,11 +56,11 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedRun:
     """A run that has ended: its folder, and what was written down of it."""
 
     folder: Path
-    notes: Notes
+    record: RunRecord
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class Made:
 def contents(path: Path) -> tuple[dict[str, Any], bytes]:
     """Return the names, types, shapes and places of a safetensors file's tensors, and their bytes.
 
-    The notes beside them are left out: safetensors writes those in another order each time.
+    The metadata is left out: safetensors writes it in another order each time.
     """
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
@@ -139,7 +139,7 @@ class Suite:
             text = CHECKS[check](self)
         except NotApplicable as reason:
             outcome, text = "n/a", str(reason)
-        except Found as found:
+        except CheckFailed as found:
             outcome, text = "FAIL", str(found)
         except Exception as error:  # whatever an algorithm raises is what its check found
             outcome, text = "FAIL", f"{type(error).__name__}: {error}"
@@ -186,35 +186,35 @@ class Suite:
         return self.once("vocab", lambda: len(load_tokenizer(self.config.model)))
 
     @property
-    def plain(self) -> Made:
+    def plain(self) -> FinishedRun:
         """A run in this process."""
         return self.once("plain", lambda: self._in_process("plain", Changes()))
 
-    def changed(self, name: str, changes: Changes, start: Callable[[Run], None] | None = None) -> Made:
+    def changed(self, name: str, changes: Changes, start: Callable[[Run], None] | None = None) -> FinishedRun:
         """Return a run in this process that differs by `changes`; one run for each name."""
         return self.once(name, lambda: self._in_process(name, changes, start))
 
-    def _in_process(self, name: str, changes: Changes, start: Callable[[Run], None] | None = None) -> Made:
-        plugins = Watched.load(self.plugins)
-        notes = plugins.watch(changes, start)
+    def _in_process(self, name: str, changes: Changes, start: Callable[[Run], None] | None = None) -> FinishedRun:
+        plugins = RecordingPlugins.load(self.plugins)
+        record = plugins.record_run(changes, start)
         try:
-            with maps_noted(notes.mapped):
+            with recorded_maps(record.mapped):
                 self._train(self.config, name, plugins)
-        except Enough:
+        except StopEarly:
             pass  # it has seen what it was for
-        return Made(self.folder / name, notes)
+        return FinishedRun(self.folder / name, record)
 
     def _train(self, config: Config, name: str, plugins: PluginManager) -> None:
         train(replace(config, run=replace(config.run, dir=str(self.folder / name))), plugins)
 
-    def on_ray(self, workers: int) -> Made:
+    def on_ray(self, workers: int) -> FinishedRun:
         """Return a run on Ray. One cluster, started here unless this process is connected to one, serves all."""
 
-        def make() -> Made:
+        def make() -> FinishedRun:
             self.once("cluster", self._start_ray)
             config = replace(self.config, cluster=ClusterConfig(executor="ray", workers=workers, inline_kb=0.0))
             self._train(config, f"ray-{workers}", PluginManager.load(self.plugins))
-            return Made(self.folder / f"ray-{workers}", Notes())
+            return FinishedRun(self.folder / f"ray-{workers}", RunRecord())
 
         return self.once(f"ray-{workers}", make)
 
@@ -223,17 +223,17 @@ class Suite:
         return True
 
     @property
-    def resumed(self) -> Made:
+    def resumed(self) -> FinishedRun:
         """A run that was killed in a process of its own, and went on in this one."""
 
-        def make() -> Made:
+        def make() -> FinishedRun:
             process = self.once("killed", self._start_killed)
             process.join()
             if (status := process.exitcode) != -signal.SIGKILL:
                 printed = (self.folder / "killed.log").read_text()[-500:]
-                raise Found(f"the run to be killed ended by itself, with {status}: {printed}")
+                raise CheckFailed(f"the run to be killed ended by itself, with {status}: {printed}")
             self._train(self.config, "resumed", PluginManager.load(self.plugins))
-            return Made(self.folder / "resumed", Notes())
+            return FinishedRun(self.folder / "resumed", RunRecord())
 
         return self.once("resumed", make)
 
@@ -252,20 +252,21 @@ class Suite:
         """The algorithm's roles by name."""
         return dict(self.spec.algorithm(self.config.algo).roles())
 
-    def probes(self, made: Made, *, kinds: Sequence[str] = ("policy", "critic", "reward")) -> list[LossProbe]:
+    def probes(self, finished: FinishedRun, *, kinds: Sequence[RoleKind] = KINDS) -> list[LossProbe]:
         """Return a probe of each loss of each role of these kinds, on the most rows that it saw at once.
 
-        Raises NotApplicable when no such role trains, Found when none was updated.
+        Raises NotApplicable when no such role trains, CheckFailed when none was updated.
         """
         if not any(role.trains and role.kind in kinds for role in self.roles.values()):
-            raise NotApplicable(f"no {' or '.join(kinds)} role trains")
+            raise NotApplicable(f"no {_either(kinds)} trains")
         largest: dict[tuple[str, str], Item] = {}
-        for item in made.notes.items:
+        for item in finished.record.items:
             key = (item.role, function_name(item.loss))
             if item.kind in kinds and len(item.batch) > (len(largest[key].batch) if key in largest else 0):
                 largest[key] = item
         if not largest:
-            raise Found(f"in {len(made.notes.metrics)} steps no row reached update() of a {' or '.join(kinds)} role")
+            steps = len(finished.record.metrics)
+            raise CheckFailed(f"in {steps} steps no row reached update() of a {_either(kinds)}")
         return [LossProbe(item, self.config.algo, self.vocab) for item in largest.values()]
 
     def expect_error(self, name: str, changes: Changes) -> RLCoreError | None:
@@ -275,3 +276,7 @@ class Suite:
         except RLCoreError as error:
             return error
         return None
+
+
+def _either(kinds: Sequence[RoleKind]) -> str:
+    return " or ".join(map(str, kinds))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlcore.ops import Loss, Outputs, Term, needs, needs_of
-from rlcore.plugins import AlgorithmSpec, PluginManager, Role
+from rlcore.plugins import POLICY, AlgorithmSpec, PluginManager, Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle
 from rlcore.roles.metrics import Metrics
@@ -25,7 +25,7 @@ class Item:
 
     step: int
     role: str
-    kind: str
+    kind: RoleKind
     batch: DataProto
     loss: Loss
     weight: float
@@ -64,12 +64,12 @@ class Changes:
     stop_after: int | None = None
 
 
-class Enough(Exception):
+class StopEarly(Exception):
     """Ends a run after the step that it was wanted for."""
 
 
 @dataclass
-class Notes:
+class RunRecord:
     """What happened in a run: each update, each scored batch with its step, each step's metrics.
 
     `ratios` holds the largest distance from 1 of a policy's ratio to old_log_probs, by loss. `mapped` are the calls
@@ -85,16 +85,16 @@ class Notes:
     roles: Mapping[str, Role] = field(default_factory=dict)
 
 
-class Watched(PluginManager):
+class RecordingPlugins(PluginManager):
     """The plugins of a watched run. `watch` says what to change and where to write."""
 
     changes = Changes()
-    notes: Notes
+    record: RunRecord
 
-    def watch(self, changes: Changes, start: Callable[[Run], None] | None = None) -> Notes:
-        """Watch the next run; `start` is called when its models are loaded. Returns its notes, empty as yet."""
-        self.changes, self.notes, self._start = changes, Notes(), start
-        return self.notes
+    def record_run(self, changes: Changes, start: Callable[[Run], None] | None = None) -> RunRecord:
+        """Watch the next run; `start` is called when its models are loaded. Returns its record, empty as yet."""
+        self.changes, self.record, self._start = changes, RunRecord(), start
+        return self.record
 
     def algorithm(self, name: str) -> AlgorithmSpec:
         """See PluginManager; without learning rates if those are to be 0."""
@@ -104,13 +104,13 @@ class Watched(PluginManager):
     def run_start(self, run: Run) -> None:
         """Put the watched handles into the run."""
         super().run_start(run)
-        changes, notes = self.changes, self.notes
-        notes.roles = {name: handle.role for name, handle in run.roles.items()}
-        run.roles = {name: WatchedHandle(handle, run, changes, notes) for name, handle in run.roles.items()}
-        _watch_reward(run, changes, notes)
+        changes, record = self.changes, self.record
+        record.roles = {name: handle.role for name, handle in run.roles.items()}
+        run.roles = {name: RecordingHandle(handle, run, changes, record) for name, handle in run.roles.items()}
+        _record_reward(run, changes, record)
         if changes.holes:
             encode = run.encode
-            vars(run)["encode"] = lambda *args: _with_holes(encode(*args), notes)
+            vars(run)["encode"] = lambda *args: _with_holes(encode(*args), record)
         if self._start is not None:
             self._start(run)
         if changes.random_seed is not None:
@@ -120,22 +120,22 @@ class Watched(PluginManager):
     def step_end(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics."""
         super().step_end(run, step, metrics)
-        self.notes.metrics.append(dict(metrics))
+        self.record.metrics.append(dict(metrics))
         if step == self.changes.stop_after:
-            raise Enough
+            raise StopEarly
 
 
-class WatchedHandle(RoleHandle):
-    """A role's handle that notes what reaches `update`."""
+class RecordingHandle(RoleHandle):
+    """A role's handle that records what reaches `update`."""
 
-    def __init__(self, handle: RoleHandle, run: Run, changes: Changes, notes: Notes) -> None:
+    def __init__(self, handle: RoleHandle, run: Run, changes: Changes, record: RunRecord) -> None:
         vars(self).update(vars(handle))
-        self._run, self._changes, self._notes = run, changes, notes
+        self._run, self._changes, self._record = run, changes, record
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """See RoleHandle."""
         batch = super().generate(prompts, **options)
-        return _with_holes(batch, self._notes) if self._changes.holes else batch
+        return _with_holes(batch, self._record) if self._changes.holes else batch
 
     def update(
         self,
@@ -159,27 +159,27 @@ class WatchedHandle(RoleHandle):
             objects = [name for name in names if name is not None and name in rows.non_tensor_batch]
             sent = rows.select(list(rows.batch.keys()), objects, [])
             noted = Item(self._run.step, self.name, self.role.kind, sent, function, weight, keep_together)
-            self._notes.items.append(noted)
+            self._record.items.append(noted)
         return super().update([(rows, self._changed(function), weight) for rows, function, weight in items], **options)
 
     def _changed(self, loss: Loss) -> Loss:
-        if self._changes.frozen and self.role.kind == "policy":
-            return _with_ratio_noted(loss, self._notes.ratios)
+        if self._changes.frozen and self.role.kind == POLICY:
+            return _recording_ratios(loss, self._record.ratios)
         return _with_nan(loss) if self._changes.nan_loss else loss
 
 
-def _watch_reward(run: Run, changes: Changes, notes: Notes) -> None:
+def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:
     """Note what `run.reward` gives; change a score of it, or of the functions behind it, where that is wanted."""
     reward, by_functions = run.reward, run.score_by_functions
 
     def watched(batch: DataProto, **options: Any) -> DataProto:
         scored = reward(batch, **options)
-        if changes.raised is not None and run.step == 1 and changes.raised[0] == len(notes.scored):
+        if changes.raised is not None and run.step == 1 and changes.raised[0] == len(record.scored):
             scored = scored[:]
             scores = scored["scores"]
             scores[changes.raised[1]] = scores.max() + 1
             scored["scores"] = scores
-        notes.scored.append((run.step, batch.union(scored)))
+        record.scored.append((run.step, batch.union(scored)))
         return scored
 
     def with_nan(batch: DataProto) -> DataProto:
@@ -207,8 +207,8 @@ def with_holes(batch: DataProto) -> DataProto:
     return batch
 
 
-def _with_holes(batch: DataProto, notes: Notes) -> DataProto:
-    notes.masked = True
+def _with_holes(batch: DataProto, record: RunRecord) -> DataProto:
+    record.masked = True
     return with_holes(batch)
 
 
@@ -219,7 +219,7 @@ def _frozen(algorithm: type) -> type:
     return type(algorithm.__name__, (algorithm,), {"roles": roles})
 
 
-def _with_ratio_noted(loss: Loss, ratios: dict[str, float]) -> Loss:
+def _recording_ratios(loss: Loss, ratios: dict[str, float]) -> Loss:
     def noted(out: Outputs, batch: Mapping[str, Any], config: Any) -> Mapping[str, Term]:
         # The engine also asks for the counts alone, without a gradient, with made-up outputs.
         if torch.is_grad_enabled() and "old_log_probs" in batch and "log_probs" in out.given:
@@ -240,7 +240,7 @@ def _with_nan(loss: Loss) -> Loss:
 
 
 @contextmanager
-def maps_noted(mapped: list[Mapped]) -> Iterator[None]:
+def recorded_maps(mapped: list[Mapped]) -> Iterator[None]:
     """Note every call of `DataProto.map`, for a while."""
     original = DataProto.map
 

@@ -48,8 +48,8 @@ def test_what_does_not_apply_follows_from_what_the_algorithm_does(tmp_path):
     applies = {"config", "steps", "metrics", "same_seed", "kill_and_resume"}
     assert {name for name, result in results.items() if result.outcome == "pass"} == applies
     assert {name for name, result in results.items() if result.outcome == "n/a"} == set(results) - applies
-    assert results["micro_batch_split"].text == "no policy or critic or reward role trains"
-    assert results["better_sample"].text == "no policy role trains"
+    assert results["micro_batch_split"].text == "no policy or critic or reward model trains"
+    assert results["better_sample"].text == "no policy trains"
     assert results["zero_learning_rate"].text == "no role trains"
     assert results["non_finite"].text == "nothing is scored and nothing is updated"
 

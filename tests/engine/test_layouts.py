@@ -16,7 +16,7 @@ from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.engines.torch.packing import Packing
 from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.errors import ConfigError
-from rlcore.plugins import Role
+from rlcore.plugins import REWARD, Role
 from rlcore.roles.placement import plan
 
 
@@ -70,7 +70,7 @@ def test_stages_need_packed_rows(model_folder):
 
 
 def test_the_run_is_refused_before_its_workers_start(model_folder):
-    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind="reward", model=str(model_folder("gpt2")))}
+    roles = {"actor": Role(trains=True, generates=True), "judge": Role(kind=REWARD, model=str(model_folder("gpt2")))}
     config = Config(
         algorithm="",
         algo=None,

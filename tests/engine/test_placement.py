@@ -9,13 +9,13 @@ import pytest
 from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.roles.placement import PoolPlan, only, plan
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
     "ref": Role(),
-    "critic": Role(trains=True, kind="critic"),
+    "critic": Role(trains=True, kind=CRITIC),
 }
 REWARD = PoolPlan("reward", ("reward",), 3)
 

@@ -12,15 +12,15 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.ops import masked_sum, needs, objective
-from rlcore.plugins import Role
+from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
 ROLES = {
-    "critic": Role(trains=True, kind="critic"),
-    "reward_model": Role(trains=True, kind="reward"),
-    "target": Role(kind="critic", follows="critic"),
+    "critic": Role(trains=True, kind=CRITIC),
+    "reward_model": Role(trains=True, kind=REWARD),
+    "target": Role(kind=CRITIC, follows="critic"),
 }
 
 

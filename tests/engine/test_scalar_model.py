@@ -15,6 +15,7 @@ from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.engines.torch.model import load_scalar_model
 from rlcore.errors import ConfigError, DataError
 from rlcore.ops import masked_sum, needs, objective
+from rlcore.plugins import CRITIC, POLICY, REWARD
 from rlcore.protocol import Ragged
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_numbers_are_those_of_transformers(scored_folder, random_batch, kind, pa
     folder = scored_folder(kind)
     hf = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     batch = with_an_empty_response(random_batch(groups=3))
-    values = make(folder, "critic", padding_free=padding_free).compute(batch, ["values"])["values"]
+    values = make(folder, CRITIC, padding_free=padding_free).compute(batch, ["values"])["values"]
     assert values.lengths.equal(batch["responses"].lengths)
     with torch.no_grad():
         for (prompt, whole), got in zip(sequences(batch), values.to_list(), strict=True):
@@ -103,7 +104,7 @@ def test_numbers_are_those_of_transformers(scored_folder, random_batch, kind, pa
             torch.testing.assert_close(got, by_hand[len(prompt) - 1 : len(whole) - 1], rtol=1e-4, atol=1e-4)
         ids = torch.nn.utils.rnn.pad_sequence([whole for _, whole in sequences(batch)], batch_first=True)
         logits = hf(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, 0]
-    engine = make(folder, "reward", trains=False, padding_free=padding_free, micro_batch_rows=4)
+    engine = make(folder, REWARD, trains=False, padding_free=padding_free, micro_batch_rows=4)
     assert engine.model.packed == packed
     scores = engine.compute(batch, ["scores"])["scores"]
     assert scores.dtype == torch.float32
@@ -111,7 +112,7 @@ def test_numbers_are_those_of_transformers(scored_folder, random_batch, kind, pa
     torch.testing.assert_close(scores, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "name", "loss"), [("critic", "values", value_loss), ("reward", "scores", score_loss)])
+@pytest.mark.parametrize(("kind", "name", "loss"), [(CRITIC, "values", value_loss), (REWARD, "scores", score_loss)])
 def test_the_gradient_is_that_of_plain_autograd_however_the_batch_is_cut(
     scored_folder, random_batch, gradients, assert_close, kind, name, loss
 ):
@@ -121,8 +122,8 @@ def test_the_gradient_is_that_of_plain_autograd_however_the_batch_is_cut(
     for row, (prompt, whole) in enumerate(sequences(batch)):
         numbers = hf.score(hf.model(input_ids=whole[None]).last_hidden_state)[0, :, 0]
         mask = batch["response_mask"].to_list()[row]
-        read = numbers[len(prompt) - 1 : -1] if kind == "critic" else numbers[-1:]
-        weight = mask if kind == "critic" else torch.ones(1)
+        read = numbers[len(prompt) - 1 : -1] if kind == CRITIC else numbers[-1:]
+        weight = mask if kind == CRITIC else torch.ones(1)
         errors.append(((read - batch["advantages"][row]) ** 2 * weight).sum())
         count += int(weight.sum())
     want = torch.stack(errors).sum() / count
@@ -134,7 +135,7 @@ def test_the_gradient_is_that_of_plain_autograd_however_the_batch_is_cut(
         assert_close(gradients(engine), {name: p.grad for name, p in hf.named_parameters()}, 1e-4)
 
 
-@pytest.mark.parametrize(("kind", "name", "loss"), [("critic", "values", value_loss), ("reward", "scores", score_loss)])
+@pytest.mark.parametrize(("kind", "name", "loss"), [(CRITIC, "values", value_loss), (REWARD, "scores", score_loss)])
 def test_a_new_head_is_zero_and_learns(model_folder, random_batch, kind, name, loss):
     engine = make(model_folder(), kind)
     batch = random_batch()
@@ -155,11 +156,11 @@ def test_a_new_head_is_zero_and_learns(model_folder, random_batch, kind, name, l
 def test_training_goes_on_bit_for_bit_after_a_save_and_the_folder_opens_with_transformers(
     model_folder, random_batch, tmp_path
 ):
-    straight, saved = (make(model_folder(), "reward") for _ in range(2))
+    straight, saved = (make(model_folder(), REWARD) for _ in range(2))
     for engine in (straight, saved):
         step(engine, random_batch(seed=1), score_loss)
     saved.save_state(tmp_path)
-    resumed = make(model_folder(), "reward")
+    resumed = make(model_folder(), REWARD)
     resumed.load_state(tmp_path)
     batch = random_batch(seed=2)
     scores = resumed.compute(batch, ["scores"])["scores"]
@@ -170,26 +171,26 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_the_folder_opens_with_tra
     for row, (_, whole) in enumerate(sequences(batch)):
         assert hf(input_ids=whole[None]).logits.item() == pytest.approx(scores[row].item(), abs=1e-5)
     # And what was written serves the roles that read such folders.
-    again = make(tmp_path / "model", "reward", trains=False).compute(batch, ["scores"])["scores"]
+    again = make(tmp_path / "model", REWARD, trains=False).compute(batch, ["scores"])["scores"]
     torch.testing.assert_close(again, scores)
-    assert make(tmp_path / "model", "critic").model.hf.score.weight.equal(hf.score.weight)
+    assert make(tmp_path / "model", CRITIC).model.hf.score.weight.equal(hf.score.weight)
 
 
 def test_a_saved_reward_model_names_the_pad_token_of_its_tokenizer(model_folder, tmp_path):
     shutil.copytree(model_folder(), tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
-    make(tmp_path / "base", "reward").save_pretrained(tmp_path / "saved")
+    make(tmp_path / "base", REWARD).save_pretrained(tmp_path / "saved")
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").config.pad_token_id == 0
 
 
 def test_no_rows_give_no_numbers(scored_folder, random_batch):
     batch = random_batch()[:0]
-    assert make(scored_folder(), "reward").compute(batch, ["scores"])["scores"].shape == (0,)
-    assert len(make(scored_folder(), "critic").compute(batch, ["values"])["values"]) == 0
+    assert make(scored_folder(), REWARD).compute(batch, ["scores"])["scores"].shape == (0,)
+    assert len(make(scored_folder(), CRITIC).compute(batch, ["values"])["values"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", [POLICY, CRITIC])
 def test_following_copies_or_averages(model_folder, random_batch, kind):
     """follow(1) takes over every bit; follow(0.5) goes half of the way: (a + b) / 2."""
     leader, follower = make(model_folder(), kind), make(model_folder(), kind, trains=False)
@@ -210,11 +211,11 @@ def test_following_copies_or_averages(model_folder, random_batch, kind):
 
 
 def test_following_another_model_is_refused(model_folder):
-    follower = make(model_folder(), "policy", trains=False)
+    follower = make(model_folder(), POLICY, trains=False)
     with pytest.raises(DataError, match=r"these are of another: .*q_proj.bias is missing; .* and 2 more"):
-        follower.follow(make(model_folder("llama"), "policy"), 1.0)
+        follower.follow(make(model_folder("llama"), POLICY), 1.0)
     with pytest.raises(DataError, match=r"of another: .*score.weight is unknown"):
-        follower.follow(make(model_folder(), "critic"), 1.0)
+        follower.follow(make(model_folder(), CRITIC), 1.0)
 
 
 def test_folders_that_are_no_reward_model(model_folder, tmp_path):
@@ -242,4 +243,4 @@ def test_a_folder_without_some_of_its_weights_is_refused(model_folder, tmp_path)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"it holds no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
-        make(tmp_path, "policy")
+        make(tmp_path, POLICY)

@@ -13,7 +13,7 @@ from rlcore.config import ModelConfig, compose
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.errors import ConfigError, DataError, NoRoleError, PluginError
 from rlcore.ops import masked_sum, needs, objective
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import CRITIC, REWARD, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.run import check_roles, open_run, with_reward_model
 from rlcore.trainer import train
@@ -110,22 +110,28 @@ PAIRS = [("3+4=", "7"), ("12+5=", "17orso"), ("1+1=", ""), ("9-2=", "7")]
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"tutor": Role(kind="polcy")}, r"role 'tutor' is of kind 'polcy'.*Did you mean 'policy'\? Allowed: policy, c"),
+        (
+            {"tutor": Role(kind="critic")},
+            r"role 'tutor' has kind='critic'; .* values POLICY, CRITIC, REWARD of",
+        ),
         ({"reward": Role()}, "a role cannot be called 'reward'.*a part of Run has that name"),
         ({"my-role": Role()}, "a role cannot be called 'my-role': it is no identifier"),
-        ({"critic": Role(kind="critic", generates=True)}, "role 'critic' is a critic and cannot generate"),
-        ({"cost": Role(kind="reward")}, r"'cost' is a reward that neither trains nor follows.*Role\(model=FOLDER\)"),
-        ({"critic": Role(kind="critic")}, "'critic' is a critic that neither trains nor follows"),
+        ({"critic": Role(kind=CRITIC, generates=True)}, "role 'critic' is a critic and cannot generate"),
+        (
+            {"cost": Role(kind=REWARD)},
+            r"'cost' is a reward model that neither trains.*Role\(model=FOLDER\)",
+        ),
+        ({"critic": Role(kind=CRITIC)}, "'critic' is a critic that neither trains nor follows"),
         ({"actor": Role(), "ema": Role(follows="acter")}, "'ema' follows 'acter'.*one of the others: actor"),
         ({"ema": Role(follows="ema")}, "'ema' follows 'ema'.*there is none"),
         ({"actor": Role(), "b": Role(trains=True, follows="actor")}, "a role that does not train can follow"),
-        ({"actor": Role(), "v": Role(kind="critic", follows="actor")}, "'v' is a critic and follows 'actor', a policy"),
+        ({"actor": Role(), "v": Role(kind=CRITIC, follows="actor")}, "'v' is a critic and follows 'actor', a policy"),
         ({"grader": Role(model="/nowhere")}, "the model of role 'grader', /nowhere does not exist; give the folder"),
         (
-            {"cost": Role(kind="reward", model="tiny")},
-            r"tiny is no reward model.*Qwen2ForCausalLM.*docs/roles.md",
+            {"cost": Role(kind=REWARD, model="tiny")},
+            r"tiny is not a trained reward model.*Qwen2ForCausalLM.*docs/roles.md",
         ),
-        ({"critic": Role(kind="critic", model="tiny")}, "tiny is no critic model"),
+        ({"critic": Role(kind=CRITIC, model="tiny")}, "tiny is not a trained critic"),
     ],
 )
 def test_roles_that_cannot_be(config, roles, message):
@@ -134,15 +140,15 @@ def test_roles_that_cannot_be(config, roles, message):
 
 
 @pytest.mark.parametrize("labels", [2, 3])
-@pytest.mark.parametrize("role", [Role(kind="reward"), Role(kind="critic", trains=True)])
+@pytest.mark.parametrize("role", [Role(kind=REWARD), Role(kind=CRITIC, trains=True)])
 def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
-    with pytest.raises(ConfigError, match=rf"has {labels} labels; a {role.kind} role needs .*one.*num_labels=1"):
+    with pytest.raises(ConfigError, match=rf"has {labels} labels; a {role.kind} needs .*one.*num_labels=1"):
         check_roles({"cost": replace(role, model=str(scorer(labels)))}, config)
 
 
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
-    check_roles({"cost": Role(kind="reward", model=str(foreign))}, config)
-    for role in (Role(kind="reward", trains=True), Role(kind="critic", trains=True)):
+    check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config)
+    for role in (Role(kind=REWARD, trains=True), Role(kind=CRITIC, trains=True)):
         with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer is another than"):
             check_roles({"cost": replace(role, model=str(foreign))}, config)
     shutil.copytree(TINY, tmp_path / "teacher")
@@ -175,7 +181,7 @@ def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tm
         roles(tmp_path / "bare")
     asked = replace(config, reward=replace(config.reward, model=str(scorer())))
     with pytest.raises(ConfigError, match=r"brings a role 'reward_model' of its own; leave out reward.model"):
-        with_reward_model({"reward_model": Role(trains=True, kind="reward")}, asked)
+        with_reward_model({"reward_model": Role(trains=True, kind=REWARD)}, asked)
 
 
 # Roles by name
@@ -196,9 +202,9 @@ def many(open_roles, scorer):
         actor=Role(trains=True, generates=True, lr=1e-2),
         rival=Role(generates=True),
         teacher=Role(model="tiny"),
-        helpful=Role(kind="reward", model=str(scorer())),
-        cost=Role(kind="reward", trains=True),
-        critic=Role(trains=True, kind="critic", model=str(scorer()), lr=0.0),
+        helpful=Role(kind=REWARD, model=str(scorer())),
+        cost=Role(kind=REWARD, trains=True),
+        critic=Role(trains=True, kind=CRITIC, model=str(scorer()), lr=0.0),
         ema=Role(follows="actor"),
     )
 
@@ -237,7 +243,7 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
     assert not hasattr(many, "tutor")
     with pytest.raises(NoRoleError, match=r"no role 'critics'. Did you mean 'critic'\?"):
         many.critics.values(batch)
-    with pytest.raises(DataError, match=r"role 'actor' is a policy, which has no values\(\).*Role\(kind='critic'\)"):
+    with pytest.raises(DataError, match=r"role 'actor' is a policy, which has no values\(\).*Role\(kind=CRITIC\)"):
         many.actor.values(batch)
     with pytest.raises(DataError, match=r"role 'critic' is a critic, which has no log_probs\(\)"):
         many.critic.log_probs(batch)
@@ -245,7 +251,7 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
         many.critic.score(batch)
     with pytest.raises(DataError, match=r"'value_loss' needs values, but role 'actor' is a policy, which gives log_pr"):
         many.actor.update(batch, loss=value_loss)
-    with pytest.raises(DataError, match=r"'likelihood' needs log_probs, but role 'cost' is a reward, which gives sc"):
+    with pytest.raises(DataError, match=r"'likelihood' needs log_probs, but role 'cost' is a reward model, which"):
         many.cost.update(batch, loss=likelihood)
     with pytest.raises(DataError, match=r"role 'rival' follows no other"):
         many.rival.follow()
@@ -290,7 +296,7 @@ def test_a_chat_template_of_its_own_or_plain_text(foreign, tmp_path):
 
 def test_a_reward_model_with_another_tokenizer_reads_the_texts(open_roles, foreign, scorer):
     """By hand: each chat alone through transformers, one token a character. Token ids are not looked at."""
-    run = open_roles(own=Role(kind="reward", model=str(scorer())), other=Role(kind="reward", model=str(foreign)))
+    run = open_roles(own=Role(kind=REWARD, model=str(scorer())), other=Role(kind=REWARD, model=str(foreign)))
     batch = texts(*PAIRS)
     hf = AutoModelForSequenceClassification.from_pretrained(foreign, dtype=torch.float32).eval()
     expected = []
@@ -347,7 +353,7 @@ def test_grpo_with_a_reward_model_alone_and_with_functions(small, samples_of, me
 FOLLOWING = """
 from dataclasses import dataclass
 
-from rlcore import Algorithm, AlgorithmSpec, Role, hookimpl
+from rlcore import CRITIC, Algorithm, AlgorithmSpec, Role, hookimpl
 from rlcore.ops import masked_sum, needs, objective
 
 RLCORE_API = 1
@@ -372,9 +378,9 @@ class Following(Algorithm):
     def roles(self):
         return {
             "actor": Role(trains=True, generates=True),
-            "critic": Role(trains=True, kind="critic", lr=1e-3),
+            "critic": Role(trains=True, kind=CRITIC, lr=1e-3),
             "average": Role(follows="actor"),
-            "target": Role(kind="critic", follows="critic"),
+            "target": Role(kind=CRITIC, follows="critic"),
         }
 
     def step(self, run, prompts):

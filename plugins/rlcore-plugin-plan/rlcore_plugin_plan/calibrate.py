@@ -34,7 +34,7 @@ from rlcore_plugin_plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
-from rlcore.roles.placement import REWARD, plan
+from rlcore.roles.placement import REWARD_WORKERS, plan
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ def _start(executor: Executor, config: Config, plugins: PluginManager, workers: 
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     config = replace(config, cluster=replace(config.cluster, pools=pools))
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
-    opened = [(planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD,)]
+    opened = [
+        (planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD_WORKERS,)
+    ]
     handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
     return list(handles.values())
 

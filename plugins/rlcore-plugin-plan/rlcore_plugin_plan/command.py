@@ -22,7 +22,7 @@ from rlcore_plugin_plan.record import record
 from rlcore_plugin_plan.search import Plan, search
 from rlcore_plugin_plan.workload import Workload
 from rlcore.plugins import Role
-from rlcore.roles.placement import REWARD, ROLLOUT, PoolSettings, sampled_role
+from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
 from rlcore.run import with_reward_model
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def problem_of(
 
 def _size(role: Role, config: Config) -> Any:
     model = replace(config.model, path=role.model or config.model.path)
-    return size_of(model, "vocabulary" if role.kind == "policy" else "number")
+    return size_of(model, role.kind.head)
 
 
 def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
@@ -102,11 +102,11 @@ def _fixed(config: Config, problem: Problem) -> Fixed:
         chosen = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT} | chosen
     pools: dict[frozenset[str], int | None] = {}
     for name, pool in _pools(config).items():
-        if unknown := [role for role in pool.roles if role not in (*problem.roles, REWARD)]:
+        if unknown := [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]:
             raise ConfigError(
                 f"cluster.pools.{name} lists {unknown[0]!r}; the run's roles are {', '.join(problem.roles)}"
             )
-        if models := frozenset(pool.roles) - {REWARD}:
+        if models := frozenset(pool.roles) - {REWARD_WORKERS}:
             pools[models] = pool.workers
     if pools:
         listed = [role for models in pools for role in models]

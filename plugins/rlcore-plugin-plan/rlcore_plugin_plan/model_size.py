@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.parallel.model_shape import ModelShape
 from rlcore.errors import ConfigError
-
-Head = Literal["vocabulary", "number"]
+from rlcore.plugins import Head
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from rlcore.config.schema import EngineConfig
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import engine_of, layout_of
 from rlcore.errors import ConfigError
-from rlcore.plugins import PluginManager, Role
+from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.roles.placement import only, plan
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
-    "critic": Role(trains=True, kind="critic"),
+    "critic": Role(trains=True, kind=CRITIC),
     "ref": Role(follows="actor"),
 }
 

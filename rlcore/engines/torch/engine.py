@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from rlcore.engines.torch.pipeline import Pipeline, Stage
 from rlcore.engines.torch.selection import Selection, total_tokens
 from rlcore.errors import DataError
 from rlcore.ops import Outputs, needs_of
+from rlcore.plugins import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class FSDPEngine(TrainEngine):
         *,
         ranks: Ranks,
         trains: bool,
-        kind: Literal["policy", "critic", "reward"] = "policy",
+        kind: RoleKind = POLICY,
         new_head: bool = True,
         temperature: float = 1.0,
         total_steps: int = 1,
@@ -68,7 +69,7 @@ class FSDPEngine(TrainEngine):
         self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
         check_layout(model, engine, self.layout)
         self.model: PackedModel
-        if kind == "policy":
+        if kind.is_language_model:
             self.model = load_causal_lm(
                 model, padding_free=engine.padding_free, chunk=engine.logits_chunk, device=ranks.device
             )
@@ -159,7 +160,7 @@ class FSDPEngine(TrainEngine):
         more goes backward before the optimizer's step, so copies of the weights add up their gradients.
         """
         device = self.ranks.device
-        form = {"at_end": self.kind == "reward", "folded": self.model.folds}
+        form = {"at_end": self.kind.scores_rows, "folded": self.model.folds}
         if self._pipeline is None:
             for index, part in enumerate(parts):
                 if backward and self.mesh.copies > 1 and not self.mesh.is_whole:
@@ -200,14 +201,14 @@ class FSDPEngine(TrainEngine):
             self._run(parts, names, keep, backward=False)
         filled = [part for part in parts if part is not None]
         lengths = torch.cat([part.view("responses").lengths for part in filled]) if filled else torch.zeros(0).long()
-        sizes = [1] * len(lengths) if self.kind == "reward" else lengths.tolist()
+        sizes = [1] * len(lengths) if self.kind.scores_rows else lengths.tolist()
         back = torch.cat([part.view("row") for part in filled]).argsort().tolist() if filled else []
         columns: dict[str, Ragged | Tensor] = {}
         for name in names:
             flat = torch.cat(pieces[name]) if pieces[name] else torch.zeros(sum(sizes), device=self.ranks.device)
             values = self.mesh.from_stage(self.layout.pp - 1, flat).cpu().split(sizes)
             rows = [values[row] for row in back]
-            if self.kind == "reward":
+            if self.kind.scores_rows:
                 columns[name] = torch.cat(rows) if rows else torch.zeros(0)
             else:
                 columns[name] = Ragged.from_list(rows, dtype=torch.float32)
