@@ -23,7 +23,7 @@ from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
-from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
+from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import Asked
 
 if TYPE_CHECKING:
@@ -206,20 +206,23 @@ def open_run(
     *,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
+    executor: Executor | None = None,
 ) -> Iterator[Run]:
     """Start the workers of all roles and of the rewards, where `cluster.pools` has them; stop them at the end.
 
-    `loaders` are what `run.next_prompts` draws from. Each worker writes to a file of its own in `log_dir`. Raises
-    ConfigError for roles that cannot be, and the errors of starting.
+    `loaders` are what `run.next_prompts` draws from. Each worker writes to a file of its own in `log_dir`. `executor`
+    starts the workers (default: the one of `cluster.executor`). Raises ConfigError for roles that cannot be, and the
+    errors of starting.
     """
     check_roles(roles, config)
     plans = plan(config, roles)
-    executor = make_executor(
-        config.cluster,
-        log_dir=log_dir,
-        by_value_modules=plugins.by_value_modules,
-        distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
-    )
+    if executor is None:
+        executor = make_executor(
+            config.cluster,
+            log_dir=log_dir,
+            by_value_modules=plugins.by_value_modules,
+            distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
+        )
     with executor:
         # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in plans]

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlcore.config import Config
-from rlcore.engine.parallel.layout import Layout
+from rlcore import Config
+from rlcore.engine import Layout
 from rlcore_plugin_plan.model_size import ModelSize, size_of
-from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.errors import ConfigError
+from rlcore.engine import GenerationLayout
+from rlcore import ConfigError
 from rlcore.ops import Outputs, Term, masked_sum, needs, objective
 from rlcore_plugin_plan import devices, training
 from rlcore_plugin_plan.dataflow import Call
@@ -31,14 +31,14 @@ from rlcore_plugin_plan.inference import forward_seconds
 from rlcore_plugin_plan.problem import Devices
 from rlcore_plugin_plan.profile import STORED, Profile, dump
 from rlcore_plugin_plan.workload import Workload
-from rlcore.plugins import Role
-from rlcore.protocol import DataProto, Ragged
+from rlcore import Role
+from rlcore import DataProto, Ragged
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
 from rlcore.roles.placement import REWARD_WORKERS, plan
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
-    from rlcore.plugins import PluginManager
+    from rlcore import PluginManager
 
 FEW, MANY = 2, 32
 """Rows of the short runs."""

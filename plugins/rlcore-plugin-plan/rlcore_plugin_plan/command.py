@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlcore.config import Config
+from rlcore import Config
 from rlcore.config.build import build
-from rlcore.engine.parallel.model_shape import engine_of
+from rlcore.engine import engine_of
 from rlcore_plugin_plan.model_size import size_of
-from rlcore.errors import ConfigError
+from rlcore import ConfigError
 from rlcore_plugin_plan.devices import devices
 from rlcore_plugin_plan.overrides import experiment, values
 from rlcore_plugin_plan.problem import Devices, Fixed, Objective, Problem
 from rlcore_plugin_plan.record import record
 from rlcore_plugin_plan.search import Plan, search
 from rlcore_plugin_plan.workload import Workload
-from rlcore.plugins import Role
+from rlcore import Role
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
 from rlcore.run import with_reward_model
 
 if TYPE_CHECKING:
-    from rlcore.plugins import PluginManager
+    from rlcore import PluginManager
 
 
 def make_plans(

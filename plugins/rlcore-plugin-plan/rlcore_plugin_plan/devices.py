@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from rlcore.config.schema import ClusterConfig
-from rlcore.errors import ConfigError
+from rlcore import ConfigError
 from rlcore_plugin_plan.problem import Devices
 from rlcore_plugin_plan.profile import load, shipped, stored
 

@@ -6,7 +6,7 @@ tensor shards, one gather of sharded weights, and the pipeline's bubble.
 
 from __future__ import annotations
 
-from rlcore.engine.parallel.layout import Layout
+from rlcore.engine import Layout
 from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import Call
 from rlcore_plugin_plan.profile import Profile

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rlcore.assets import model_path
-from rlcore.config import ModelConfig
-from rlcore.engine.parallel.model_shape import ModelShape
-from rlcore.errors import ConfigError
-from rlcore.plugins import Head
+from rlcore.engine import ModelShape
+from rlcore import ConfigError
 
 
 @dataclass(frozen=True)

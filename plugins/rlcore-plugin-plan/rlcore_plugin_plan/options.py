@@ -12,15 +12,15 @@ from functools import cache
 from operator import add, le
 from typing import TypeVar
 
-from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine import Layout
+from rlcore.engine import GenerationLayout
 from rlcore_plugin_plan import generation, memory
 from rlcore_plugin_plan.dataflow import FORWARD, GENERATION, UPDATE, Call
 from rlcore_plugin_plan.generation import generate_seconds, transition_seconds
 from rlcore_plugin_plan.inference import forward_seconds, weights_seconds
 from rlcore_plugin_plan.problem import Devices, Problem
 from rlcore_plugin_plan.training import shard_of, update_seconds
-from rlcore.roles.placement import ROLLOUT
+from rlcore.planning import ROLLOUT
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config import Config
+from rlcore import Config
 from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import SECTIONS
 from rlcore_plugin_plan import memory
 from rlcore_plugin_plan.search import Plan
-from rlcore.roles.placement import ROLLOUT
+from rlcore.planning import ROLLOUT
 
 
 def pool_names(plan: Plan) -> list[str]:

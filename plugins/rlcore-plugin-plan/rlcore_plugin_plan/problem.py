@@ -12,7 +12,7 @@ from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
 from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.workload import Workload
-from rlcore.roles.placement import ROLLOUT
+from rlcore.planning import ROLLOUT
 
 Objective = Literal["time", "cost"]
 

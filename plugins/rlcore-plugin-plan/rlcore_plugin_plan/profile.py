@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlcore.errors import ConfigError, did_you_mean
+from rlcore import ConfigError, did_you_mean
 
 STORED = Path("~/.cache/rlcore/profiles")
 """Where `rlcore plan --calibrate` puts profiles; they are known by name."""

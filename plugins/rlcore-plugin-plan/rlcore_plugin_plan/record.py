@@ -1,142 +1,95 @@
 """The dataflow of an algorithm, recorded: its step runs once, in this process, on the shipped tiny model.
 
-Nothing is known of the algorithm but what its roles are asked. Every column that a call returns remembers the call, in
-whatever batch it ends up; a call waits for those whose columns it is sent. What the step reads on the controller holds
-up all calls that it makes afterwards, as it does in a real run.
+The planner knows nothing of the algorithm but the calls of its roles. Every column that a call returns remembers the
+call, in whatever batch it ends up; a call waits for the calls whose columns it is sent. A read on the controller holds
+up all calls that follow it, as it does in a real run.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from rlcore.config import Config
-from rlcore.config.schema import ClusterConfig
-from rlcore.data.chat import load_tokenizer
-from rlcore.data.loader import PromptLoader
-from rlcore.engine.random_state import random_state, set_random_state
-from rlcore.errors import ConfigError
 from rlcore_plugin_plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
-from rlcore.plugins import DatasetSpec, Role
-from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Column
-from rlcore.protocol.remote import Block, RemoteColumn
-from rlcore.rewards.compose import resolve
-from rlcore.rewards.judge import Judge
-from rlcore.rewards.worker import named_scores
-from rlcore.roles.handles import StepClock, start_roles
-from rlcore.roles.placement import plan
-from rlcore.run import Run, with_reward_model
-from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
-from rlcore.workers.dispatch import Dispatch
-from rlcore.workers.in_process import Finished, InProcess, InProcessExecutor
-from rlcore.workers.pool import ResourcePool
+
+from rlcore import Config, ConfigError, DataProto, DatasetSpec, Ragged
+from rlcore.planning import REWARD_WORKERS, WorkerCall, WorkerObserver, marks_of, rehearse, run_roles
 
 if TYPE_CHECKING:
-    from rlcore.plugins import PluginManager
+    from rlcore import PluginManager
 
 PROMPTS = 4
 TOKENS = 4
-"""Prompts of the recorded step, and the most tokens of a response."""
+"""Prompts of the recorded step, and the longest response in tokens."""
 
 
 def record(config: Config, plugins: PluginManager) -> Dataflow:
     """Return the dataflow of a step of `config.algorithm`, the last of the run.
 
-    Runs nothing of the user's but the algorithm: made-up prompts, scores and preferences, all different. Raises
-    ConfigError when the step cannot run so, with what it said.
+    Prompts, scores and the answers of plugins' workers are made up, all different; of the user's code only the
+    algorithm runs. Raises ConfigError when the step cannot run this way, with its error.
     """
+    roles = run_roles(config, plugins)
+    # The tiny model has no head of a critic or reward model; a role that trains or follows gets a new one.
+    tiny = {name: replace(role, model=None, trains=role.follows is None) for name, role in roles.items()}
+    tape = Tape(tiny, passing=config.reward.pass_score)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    roles = with_reward_model(algorithm.roles(), config)
-    small = _small(config)
-    before = random_state()
     try:
-        with TemporaryDirectory(prefix="rlcore-plan-") as folder, _open(small, Path(folder), plugins, roles) as run:
-            run.begin_step(config.trainer.total_steps)
-            with run.tape.recording():
-                algorithm.step(run, run.next_prompts())
-            run.end_step()
+        with rehearse(_small(config), plugins, tiny, _MADE_UP, tape) as run, tape.recording():
+            algorithm.step(run, run.next_prompts())
     except Exception as error:  # whatever a plugin raises
         raise ConfigError(
             f"the step of algo={config.algorithm} cannot be recorded on made-up prompts, so it cannot be planned: "
             f"{type(error).__name__}: {error}"
         ) from error
-    finally:
-        set_random_state(before)
     follows = {name: role.follows for name, role in roles.items() if role.follows is not None}
-    return Dataflow(tuple(run.tape.calls), follows)
+    return Dataflow(tuple(tape.calls), follows)
 
 
 def _small(config: Config) -> Config:
-    """Return the config with which the step is recorded: its own, of a model and batches that take a moment."""
+    """Return the config with which the step is recorded: a tiny model, and batches that take a moment."""
     parts: dict[str, Any] = {
         "model": replace(config.model, path="tiny", attention="auto", chat_template=None),
-        "data": replace(config.data, batch_size=PROMPTS, prompt_len=512, path=None, system_prompt=None),
+        "data": replace(
+            config.data, batch_size=PROMPTS, prompt_len=512, path=None, system_prompt=None, shuffle=False
+        ),
+        "reward": replace(config.reward, workers=1),
         "rollout": replace(
             config.rollout, name="hf", response_len=TOKENS, min_tokens=min(TOKENS, config.rollout.min_tokens), tp=1
         ),
         "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, offload=False, layouts={}),
-        "cluster": ClusterConfig(executor="in_process", workers=1),
+        "cluster": replace(
+            config.cluster,
+            executor="in_process",
+            address=None,
+            workers=1,
+            cpus_per_worker=1,
+            gpus_per_worker=0.0,
+            pools={},
+            colocate="fused",
+        ),
         "trainer": replace(config.trainer, rollouts_ahead=0),
     }
     return replace(config, **parts)
 
 
-@contextmanager
-def _open(config: Config, folder: Path, plugins: PluginManager, roles: Mapping[str, Role]) -> Iterator[_RecordedRun]:
-    """Start the roles as a run does, on workers that note their calls."""
-    tiny = {name: replace(role, model=None) for name, role in roles.items()}
-    tape = Tape()
-    with _Recorder(config.cluster, tape) as executor:
-        pools = [(planned, planned.open(executor)) for planned in plan(config, tiny)]
-        rewards = resolve(
-            config.reward, plugins.datasets()[config.data.name].reward, plugins.rewards(), plugins.by_value_modules
-        )
-        pool = executor.resource_pool(1)
-        scorers = executor.worker_group(pool, ClassWithInitArgs(_Scorer, config.reward.pass_score), name="reward")
-        clock = StepClock()
-        handles, _ = start_roles(config, executor, _WithHeads(plugins), tiny, clock, pools)  # type: ignore[arg-type]
-        judge = Judge(config.judge, executor)
-        run = _RecordedRun(config, folder, clock, handles, scorers, judge, {}, named_scores(rewards, config.reward))
-        run.tape = tape
-        yield run
+class Tape(WorkerObserver):
+    """Records the calls of a step, and which of them the controller has waited for."""
 
-
-class _WithHeads:
-    """The installed engines; a frozen critic or reward model gets a new head, which the tiny model has not."""
-
-    def __init__(self, plugins: PluginManager) -> None:
-        self._plugins = plugins
-
-    def train_engines(self) -> dict[str, Any]:
-        def with_head(create: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda **options: create(**{**options, "new_head": True})
-
-        return {name: replace(e, create=with_head(e.create)) for name, e in self._plugins.train_engines().items()}
-
-    def rollout_engines(self) -> Mapping[str, Any]:
-        return self._plugins.rollout_engines()
-
-
-class Tape:
-    """What is recorded: the calls of a step, and those that the controller has waited for."""
-
-    def __init__(self) -> None:
+    def __init__(self, roles: Mapping[str, Any], passing: float) -> None:
+        """`roles` are those with models; `passing` is the score from which a sample counts as correct."""
         self.calls: list[Call] = []
+        self._roles, self._passing = roles, passing
         self._waited: set[int] = set()
         self._on = False
         self._inside = 0
-
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note calls and reads while the step runs."""
+        """Record calls and reads inside this context."""
         self._on = True
         try:
             yield
@@ -144,147 +97,87 @@ class Tape:
             self._on = False
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Say that a worker is at work, whose reads hold up nobody else."""
+    def _inside_worker(self) -> Iterator[None]:
+        """Mark reads as those of a worker, which hold up no later call."""
         self._inside += 1
         try:
             yield
         finally:
             self._inside -= 1
 
-    def waited(self, number: int) -> None:
-        """Note that the result of a call was read."""
-        if self._on and not self._inside:
-            self._waited.add(number)
+    def observe(self, call: WorkerCall) -> tuple[Any, int | None]:
+        """See WorkerObserver: the mark of a result is the number of its call."""
+        number = self._begin(call) if self._on else None
+        with self._inside_worker():
+            result = call.run() if call.worker in self._roles else self._made_up(call)
+            if number is not None and isinstance(result, DataProto):
+                if any(_is_given_back(result, batch) for batch in _batches(call.arguments)):
+                    self.calls[number] = replace(self.calls[number], works=False, served=True)
+        return result, number
 
-    def begin(self, role: str, method: str, arguments: Sequence[Any]) -> int | None:
-        """Note a call and return its number; None when nothing is recorded."""
-        if not self._on or method.startswith("_read"):
+    def read(self, mark: Any) -> None:
+        """See WorkerObserver."""
+        if self._on and not self._inside:
+            self._waited.add(mark)
+
+    def _begin(self, call: WorkerCall) -> int | None:
+        """Record a call and return its number; None for a read that the data plane makes."""
+        if call.method.startswith("_read"):
             return None
-        batches = list(_batches(arguments))
-        needs = {block.call for batch in batches for block in _blocks(batch)} | self._waited
-        if method in WEIGHTS:  # it has no columns, but the weights that all before it used or made
+        batches = list(_batches(call.arguments))
+        needs = self._waited.union(*map(marks_of, batches))
+        if call.method in WEIGHTS:  # it has no columns, but the weights that all earlier calls used or made
             needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
-        works = method in WORK and role != "reward"
-        with self.inside():  # who looks is no reader
+        with self._inside_worker():
             prompts = len({tuple(row.tolist()) for b in batches if "prompts" in b for row in b.view("prompts")})
-        call = Call(role, method, rows / PROMPTS, prompts / PROMPTS, needs=tuple(sorted(needs)), works=works)
-        if method in GENERATION:
-            sampling = arguments[1]
-            call = replace(call, share=sampling.max_tokens / TOKENS)
-        elif method in UPDATE:
-            items, epochs, _ = arguments
-            whole = all(item.keep_together is not None for item in items)
-            call = replace(call, epochs=epochs, mini_batches=max(1, len(items[0].sizes)), together=whole)
-        self.calls.append(call)
+        works = call.method in WORK and call.worker in self._roles
+        made = Call(
+            call.worker, call.method, rows / PROMPTS, prompts / PROMPTS, needs=tuple(sorted(needs)), works=works
+        )
+        if call.method in GENERATION:
+            sampling = call.arguments[1]
+            made = replace(made, share=sampling.max_tokens / TOKENS)
+        elif call.method in UPDATE:
+            items, epochs, _ = call.arguments
+            together = all(item.keep_together is not None for item in items)
+            made = replace(made, epochs=epochs, mini_batches=max(1, len(items[0].sizes)), together=together)
+        self.calls.append(made)
         return len(self.calls) - 1
 
-    def served(self, number: int) -> None:
-        """Note that a call handed back what it was sent."""
-        self.calls[number] = replace(self.calls[number], works=False, served=True)
+    def _made_up(self, call: WorkerCall) -> DataProto | None:
+        """Return a result in place of that of reward functions or of a plugin's worker, which do not run."""
+        if not self._on:
+            return None
+        if call.promised is None:
+            raise ConfigError(
+                f"{call.worker}.{call.method}() does not declare its columns, so its result cannot be made up: add "
+                "gives=... to its @register"
+            )
+        columns = {name: _made_up_column(form, call.promised.rows) for name, form in call.promised.columns.items()}
+        if call.worker == REWARD_WORKERS:
+            scores = self._scores(call.arguments[0])
+            columns |= {name: scores for name in columns if name.startswith("score")}
+        return DataProto.from_single_dict(columns)
 
-
-class RecordedBlock(Block):
-    """Rows that a recorded call has made."""
-
-    def __init__(self, column: Column, call: int, tape: Tape) -> None:
-        self._column, self.call, self._tape = column, call, tape
-
-    def column(self) -> Column:
-        """See Block."""
-        self._tape.waited(self.call)
-        return self._column
-
-
-class _Read(Finished):
-    """Results that are no batch: who reads one has waited for the call."""
-
-    note: Callable[[], None]
-
-    def wait(self) -> list[Any]:
-        self.note()
-        return super().wait()
-
-
-class _Recording(InProcess):
-    """Processes whose calls go onto the tape."""
-
-    def __init__(self, tape: Tape, *args: Any) -> None:
-        self._tape = tape
-        super().__init__(*args)
-
-    def submit(self, role: str, method: str, calls: Sequence[Any], promised: Any = None) -> Finished:
-        args, kwargs = next(call for call in calls if call is not None)
-        number = self._tape.begin(role, method, [*args, *kwargs.values()])
-        with self._tape.inside():
-            finished = super().submit(role, method, calls, promised)
-            if number is None or finished._failure is not None:
-                return finished
-            results = finished.wait()
-            if all(result is None or isinstance(result, DataProto) for result in results):
-                if any(_is_given_back(result, batch) for result in results for batch in _batches(args)):
-                    self._tape.served(number)
-                return Finished([_noted(result, number, self._tape) for result in results], None)
-        read = _Read(results, None)
-        read.note = lambda: self._tape.waited(number)
-        return read
-
-
-class _Recorder(InProcessExecutor):
-    def __init__(self, cluster: ClusterConfig, tape: Tape) -> None:
-        super().__init__(cluster)
-        self._tape = tape
-
-    def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
-        roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
-        processes = _Recording(self._tape, pool.world_size, roles, pool.gpus_per_worker)
-        self._started.append(processes)
-        groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
-        return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
-
-
-class _Scorer(Worker):
-    """In place of the reward functions: another score for each row, all of which pass, so that a step learns of all."""
-
-    def __init__(self, passing: float) -> None:
-        self.passing = passing
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def score(self, batch: DataProto, named: Sequence[str] = ()) -> DataProto:
-        """See rlcore.rewards.worker.RewardWorker."""
-        index = batch.view("sample_index").tolist() if "sample_index" in batch else [0] * len(batch)
+    def _scores(self, batch: DataProto) -> torch.Tensor:
+        """Return a different score for each row; all rows pass, so that a step learns from all of them."""
         uid = batch.view("uid").tolist() if "uid" in batch else range(len(batch))
+        index = batch.view("sample_index").tolist() if "sample_index" in batch else [0] * len(batch)
         keys = [f"{name} {number} {row}" for row, (name, number) in enumerate(zip(uid, index, strict=True))]
-        scores = torch.tensor([self.passing + zlib.crc32(key.encode()) / 2**32 for key in keys])
-        result = DataProto({"scores": scores, "reward_error": torch.zeros(len(batch), dtype=torch.bool)})
-        result["reward_detail"] = [None] * len(batch)
-        for name in named:
-            result[f"score/{name}"] = scores
-        return result
+        return torch.tensor([self._passing + zlib.crc32(key.encode()) / 2**32 for key in keys])
 
 
-class _RecordedRun(Run):
-    """A run on made-up prompts, and with a judge that is not asked."""
-
-    tape: Tape
-
-    def judge(self, first: DataProto, second: DataProto) -> DataProto:
-        """See Run."""
-        return DataProto.from_single_dict(
-            {
-                "preference": (torch.arange(len(first)) % 2).float(),
-                "judge_error": torch.zeros(len(first), dtype=torch.bool),
-            }
-        )
-
-    def next_prompts(self, name: str = "train") -> DataProto:
-        """See Run."""
-        if name not in self._loaders:
-            settings = replace(self.config.data, name="plan", batch_size=PROMPTS, shuffle=False)
-            loader = PromptLoader(settings, _MADE_UP, load_tokenizer(self.config.model), seed=0)
-            self._loaders = {**self._loaders, name: loader}
-        return self._loaders[name].next_batch()
+def _made_up_column(form: Any, rows: int) -> Any:
+    """Return a column of this form: 0 and 1 in turn as floats, else zeros, False or None."""
+    if form.kind == "object":
+        return [None] * rows
+    if form.kind == "ragged":
+        return Ragged.from_list([torch.zeros(0, *form.shape, dtype=form.dtype) for _ in range(rows)], dtype=form.dtype)
+    values = torch.zeros(rows, *form.shape, dtype=form.dtype)
+    if form.dtype.is_floating_point:
+        values[1::2] = 1
+    return values
 
 
 def _rows(config: Any, split: str) -> list[dict[str, str]]:
@@ -310,30 +203,12 @@ def _batches(value: Any) -> Iterator[DataProto]:
         yield from _batches([getattr(value, field.name) for field in fields(value)])
 
 
-def _blocks(batch: DataProto) -> Iterator[RecordedBlock]:
-    for column in batch.table.columns.values():
-        if isinstance(column, RemoteColumn):
-            yield from (block for block in column.blocks if isinstance(block, RecordedBlock))
-
-
-def _noted(result: DataProto | None, number: int, tape: Tape) -> DataProto | None:
-    """Return the result with columns that remember the call."""
-    if result is None:
-        return None
-    noted = result[:]
-    for name, column in result.table.columns.items():
-        here = column.here() if isinstance(column, RemoteColumn) else column
-        block = RecordedBlock(here, number, tape)
-        noted.table.bind(name, RemoteColumn.of_block(here.form(), block, len(here)))
-    return noted
-
-
-def _is_given_back(result: DataProto | None, batch: DataProto) -> bool:
-    """Whether all that a call returned are numbers that it was sent."""
-    if result is None or not len(result) or not result.table.columns:
+def _is_given_back(result: DataProto, batch: DataProto) -> bool:
+    """Return whether a call returned nothing but numbers that it was sent."""
+    if not len(result) or not result.keys():
         return False
     sent = [_numbers(batch, name) for name in batch.batch.keys()]  # noqa: SIM118  (a batch iterates over chunks)
-    for name in result.table.columns:
+    for name in result.keys():  # noqa: SIM118
         found = _numbers(result, name)
         if found is None or not any(each is not None and torch.equal(each, found) for each in sent):
             return False

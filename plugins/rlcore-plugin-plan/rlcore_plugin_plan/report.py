@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rlcore.config import Config
+from rlcore import Config
 from rlcore_plugin_plan.options import UNITS, Option, Part
 from rlcore_plugin_plan.overrides import pool_names, values, words
 from rlcore_plugin_plan.search import Plan

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlcore.errors import ConfigError
+from rlcore import ConfigError
 from rlcore_plugin_plan.options import Option, Options
 from rlcore_plugin_plan.problem import Problem
 from rlcore_plugin_plan.shortage import does_not_fit
-from rlcore.roles.placement import ROLLOUT
+from rlcore.planning import ROLLOUT
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlcore.config import Config
+from rlcore import Config
 from rlcore_plugin_plan.dataflow import Call
 
 
