@@ -295,14 +295,12 @@ def _config(argv: list[str]) -> int:
     from rlcore.config import check
 
     check(config, plugins)
-    engine = config.engine
-    laid_out = engine.pp > 1 or engine.tp > 1 or engine.dp > 0 or engine.shard > 0
-    if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead or laid_out):
+    if config.algorithm and config.cluster.pools != "auto":
         from rlcore.roles.placement import plan
         from rlcore.run import with_reward_model
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
-        plan(config, with_reward_model(roles, config))
+        plan(config, with_reward_model(roles, config), plugins.train_engines()[config.engine.name])
     return _print_config(config)
 
 

@@ -68,7 +68,8 @@ def start_roles(
 
     No reward workers are started. The step is 1. Raises ConfigError for pools that do not fit the roles.
     """
-    pools = [(pool, pool.open(executor)) for pool in plan(config, roles) if pool.process_sets]
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
+    pools = [(pool, pool.open(executor)) for pool in plans if pool.process_sets]
     started, _ = handles.start_roles(config, executor, plugins, roles, StepClock(1), pools)
     return started
 

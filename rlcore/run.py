@@ -215,7 +215,7 @@ def open_run(
     errors of starting.
     """
     check_roles(roles, config)
-    plans = plan(config, roles)
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     if executor is None:
         executor = make_executor(
             config.cluster,

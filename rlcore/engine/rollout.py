@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class RolloutSetup(Generic[C]):
+    """All that a rollout engine is made from, in the worker process that it samples in.
+
+    model: the model's folder, precision and attention.
+    rollout: the core's keys `rollout.*`.
+    config: the engine's own keys `rollout.NAME.*`, an object of its spec's `config_class`; None without one.
+    device: where it computes.
+    shared: the train engine's module, for an engine that can generate with it; None: the engine keeps its own weights.
+    tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
+    engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
+    """
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    config: C
+    device: torch.device
+    shared: nn.Module | None = None
+    tensor_group: Group | None = None
+    engine_order: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

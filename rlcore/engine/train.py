@@ -6,14 +6,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.weights.transfer import Shapes, Weights
 from rlcore.ops import Correction, Loss
+from rlcore.plugins.roles import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class TrainSetup(Generic[C]):
+    """All that a train engine is made from, in each worker process of a role.
+
+    model: the role's model folder, precision and attention.
+    engine: the core's keys `engine.*`; `pp`, `tp` and `lr` are the role's.
+    config: the engine's own keys `engine.NAME.*`, an object of its spec's `config_class`; None without one.
+    ranks: this rank, their number, and its device.
+    trains: the role has an optimizer.
+    kind: what the role computes (see Role).
+    new_head: a critic or reward model may start from a folder without a score head, and gets one of zeros.
+    temperature: the run's sampling temperature, by which logits are divided; 0 (greedy) counts as 1.
+    total_steps: the run's, for the learning-rate schedule.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    config: C
+    ranks: Ranks
+    trains: bool
+    kind: RoleKind = POLICY
+    new_head: bool = True
+    temperature: float = 1.0
+    total_steps: int = 1
+
 
 ENGINE_STATE = "engine.json"
 """The file of a saved state that an engine writes last: where it is, the state is whole."""

@@ -15,8 +15,8 @@ from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
-from rlcore.engine.rollout import RolloutEngine, Sampling
-from rlcore.engine.train import TrainEngine, UpdateItem
+from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+from rlcore.engine.train import TrainEngine, TrainSetup, UpdateItem
 from rlcore.engine.update.accounting import row_names
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
@@ -56,6 +56,7 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, Form]:
 class RoleSetup:
     """All that a model worker needs to start: the role, its configs, and who makes its engines.
 
+    `train_config` and `rollout_config`: the engines' own keys, `engine.NAME.*` and `rollout.NAME.*`.
     `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
@@ -64,8 +65,10 @@ class RoleSetup:
     model: ModelConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    create_train: Callable[..., TrainEngine]
-    create_rollout: Callable[..., RolloutEngine]
+    create_train: Callable[[TrainSetup[Any]], TrainEngine]
+    create_rollout: Callable[[RolloutSetup[Any]], RolloutEngine]
+    train_config: Any
+    rollout_config: Any
     seed: int
     total_steps: int
     by_text: bool = False
@@ -96,14 +99,17 @@ class ModelWorker(Worker):
         torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
         self.train = setup.create_train(
-            model=setup.model,
-            engine=setup.engine,
-            ranks=self.ranks,
-            trains=setup.role.trains,
-            kind=setup.role.kind,
-            new_head=setup.role.may_start_headless,
-            temperature=setup.rollout.temperature,
-            total_steps=setup.total_steps,
+            TrainSetup(
+                model=setup.model,
+                engine=setup.engine,
+                config=setup.train_config,
+                ranks=self.ranks,
+                trains=setup.role.trains,
+                kind=setup.role.kind,
+                new_head=setup.role.may_start_headless,
+                temperature=setup.rollout.temperature,
+                total_steps=setup.total_steps,
+            )
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
@@ -133,15 +139,17 @@ class ModelWorker(Worker):
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
-        setup = self.setup
-        sharded: dict[str, Any] = {}
-        if generation.tp > 1:
-            sharded = {
-                "tensor_group": groups.own(generation.groups("tp")),
-                "engine_order": generation.engine_order,
-            }
+        setup, sharded = self.setup, generation.tp > 1
         return setup.create_rollout(
-            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
+            RolloutSetup(
+                model=setup.model,
+                rollout=setup.rollout,
+                config=setup.rollout_config,
+                device=self.device,
+                shared=shared,
+                tensor_group=groups.own(generation.groups("tp")) if sharded else None,
+                engine_order=generation.engine_order if sharded else (),
+            )
         )
 
     def _sync(self) -> None:

@@ -329,6 +329,8 @@ def start_roles(
             rollout=config.rollout,
             create_train=plugins.train_engines()[config.engine.name].create,
             create_rollout=plugins.rollout_engines()[config.rollout.name].create,
+            train_config=config.sections.get(f"engine.{config.engine.name}"),
+            rollout_config=config.sections.get(f"rollout.{config.rollout.name}"),
             seed=config.trainer.seed,
             total_steps=config.trainer.total_steps,
             by_text=name in by_text,

@@ -35,7 +35,7 @@ def test_the_rest_of_the_workers_are_data_parallel():
     [
         ({"tp": 2}, 3, "engine.tp=2, engine.dp=0 does not fit 3 workers.* Set cluster.workers=2"),
         ({"pp": 2, "dp": 2}, 2, "engine.dp=2 does not fit 2 workers.* Set cluster.workers=4"),
-        ({"shard": 4}, 6, "engine.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
+        ({"shard": 4}, 6, "engine.torch.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_workers_is_refused(engine, workers, message):

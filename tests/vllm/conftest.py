@@ -162,7 +162,7 @@ def train_here():
 
     def run(folder: Path, *overrides: str) -> tuple[dict, list[dict]]:
         plugins = PluginManager.load()
-        settings = ["experiment=quickstart", "rollout=vllm", "rollout.kv_cache_mb=64", "tracker=none"]
+        settings = ["experiment=quickstart", "rollout=vllm", "rollout.vllm.kv_cache_mb=64", "tracker=none"]
         train(compose([*settings, f"run.dir={folder}", *overrides], plugins), plugins)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return json.loads((folder / "summary.json").read_text()), metrics

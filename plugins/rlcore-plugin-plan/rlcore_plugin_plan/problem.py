@@ -12,6 +12,7 @@ from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
 from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.workload import Workload
+from rlcore import RolloutCapabilities
 from rlcore.planning import ROLLOUT
 
 Objective = Literal["time", "cost"]
@@ -58,7 +59,7 @@ class Problem:
 
     `ahead`: steps that sampling runs ahead of training, on a pool of its own. `stages_divide`: generating replicas may
     have pipeline stages of their own, which rlcore's rollout engines have not. `objective`: least time of a step, or
-    least cost of one, where devices that stay unused cost nothing.
+    least cost of one, where devices that stay unused cost nothing. `rollout`: of the engine that samples.
     """
 
     dataflow: Dataflow
@@ -71,6 +72,7 @@ class Problem:
     stages_divide: bool = False
     objective: Objective = "time"
     fixed: Fixed = Fixed()
+    rollout: RolloutCapabilities = RolloutCapabilities()
 
     @property
     def roles(self) -> tuple[str, ...]:

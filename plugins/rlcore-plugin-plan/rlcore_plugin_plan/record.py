@@ -39,7 +39,7 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     tape = Tape(tiny, passing=config.reward.pass_score)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     try:
-        with rehearse(_small(config), plugins, tiny, _MADE_UP, tape) as run, tape.recording():
+        with rehearse(_small(config, plugins), plugins, tiny, _MADE_UP, tape) as run, tape.recording():
             algorithm.step(run, run.next_prompts())
     except Exception as error:  # whatever a plugin raises
         raise ConfigError(
@@ -50,31 +50,28 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     return Dataflow(tuple(tape.calls), follows)
 
 
-def _small(config: Config) -> Config:
-    """Return the config with which the step is recorded: a tiny model, and batches that take a moment."""
-    parts: dict[str, Any] = {
-        "model": replace(config.model, path="tiny", attention="auto", chat_template=None),
-        "data": replace(
-            config.data, batch_size=PROMPTS, prompt_len=512, path=None, system_prompt=None, shuffle=False
-        ),
-        "reward": replace(config.reward, workers=1),
-        "rollout": replace(
-            config.rollout, name="hf", response_len=TOKENS, min_tokens=min(TOKENS, config.rollout.min_tokens), tp=1
-        ),
-        "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, offload=False, layouts={}),
-        "cluster": replace(
-            config.cluster,
-            executor="in_process",
-            address=None,
-            workers=1,
-            cpus_per_worker=1,
-            gpus_per_worker=0.0,
-            pools={},
-            colocate="fused",
-        ),
-        "trainer": replace(config.trainer, rollouts_ahead=0),
+def _small(config: Config, plugins: PluginManager) -> Config:
+    """Return the config with which the step is recorded: a tiny model, and batches that take a moment.
+
+    A rollout engine that samples with the trained module stands in for the config's engine, which may need a GPU.
+    """
+    engines = plugins.rollout_engines()
+    stand_in = next(spec for spec in engines.values() if spec.capabilities.shares_module)
+    own = {} if stand_in.config_class is None else {f"rollout.{stand_in.name}": stand_in.config_class()}
+    settings = plugins.train_engines()[config.engine.name].capabilities.settings
+    small = {
+        **{"model.path": "tiny", "model.attention": "auto", "model.chat_template": None},
+        **{"data.batch_size": PROMPTS, "data.prompt_len": 512, "data.path": None, "data.system_prompt": None},
+        **{"data.shuffle": False, "reward.workers": 1, "trainer.rollouts_ahead": 0},
+        **{"rollout.name": stand_in.name, "rollout.response_len": TOKENS, "rollout.tp": 1},
+        "rollout.min_tokens": min(TOKENS, config.rollout.min_tokens),
+        **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.offload": False, "engine.layouts": {}},
+        **({settings["shard"]: 0} if "shard" in settings else {}),
+        **{"cluster.executor": "in_process", "cluster.address": None, "cluster.workers": 1, "cluster.pools": {}},
+        **{"cluster.cpus_per_worker": 1, "cluster.gpus_per_worker": 0.0, "cluster.colocate": "fused"},
     }
-    return replace(config, **parts)
+    changed = config.with_values(small)
+    return replace(changed, sections={**changed.sections, **own})
 
 
 class Tape(WorkerObserver):

@@ -20,7 +20,7 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.parallel.mesh import TrainMesh
-from rlcore.engine.parallel.model_shape import check_layout, layout_of
+from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import TrainEngine, UpdateItem
 from rlcore.engine.update.accounting import Account, Totals, call_loss, larger, merge_totals, row_names, sum_counts
 from rlcore.engine.update.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
@@ -28,6 +28,7 @@ from rlcore.engine.update.microbatch import column_values, micro_batches
 from rlcore.engine.update.schedule import learning_rate
 from rlcore.engine.weights.transfer import Shapes, Weights, check_fit
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig, check_layout
 from rlcore.engines.torch.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engines.torch.offload import Parking
 from rlcore.engines.torch.parameters import Parameters, reshard
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 class FSDPEngine(TrainEngine):
     """A model of a `kind` (see Role) over the ranks as `engine` lays it out, with AdamW if it `trains`.
 
+    `own` holds the engine's own config keys.
+
     `new_head`: a critic or reward model may start from a folder without a score head, and gets one of zeros.
     `temperature` divides the logits, as it did when the responses were sampled; `total_steps` is the run's, for the
     learning-rate schedule.
@@ -53,6 +56,7 @@ class FSDPEngine(TrainEngine):
         self,
         model: ModelConfig,
         engine: EngineConfig,
+        own: TorchConfig,
         *,
         ranks: Ranks,
         trains: bool,
@@ -61,24 +65,25 @@ class FSDPEngine(TrainEngine):
         temperature: float = 1.0,
         total_steps: int = 1,
     ) -> None:
-        self.config, self.model_config, self.ranks = engine, model, ranks
+        self.config, self.own, self.model_config, self.ranks = engine, own, model, ranks
         self.temperature = temperature if temperature > 0 else 1.0
         self.total_steps = total_steps
         self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
         self.kind = kind
-        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), engine.shard)
-        check_layout(model, engine, self.layout)
+        self.mesh = TrainMesh(ranks, layout_of(engine, ranks.world_size), own.shard)
+        check_model_layout(model, self.layout)
+        check_layout(own, self.layout)
         self.model: PackedModel
         if kind.is_language_model:
             self.model = load_causal_lm(
-                model, padding_free=engine.padding_free, chunk=engine.logits_chunk, device=ranks.device
+                model, padding_free=own.padding_free, chunk=own.logits_chunk, device=ranks.device
             )
         else:
             self.model = load_scalar_model(
-                model, new_head=new_head, padding_free=engine.padding_free, device=ranks.device
+                model, new_head=new_head, padding_free=own.padding_free, device=ranks.device
             )
         self.model.requires_grad_(trains)
-        if trains and engine.activation_checkpointing:
+        if trains and own.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in self.model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -118,7 +123,7 @@ class FSDPEngine(TrainEngine):
         # Layers apart, so that only one is whole at a time; a small model in one piece, which gathers once, not a dozen
         # times.
         layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
-        if sum(math.prod(shape) for shape in self.shapes.values()) > self.config.layerwise_above:
+        if sum(math.prod(shape) for shape in self.shapes.values()) > self.own.layerwise_above:
             for module in self.model.modules():
                 if type(module).__name__ in layers:
                     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.assets import model_path
-from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.config import ModelConfig
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout import RolloutEngine, Sampling
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
@@ -41,7 +42,7 @@ class VLLMRollout(RolloutEngine):
         self,
         model: ModelConfig,
         *,
-        rollout: RolloutConfig,
+        config: VLLMConfig,
         device: torch.device,
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
@@ -72,8 +73,8 @@ class VLLMRollout(RolloutEngine):
                 load_format="dummy",  # all weights come by `sync`, before the first token
                 generation_config="vllm",  # what ends a response is said with each request, and no other default holds
                 max_model_len=-1,  # as long as the model and the cache allow
-                max_num_seqs=rollout.batch_size,
-                kv_cache_memory_bytes=rollout.kv_cache_mb << 20,
+                max_num_seqs=config.batch_size,
+                kv_cache_memory_bytes=config.kv_cache_mb << 20,
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
@@ -112,8 +113,8 @@ class VLLMRollout(RolloutEngine):
         if prompts and (most := max(map(len, prompts)) + sampling.max_tokens) > self.longest:
             raise DataError(
                 f"a prompt and {sampling.max_tokens} new tokens make {most}, but vLLM has room for {self.longest} (by "
-                "the model's max_position_embeddings and rollout.kv_cache_mb); set rollout.response_len or "
-                "data.prompt_len lower, or rollout.kv_cache_mb higher"
+                "the model's max_position_embeddings and rollout.vllm.kv_cache_mb); set rollout.response_len or "
+                "data.prompt_len lower, or rollout.vllm.kv_cache_mb higher"
             )
         keys = [
             sampling.key(str(u), int(i)) for u, i in zip(batch.view("uid"), batch.view("sample_index"), strict=True)

@@ -18,7 +18,10 @@ from rlcore.engine.rollout import Sampling
 from rlcore.engine.train import UpdateItem
 from rlcore.engine.weights.transfer import Weights, pack
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
@@ -57,8 +60,10 @@ def make_worker(context: WorkerContext, folder: str, pp: int, tp: int, shards: i
         ModelConfig(path=folder),
         EngineConfig(pp=pp, tp=tp, lr=1e-2),
         RolloutConfig(tp=shards),
-        create_fsdp,
+        create_torch,
         create_hf,
+        TorchConfig(),
+        HFConfig(),
         seed=0,
         total_steps=10,
         **options,

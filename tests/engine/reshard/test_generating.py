@@ -10,7 +10,10 @@ import pytest
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf, rlcore_check_config
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role
 from rlcore.roles.handles import RoleHandle, StepClock
@@ -97,7 +100,7 @@ def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, mode
             engine=EngineConfig(tp=workers),
             rollout=RolloutConfig(response_len=12, tp=shards),
         )
-        setup = RoleSetup(ACTOR, model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+        setup = RoleSetup(ACTOR, model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10)
         kind = "in_process" if workers == 1 else "ray"
         with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:
             group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(ModelWorker, setup))
