@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
+from rlcore.config.build import defaults, to_plain
+from rlcore.config.compose import core_values
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.random_state import random_state, set_random_state
@@ -28,7 +30,7 @@ from rlcore.roles import handles
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
 from rlcore.run import Run, open_run, with_reward_model
-from rlcore.workers import ClassWithInitArgs, Executor
+from rlcore.workers import ClassWithInitArgs, Executor, make_executor
 from rlcore.workers.contract import Promised
 from rlcore.workers.in_process import Finished, InProcess, InProcessExecutor
 
@@ -42,6 +44,8 @@ __all__ = [
     "RoleHandle",
     "WorkerCall",
     "WorkerObserver",
+    "accelerators",
+    "changed_values",
     "marks_of",
     "read_pools",
     "rehearse",
@@ -72,6 +76,35 @@ def start_roles(
     pools = [(pool, pool.open(executor)) for pool in plans if pool.process_sets]
     started, _ = handles.start_roles(config, executor, plugins, roles, StepClock(1), pools)
     return started
+
+
+def changed_values(config: Config) -> dict[str, Any]:
+    """Return the values of a config that differ from the defaults, as plain nested values in the form of a YAML file."""
+    changed: dict[str, Any] = {}
+    for path, section, standard in _sections(config):
+        values = {key: value for key, value in to_plain(section).items() if value != standard[key]}
+        if values:
+            holder = changed
+            for part in path.split("."):
+                holder = holder.setdefault(part, {})
+            holder.update(values)
+    return changed
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Give the dotted path, the object and the default values of each section of a config."""
+    for name, standard in core_values().items():
+        yield name, getattr(config, name), standard
+    for path, section in {**config.sections, "algo": config.algo}.items():
+        yield path, section, defaults(type(section))
+
+
+def accelerators(config: Config) -> tuple[dict[str, int], int]:
+    """Return the devices of the Ray cluster at `cluster.address`: GPUs by Ray's resource for their kind, and cores."""
+    from rlcore.workers.ray_nodes import accelerators
+
+    with make_executor(config.cluster):
+        return accelerators()
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from rlcore_plugin_plan.profile import STORED, Profile, dump
 from rlcore_plugin_plan.workload import Workload
 from rlcore import Role
 from rlcore import DataProto, Ragged
-from rlcore.roles.handles import RoleHandle, StepClock, start_roles
-from rlcore.roles.placement import REWARD_WORKERS, plan
+from rlcore.planning import RoleHandle, start_roles
+from rlcore_plugin_plan.config import PlanConfig
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ SMALL, LARGE = 2**10, 2**24
 def calibrate(config: Config, plugins: PluginManager) -> Path:
     """Measure this machine with `model.path` and rows as the config has them; return the file that holds the profile.
 
-    The profile is called `cluster.device`, or `here`. Figures that are not measured are those of the shipped profile.
+    The profile is called `plan.device`, or `here`. Figures that are not measured are those of the shipped profile.
     """
-    name = config.cluster.device or devices.HERE
+    name = config.section(PlanConfig).device or devices.HERE
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"cluster.device = {name!r} cannot be a profile's name: use letters, digits, - and _")
-    (found,) = devices.devices(replace(config.cluster, device=None, gpus=None))  # all of this machine
+        raise ConfigError(f"plan.device = {name!r} cannot be a profile's name: use letters, digits, - and _")
+    (found,) = devices.devices(config.with_values({"plan.device": None, "plan.gpus": None}))  # all of this machine
     measured = measure(config, plugins, found)
     path = STORED.expanduser() / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
 def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     """Return the profile of the devices found, measured."""
     both = found.count > 1
-    size, work = size_of(config.model), Workload.of(config, plugins)
+    size, work = size_of(config.model.path, config.model.trust_remote_code), Workload.of(config, plugins)
     profile = replace(found.profile, per_machine=found.count)
     gpus = 0.0 if profile.cpu else 1.0
     small = _small(config, plugins, gpus)
@@ -108,13 +108,8 @@ def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
 def _start(executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]) -> list[RoleHandle]:
     """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
-    config = replace(config, cluster=replace(config.cluster, pools=pools))
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
-    opened = [
-        (planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD_WORKERS,)
-    ]
-    handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
-    return list(handles.values())
+    return list(start_roles(config.with_values({"cluster.pools": pools}), plugins, roles, executor).values())
 
 
 class _Prober(Worker):

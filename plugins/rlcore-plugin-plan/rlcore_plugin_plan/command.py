@@ -1,133 +1,48 @@
-"""From a config to plans: what `rlcore plan` and `cluster.pools=auto` do."""
+"""The command `rlcore plan`."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlcore import Config
-from rlcore.config.build import build
-from rlcore.engine import engine_of
-from rlcore_plugin_plan.model_size import size_of
-from rlcore import ConfigError
-from rlcore_plugin_plan.devices import devices
-from rlcore_plugin_plan.overrides import experiment, values
-from rlcore_plugin_plan.problem import Devices, Fixed, Objective, Problem
-from rlcore_plugin_plan.record import record
-from rlcore_plugin_plan.search import Plan, search
-from rlcore_plugin_plan.workload import Workload
-from rlcore import Role
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
-from rlcore.run import with_reward_model
-
-if TYPE_CHECKING:
-    from rlcore import PluginManager
+from rlcore import Config, ConfigError
+from rlcore.cli import _compose, _config_parser, _load, _show, _show_keys
+from rlcore_plugin_plan import report
+from rlcore_plugin_plan.overrides import experiment
+from rlcore_plugin_plan.plans import make_plans
+from rlcore_plugin_plan.search import Plan
 
 
-def make_plans(
-    config: Config, plugins: PluginManager, *, lengths: Sequence[int] = (), objective: Objective = "time"
-) -> list[Plan]:
-    """Return the best plan of each placement for a run of this config, the best first.
+def main(argv: list[str]) -> int:
+    """Plan, or measure this machine with `--calibrate`, and print the result."""
+    parser = _config_parser("plan")
+    parser.add_argument("--json", action="store_true", help="print all plans as JSON")
+    parser.add_argument("--save", metavar="FILE.yaml", help="write the best plan as an experiment")
+    parser.add_argument("--lengths", metavar="N,N,...|FILE", help="response lengths, all equally likely")
+    parser.add_argument("--objective", choices=["time", "cost"], default="time", help="least time or dollars of a step")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine, as the profile plan.device")
+    options = parser.parse_intermixed_args(argv)
+    if options.help:
+        return _show_keys("plan", parser, options)
+    plugins = _load(options)
+    config = _compose(options, options.overrides, plugins)
+    if options.calibrate:
+        from rlcore_plugin_plan.calibrate import calibrate
 
-    `lengths`: response lengths that are all as likely, in tokens; without any all have `rollout.response_len`. What
-    `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` say is kept. Raises ConfigError when
-    nothing fits, and for what cannot be planned.
-    """
-    if not config.algorithm:
-        raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms())}")
-    return search(problem_of(config, plugins, devices(config.cluster), lengths=lengths, objective=objective))
-
-
-def problem_of(
-    config: Config,
-    plugins: PluginManager,
-    found: tuple[Devices, ...],
-    *,
-    lengths: Sequence[int] = (),
-    objective: Objective = "time",
-) -> Problem:
-    """Return the planning problem of a config on these devices."""
-    algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    algorithm.check(config)
-    roles = with_reward_model(algorithm.roles(), config)
-    sizes = {name: _size(role, config) for name, role in _leaders_first(roles).items()}
-    problem = Problem(
-        record(config, plugins),
-        sizes,
-        frozenset(name for name, role in roles.items() if role.trains),
-        Workload.of(config, plugins, tuple(lengths)),
-        found,
-        {name: role.follows for name, role in roles.items() if role.follows is not None},
-        objective=objective,
-        rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
-    )
-    ahead = bool(config.trainer.rollouts_ahead) or ROLLOUT in _listed(config)
-    if ahead:
-        problem = problem.sampled_apart(sampled_role(roles))
-    return replace(problem, fixed=_fixed(config, problem))
-
-
-def _size(role: Role, config: Config) -> Any:
-    model = replace(config.model, path=role.model or config.model.path)
-    return size_of(model, role.kind.head)
-
-
-def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """Return the roles with those that follow others after them; none follows a role that follows."""
-    return dict(sorted(roles.items(), key=lambda item: item[1].follows is not None))
-
-
-def _listed(config: Config) -> list[str]:
-    return [name for pool in _pools(config).values() for name in pool.roles]
-
-
-def _pools(config: Config) -> dict[str, PoolSettings]:
-    spelled = {} if config.cluster.pools == "auto" else config.cluster.pools
-    return {
-        name: build(PoolSettings, pool if isinstance(pool, Mapping) else {"roles": pool}, f"cluster.pools.{name}")
-        for name, pool in spelled.items()
-    }
-
-
-def _fixed(config: Config, problem: Problem) -> Fixed:
-    """Return what the config has chosen already. Raises ConfigError for choices that cannot be."""
-    engine = config.engine
-    laid_out = {name: engine_of(engine, name) for name in engine.layouts}
-    chosen = {name: (own.pp, own.tp) for name, own in laid_out.items()}
-    if engine.pp > 1 or engine.tp > 1:
-        chosen = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT} | chosen
-    pools: dict[frozenset[str], int | None] = {}
-    for name, pool in _pools(config).items():
-        if unknown := [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]:
-            raise ConfigError(
-                f"cluster.pools.{name} lists {unknown[0]!r}; the run's roles are {', '.join(problem.roles)}"
-            )
-        if models := frozenset(pool.roles) - {REWARD_WORKERS}:
-            pools[models] = pool.workers
-    if pools:
-        listed = [role for models in pools for role in models]
-        if missing := [role for role in problem.roles if role not in listed]:
-            raise ConfigError(
-                f"cluster.pools has no place for {', '.join(missing)}; add each to a pool, or leave all out"
-            )
-        total, asked = sum(each.count for each in problem.devices), sum(filter(None, pools.values()))
-        if asked > total:
-            raise ConfigError(
-                f"cluster.pools asks for {asked} devices, {asked - total} more than the {total} that are planned for: "
-                f"make pools smaller, or set cluster.gpus={asked}"
-            )
-        sizes = sorted({count for each in problem.devices for count in each.allocations})
-        if odd := [count for count in pools.values() if count is not None and count not in sizes]:
-            raise ConfigError(
-                f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
-                "powers of two below a machine, and whole machines"
-            )
-    return Fixed(pools or None, chosen, config.rollout.tp if config.rollout.tp > 1 else None)
+        _show(f"wrote {calibrate(config, plugins)}")
+        return 0
+    target = experiment_file(options.save) if options.save else None
+    lengths = read_lengths(options.lengths, config.rollout.response_len) if options.lengths else []
+    plans = make_plans(config, plugins, lengths=lengths, objective=options.objective)
+    if target is not None:
+        save(plans[0], config, target)
+    given = [word for word in options.overrides if not word.startswith("plan.")]
+    as_json = options.json
+    _show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))
+    return 0
 
 
 def read_lengths(spelled: str, most: int) -> list[int]:
@@ -151,11 +66,6 @@ def read_lengths(spelled: str, most: int) -> list[int]:
     if len(lengths) > 100:
         lengths = [lengths[math.floor((index + 0.5) * len(lengths) / 100)] for index in range(100)]
     return lengths
-
-
-def apply(plan: Plan, config: Config) -> Config:
-    """Return the config that runs the plan."""
-    return config.with_values(values(plan, config))
 
 
 def experiment_file(name: str) -> Path:

@@ -1,11 +1,12 @@
-"""Which devices are planned for: those that `cluster.device` and `cluster.gpus` name, or those that are found."""
+"""The devices to plan for: those that `plan.device` and `plan.gpus` name, or those that are found."""
 
 from __future__ import annotations
 
 import os
 
-from rlcore.config.schema import ClusterConfig
-from rlcore import ConfigError
+from rlcore import Config, ConfigError
+from rlcore.planning import accelerators
+from rlcore_plugin_plan.config import PlanConfig
 from rlcore_plugin_plan.problem import Devices
 from rlcore_plugin_plan.profile import load, shipped, stored
 
@@ -13,42 +14,40 @@ HERE = "here"
 """The profile that `rlcore plan --calibrate` makes of this machine unless it is given another name."""
 
 
-def devices(cluster: ClusterConfig) -> tuple[Devices, ...]:
-    """Return the devices of each kind. `cluster.device` is NAME, or NAME:COUNT joined by + for several kinds.
+def devices(config: Config) -> tuple[Devices, ...]:
+    """Return the devices of each kind to plan for. `plan.device` is NAME, or NAME:COUNT joined by + for several kinds.
 
-    The in-process executor has one.
-
-    Raises ConfigError for an unknown kind, counts that contradict each other, and for kinds without a count.
+    The in-process executor has one device. Raises ConfigError for an unknown kind, for counts that contradict each
+    other, and for a kind without a count.
     """
-    found = _found(cluster) if cluster.device is None or cluster.gpus is None else {}
-    if cluster.executor == "in_process":
-        found = dict.fromkeys(found, 1)
-    kinds: dict[str, int | None]
-    if cluster.device is None:
-        kinds = {**found} if cluster.gpus is None else {next(iter(found)): cluster.gpus}
+    asked = config.section(PlanConfig)
+    if asked.device is None:
+        found = _found_here(config)
+        counts: dict[str, int | None] = {**found} if asked.gpus is None else {next(iter(found)): asked.gpus}
     else:
-        kinds = _parsed(cluster.device)
-        if len(kinds) == 1:
-            (name,) = kinds
-            asked = kinds[name] if kinds[name] is not None else cluster.gpus
-            kinds[name] = asked if asked is not None else found.get(name)
-    made = []
-    for name, counted in kinds.items():
-        profile = load(name)
-        if counted is None:
-            raise ConfigError(
-                f"cluster.device = {cluster.device}: there is none of {name} here, so say how many are planned for: "
-                f"cluster.gpus=8, or cluster.device={name}:8"
-            )
-        made.append(Devices(profile, counted))
-    total = sum(each.count for each in made)
-    if cluster.gpus not in (None, total):
+        counts = _parsed(asked.device)
+        if list(counts.values()) == [None]:
+            (name,) = counts
+            counts[name] = _found_here(config).get(name) if asked.gpus is None else asked.gpus
+    kinds = tuple(_devices(name, count, asked) for name, count in counts.items())
+    total = sum(each.count for each in kinds)
+    if asked.gpus not in (None, total):
         raise ConfigError(
-            f"cluster.gpus = {cluster.gpus}, but cluster.device = {cluster.device} names {total}: leave out one of them"
+            f"plan.gpus = {asked.gpus}, but plan.device = {asked.device} names {total} devices: leave out one of them"
         )
-    if any(each.profile.cpu for each in made) and any(not each.profile.cpu for each in made):
-        raise ConfigError(f"cluster.device = {cluster.device}: processor cores and GPUs cannot be planned together")
-    return tuple(made)
+    if len({each.profile.cpu for each in kinds}) > 1:
+        raise ConfigError(f"plan.device = {asked.device}: processor cores and GPUs cannot be planned together")
+    return kinds
+
+
+def _devices(name: str, count: int | None, asked: PlanConfig) -> Devices:
+    profile = load(name)
+    if count is None:
+        raise ConfigError(
+            f"plan.device = {asked.device}: there is no {name} here, so its number must be given: plan.gpus=8, or "
+            f"plan.device={name}:8"
+        )
+    return Devices(profile, count)
 
 
 def _parsed(text: str) -> dict[str, int | None]:
@@ -59,30 +58,35 @@ def _parsed(text: str) -> dict[str, int | None]:
         name, colon, count = part.partition(":")
         if (colon and not (count.isdigit() and int(count) > 0)) or not name or (several and not colon) or name in kinds:
             raise ConfigError(
-                f"cluster.device = {text!r} must be NAME, or NAME:COUNT with counts from 1 and each name once, as "
+                f"plan.device = {text!r} must be NAME, or NAME:COUNT with counts from 1 and each name once, as "
                 "h100:8+a100-80g:16"
             )
         kinds[name] = int(count) if colon else None
     return kinds
 
 
-def _found(cluster: ClusterConfig) -> dict[str, int]:
-    """Return the devices of the cluster that `cluster.address` names, or of this machine, by profile."""
-    if cluster.address is not None:
-        from rlcore.workers import make_executor
-        from rlcore.workers.ray_nodes import accelerators
+def _found_here(config: Config) -> dict[str, int]:
+    """Return the devices that the run would find, by profile; one in process."""
+    found = _found_on_cluster(config) if config.cluster.address is not None else _found_on_machine(config)
+    return dict.fromkeys(found, 1) if config.cluster.executor == "in_process" else found
 
-        with make_executor(cluster):
-            kinds, cores = accelerators()
-        known = {load(name).node: name for name in shipped()}
-        if unknown := [kind for kind in kinds if kind not in known]:
-            raise ConfigError(
-                f"the cluster at {cluster.address} has {unknown[0]}, of which there is no device profile: measure it "
-                "there with `rlcore plan --calibrate`, and name it with cluster.device=FILE.yaml"
-            )
-        if kinds:
-            return {known[kind]: count for kind, count in kinds.items()}
-        return {_cpu(): max(1, cores // cluster.cpus_per_worker)}
+
+def _found_on_cluster(config: Config) -> dict[str, int]:
+    """Return the devices of the Ray cluster at `cluster.address`, by profile."""
+    kinds, cores = accelerators(config)
+    known = {load(name).node: name for name in shipped()}
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ConfigError(
+            f"the cluster at {config.cluster.address} has {unknown[0]}, for which there is no device profile: measure "
+            "it there with `rlcore plan --calibrate`, and name it with plan.device=FILE.yaml"
+        )
+    if kinds:
+        return {known[kind]: count for kind, count in kinds.items()}
+    return {_cpu(): max(1, cores // config.cluster.cpus_per_worker)}
+
+
+def _found_on_machine(config: Config) -> dict[str, int]:
+    """Return the devices of this machine, by profile."""
     import torch
 
     if torch.cuda.is_available():
@@ -90,7 +94,7 @@ def _found(cluster: ClusterConfig) -> dict[str, int]:
         gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9
         kind = HERE if HERE in stored() and not load(HERE).cpu else _named(name, gigabytes)
         return {kind: torch.cuda.device_count()}
-    return {_cpu(): max(1, len(os.sched_getaffinity(0)) // cluster.cpus_per_worker)}
+    return {_cpu(): max(1, len(os.sched_getaffinity(0)) // config.cluster.cpus_per_worker)}
 
 
 def _cpu() -> str:
@@ -103,6 +107,6 @@ def _named(name: str, gigabytes: float) -> str:
         if part in name and gigabytes > 70:
             return kind
     raise ConfigError(
-        f"of the GPU here, {name} with {gigabytes:.0f} GB, there is no device profile: measure it with `rlcore plan "
-        "--calibrate`, or name one of these with cluster.device: " + ", ".join(shipped())
+        f"there is no device profile for the GPU here, {name} with {gigabytes:.0f} GB: measure it with `rlcore plan "
+        f"--calibrate`, or name one of these with plan.device: {', '.join(shipped())}"
     )

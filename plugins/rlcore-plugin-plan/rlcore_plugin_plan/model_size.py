@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Literal
 
-from rlcore.engine import ModelShape
+from rlcore.engine import ModelShape, load_model_config
 from rlcore import ConfigError
+
+
+Head = Literal["vocabulary", "number"]
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,22 @@ class ModelSize:
         return 2.0 * self.layers * self.kv_heads * self.head_size * tokens
 
 
-def size_of(model: ModelConfig, head: Head = "vocabulary") -> ModelSize:
-    """Return the size of a model folder's model, with another head where it is a critic or reward model.
+def size_of(path: str, trust_remote_code: bool = False, head: Head = "vocabulary") -> ModelSize:
+    """Return the size of a model folder's model, with `head` in place of its own.
 
     Reads config.json and no weights. Raises ConfigError for a folder that cannot be read, and for a mixture of experts,
-    whose tokens use other parameters each.
+    whose tokens do not all use the same parameters.
     """
-    found = _size_of(model.path, model.trust_remote_code)
-    return found if head == "vocabulary" else ModelSize(**{**vars(found), "head": head})
+    return replace(_size_of(path, trust_remote_code), head=head)
 
 
 @cache
 def _size_of(path: str, trust_remote_code: bool) -> ModelSize:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config: Any = AutoConfig.from_pretrained(
-            model_path(path), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        config = load_model_config(path, trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

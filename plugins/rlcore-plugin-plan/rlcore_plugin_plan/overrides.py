@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlcore import Config
-from rlcore.config.build import defaults, to_plain
-from rlcore.config.compose import core_values
 from rlcore_plugin_plan import memory
 from rlcore_plugin_plan.search import Plan
-from rlcore.planning import ROLLOUT
+from rlcore.planning import ROLLOUT, changed_values
 
 
 def pool_names(plan: Plan) -> list[str]:
@@ -72,30 +70,14 @@ def _written(value: Any) -> str:
 
 
 def experiment(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return the content of an experiment file: the algorithm, what the config changes of the defaults, the plan."""
-    content: dict[str, Any] = {"defaults": [{"override /algo": config.algorithm}]}
-    for name, standard in core_values().items():
-        if changed := _changed(to_plain(getattr(config, name)), standard):
-            content[name] = changed
-    for path, section in config.sections.items():
-        if changed := _changed(to_plain(section), defaults(type(section))):
-            _holder(content, path).update(changed)
-    if own := _changed(to_plain(config.algo), defaults(type(config.algo))):
-        content["algo"] = own
-    for key in ("device", "gpus"):
-        content.get("cluster", {}).pop(key, None)
+    """Return the content of an experiment file: the algorithm, the config's changes of the defaults, and the plan."""
+    changed = changed_values(config)
+    changed.pop("plan", None)  # the devices of this plan are no part of a run
+    content: dict[str, Any] = {"defaults": [{"override /algo": config.algorithm}], **changed}
     for key, value in values(plan, config).items():
-        path, _, name = key.rpartition(".")
-        _holder(content, path)[name] = value
+        *path, name = key.split(".")
+        holder = content
+        for part in path:
+            holder = holder.setdefault(part, {})
+        holder[name] = value
     return content
-
-
-def _holder(content: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the mapping at a dotted path, made where there is none."""
-    for part in path.split("."):
-        content = content.setdefault(part, {})
-    return content
-
-
-def _changed(plain: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in plain.items() if value != standard[key]}

@@ -113,7 +113,7 @@ def load(name: str) -> Profile:
         known = {**shipped(), **stored()}
         if name not in known:
             raise ConfigError(
-                f"cluster.device = {name!r} is no device profile.{did_you_mean(name, known)} There are "
+                f"plan.device = {name!r} is no device profile.{did_you_mean(name, known)} There are "
                 f"{', '.join(known)}; measure this machine with `rlcore plan --calibrate`, or name a file NAME.yaml"
             )
         path = known[name]
@@ -124,7 +124,7 @@ def load(name: str) -> Profile:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the profiles that come with rlcore, by name."""
+    """Return the profiles that come with the planner, by name."""
     folder = Path(str(files("rlcore_plugin_plan").joinpath("profiles")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 

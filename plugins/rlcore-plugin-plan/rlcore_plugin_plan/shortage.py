@@ -71,4 +71,4 @@ def changes(problem: Problem) -> Iterator[str]:
     last = problem.devices[-1]
     more = Devices(last.profile, MOST_DEVICES)
     if (count := fewest(replace(problem, devices=(more,)))) is not None:
-        yield f"{count} {last.profile.name} in place of {' and '.join(map(str, problem.devices))} (cluster.gpus)"
+        yield f"{count} {last.profile.name} in place of {' and '.join(map(str, problem.devices))} (plan.gpus)"
