@@ -15,7 +15,7 @@ from rlcore.ops import group_index
 from rlcore.protocol import DataProto
 
 
-def gap_warning(gap: float, config: Config) -> str:
+def logprob_diff_warning(gap: float, config: Config) -> str:
     """Return what to tell the user of a step in which the engines' log-probs are `gap` nats apart, and what causes it.
 
     The likely cause is the first of those known to set them apart that the config has.
@@ -47,8 +47,8 @@ def gap_warning(gap: float, config: Config) -> str:
             "them computes the model wrongly"
         )
     return (
-        f"the log-probs that the rollout engine gave of its samples are {gap:.3g} nats from training's on average, "
-        f"more than trainer.log_prob_gap = {config.trainer.log_prob_gap:g}. Likely cause: {cause}. "
+        f"the rollout engine's log-probs of its samples differ from training's by {gap:.3g} nats on average, more than "
+        f"trainer.train_rollout_logprob_diff = {config.trainer.train_rollout_logprob_diff:g}. Likely cause: {cause}. "
         "trainer.importance=token, sequence or mask corrects what is left (docs/rollout.md)"
     )
 

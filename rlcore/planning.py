@@ -31,8 +31,8 @@ from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
 from rlcore.run import Run, open_run, with_reward_model
 from rlcore.workers import ClassWithInitArgs, Executor, make_executor
-from rlcore.workers.contract import Promised
-from rlcore.workers.in_process import Finished, InProcess, InProcessExecutor
+from rlcore.workers.contract import DeclaredResult
+from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -111,14 +111,14 @@ def accelerators(config: Config) -> tuple[dict[str, int], int]:
 class WorkerCall:
     """A call of a worker in a rehearsal. `worker`: the role's name, `reward`, or the name of a plugin's worker group.
 
-    `arguments`: positional ones, then those by keyword. `promised`: the rows and columns of the result, where the
+    `arguments`: positional ones, then those by keyword. `declared`: the rows and columns of the result, where the
     method declares them with `gives`. `run()` runs the method and returns its result, or raises its error.
     """
 
     worker: str
     method: str
     arguments: tuple[Any, ...]
-    promised: Promised | None
+    declared: DeclaredResult | None
     run: Callable[[], Any]
 
 
@@ -183,29 +183,29 @@ class _ObservedWorkers(InProcess):
         self._observer = observer
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Any], promised: Sequence[Promised | None] | None = None
-    ) -> Finished:
+        self, role: str, method: str, calls: Sequence[Any], declared: Sequence[DeclaredResult | None] | None = None
+    ) -> FinishedCall:
         """See Processes."""
         ((args, kwargs),) = calls
         call = WorkerCall(
             role,
             method,
             (*args, *kwargs.values()),
-            None if promised is None else promised[0],
-            lambda: super(_ObservedWorkers, self).submit(role, method, calls, promised).wait()[0],
+            None if declared is None else declared[0],
+            lambda: super(_ObservedWorkers, self).submit(role, method, calls, declared).wait()[0],
         )
         try:
             result, mark = self._observer.observe(call)
         except RLCoreError as error:
-            return Finished([], error)
+            return FinishedCall([], error)
         if result is None or mark is None:
-            return Finished([result], None)
+            return FinishedCall([result], None)
         if isinstance(result, DataProto):
-            return Finished([_marked(result, mark, self._observer)], None)
+            return FinishedCall([_marked(result, mark, self._observer)], None)
         return _MarkedResult(result, mark, self._observer)
 
 
-class _MarkedResult(Finished):
+class _MarkedResult(FinishedCall):
     def __init__(self, result: Any, mark: Hashable, observer: WorkerObserver) -> None:
         super().__init__([result], None)
         self._mark, self._observer = mark, observer
@@ -228,7 +228,7 @@ def _marked(batch: DataProto, mark: Hashable, observer: WorkerObserver) -> DataP
     marked = batch[:]
     for name, column in batch.table.columns.items():
         here = column.here() if isinstance(column, RemoteColumn) else column
-        marked.table.bind(name, RemoteColumn.of_block(here.form(), _MarkedBlock(here, mark, observer), len(here)))
+        marked.table.bind(name, RemoteColumn.of_block(here.spec(), _MarkedBlock(here, mark, observer), len(here)))
     return marked
 
 

@@ -24,7 +24,7 @@ from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
 from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
-from rlcore.workers.executor import Asked
+from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -227,14 +227,11 @@ def open_run(
         # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in plans]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
-        reward: Asked = (
-            place,
-            {REWARD_WORKERS: ClassWithInitArgs(RewardWorker, rewards, config.reward)},
-            REWARD_WORKERS,
-        )
+        reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
+        reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock, by_text = StepClock(), _by_text(roles, config)
         handles, (scorers,) = start_roles(
-            config, executor, plugins, roles, clock, pools, by_text=by_text, beside=[reward]
+            config, executor, plugins, roles, clock, pools, by_text=by_text, extra=[reward]
         )
         judge = Judge(config.judge, executor)
         yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))

@@ -25,7 +25,7 @@ from rlcore.engine.train import ENGINE_STATE
 from rlcore.errors import CheckpointError, ConfigError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
-from rlcore.health import gap_warning, step_metrics
+from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
@@ -208,7 +208,7 @@ class Trainer:
         tokens = metrics.pop("tokens")
         self.tokens += tokens
         self.seconds += elapsed
-        self._warn_of_gap(metrics.get("rollout/log_prob_gap", 0.0))
+        self._warn_of_logprob_diff(metrics.get("rollout/train_rollout_logprob_diff", 0.0))
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
@@ -220,12 +220,12 @@ class Trainer:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
         self.plugins.step_end(self.run_, self.step, metrics)
 
-    def _warn_of_gap(self, gap: float) -> None:
+    def _warn_of_logprob_diff(self, gap: float) -> None:
         """Warn when the engines' log-probs are too far apart, and again whenever it has become twice as far, or NaN."""
-        limit = self.config.trainer.log_prob_gap
+        limit = self.config.trainer.train_rollout_logprob_diff
         if limit and (gap > max(limit, 2 * self._warned_of) or (math.isnan(gap) and self._warned_of < math.inf)):
             self._warned_of = math.inf if math.isnan(gap) else gap
-            log.warning("step %d: %s", self.step, gap_warning(gap, self.config))
+            log.warning("step %d: %s", self.step, logprob_diff_warning(gap, self.config))
 
     def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:
         """Ask how long each role did what since it was last asked, of its slowest rank; the answer is waited for."""

@@ -13,7 +13,7 @@ import side
 import torch
 
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.remote import RemoteColumn
 from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
 
@@ -23,9 +23,12 @@ MICRO_BATCH = 64
 PER_ROW = {"features": (payload.DENSE_WIDTH,), "scores": (), "sample_index": ()}
 TOKENS = ("prompts", "responses")
 GIVES = {
-    **{name: Form("ragged", torch.int64, (), "cpu") for name in TOKENS},
-    **{name: Form("ragged", torch.float32, (), "cpu") for name in payload.PER_TOKEN},
-    **{n: Form("dense", torch.int64 if n == "sample_index" else torch.float32, s, "cpu") for n, s in PER_ROW.items()},
+    **{name: ColumnSpec("ragged", torch.int64, (), "cpu") for name in TOKENS},
+    **{name: ColumnSpec("ragged", torch.float32, (), "cpu") for name in payload.PER_TOKEN},
+    **{
+        n: ColumnSpec("dense", torch.int64 if n == "sample_index" else torch.float32, s, "cpu")
+        for n, s in PER_ROW.items()
+    },
 }
 
 

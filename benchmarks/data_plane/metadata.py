@@ -7,7 +7,7 @@ import time
 import torch
 
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Column, Form
+from rlcore.protocol.columns import Column, ColumnSpec
 from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.protocol.table import Table
 
@@ -24,7 +24,7 @@ class Nowhere(Block):
 
 def make() -> DataProto:
     """Return the batch, joined of its shards."""
-    form = Form("ragged", torch.float32, (), "cpu")
+    form = ColumnSpec("ragged", torch.float32, (), "cpu")
     shards = []
     for _ in range(SHARDS):
         columns = {f"column_{i}": RemoteColumn.of_block(form, Nowhere(), ROWS_A_SHARD) for i in range(COLUMNS)}

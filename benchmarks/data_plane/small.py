@@ -28,7 +28,7 @@ class Echo(Worker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
-        gives=lambda batch: {name: column.form() for name, column in batch.table.columns.items()},
+        gives=lambda batch: {name: column.spec() for name, column in batch.table.columns.items()},
     )
     def echo(self, batch: DataProto) -> DataProto:
         """Return every column, plus one."""

@@ -183,7 +183,7 @@ class TrainerConfig:
     )
     importance_cap: float = option(2.0, "importance weights are at most this; a mask's band ends here", min=0.0)
     importance_floor: float = option(0.5, "a mask's band of importance ratios begins here", min=0.0)
-    log_prob_gap: float = option(
+    train_rollout_logprob_diff: float = option(
         0.05, "mean difference of the two engines' log-probs, in nats, from which on a step warns; 0: never", min=0.0
     )
     trace: bool = option(False, "write timeline.json, which shows who ran when in Perfetto or chrome://tracing")

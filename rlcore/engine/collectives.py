@@ -10,7 +10,7 @@ import torch
 
 T = TypeVar("T")
 
-ROOM = 4096
+INLINE_BYTES = 4096
 """Bytes of a gathered value that is sent in one collective."""
 
 
@@ -28,9 +28,9 @@ class Ranks:
             return [value]
         mine = pickle.dumps(value)
         # In one collective what is small, as almost all is; torch's own gather of objects takes two.
-        everyone = self._gather_bytes(mine, ROOM)
+        everyone = self._gather_bytes(mine, INLINE_BYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in everyone]
-        if 8 + max(sizes) > ROOM:
+        if 8 + max(sizes) > INLINE_BYTES:
             everyone = self._gather_bytes(mine, 8 + max(sizes))
         return [pickle.loads(each[8 : 8 + size]) for each, size in zip(everyone, sizes, strict=True)]
 

@@ -21,16 +21,16 @@ from rlcore.engine.update.accounting import row_names
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.reshard import HybridFlow, Reshard
-from rlcore.engine.weights.transfer import Weights, pack, packed_forms
+from rlcore.engine.weights.transfer import Weights, pack, packed_specs
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
-from rlcore.protocol.glossary import forms
+from rlcore.protocol.columns import ColumnSpec
+from rlcore.protocol.glossary import column_specs
 from rlcore.workers import Dispatch, Worker, register
 
 TOKENS = ("prompts", "responses")
-GENERATED = forms(
+GENERATED = column_specs(
     "responses",
     "response_mask",
     "rollout_log_probs",
@@ -44,12 +44,12 @@ GENERATED = forms(
 """What `generate` gives."""
 
 
-def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, Form]:
-    return {name: Form.ragged(torch.float32), **(forms("entropy") if entropy else {})}
+def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, ColumnSpec]:
+    return {name: ColumnSpec.ragged(torch.float32), **(column_specs("entropy") if entropy else {})}
 
 
-def _score_gives(batch: DataProto, name: str) -> dict[str, Form]:
-    return {name: Form.dense(torch.float32)}
+def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
+    return {name: ColumnSpec.dense(torch.float32)}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class ModelWorker(Worker):
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=forms("values"))
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=column_specs("values"))
     def values(self, batch: DataProto) -> DataProto:
         """Return the column `values`."""
         with self._timed("values"):
@@ -246,7 +246,7 @@ class ModelWorker(Worker):
         """Return the Hugging Face names of all parameters, tied ones once."""
         return list(self.train.shapes)
 
-    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
         """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
         forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32

@@ -1,7 +1,7 @@
 """Pure torch: log-probs, KL estimators, advantages, importance weights, masked sums, noise by name, terms of a loss."""
 
 from rlcore.ops.advantages import gae, group_advantages, group_index
-from rlcore.ops.importance import Correction, importance_weights, log_prob_gap
+from rlcore.ops.importance import Correction, importance_weights, train_rollout_logprob_diff
 from rlcore.ops.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
 from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, metric, needs, needs_of, objective
@@ -23,7 +23,6 @@ __all__ = [
     "group_index",
     "importance_weights",
     "kl_estimate",
-    "log_prob_gap",
     "masked_mean",
     "masked_sum",
     "metric",
@@ -32,5 +31,6 @@ __all__ = [
     "noise_key",
     "objective",
     "token_log_probs",
+    "train_rollout_logprob_diff",
     "uniform_noise",
 ]

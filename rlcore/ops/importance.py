@@ -41,7 +41,9 @@ def importance_weights(
     return torch.where(inside, weights, 1.0)
 
 
-def log_prob_gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, bound: float) -> dict[str, Tensor]:
+def train_rollout_logprob_diff(
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, bound: float
+) -> dict[str, Tensor]:
     """Return how far the log-probs of the same tokens are apart, as sums over the tokens that count.
 
     `difference`: of |log pi - log b|; `kl`: of the k3 estimate of KL(b || pi), which is not negative; `beyond`: number

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rlcore.protocol.dataproto import DataProto
-from rlcore.protocol.units import split_evenly, units_of
+from rlcore.protocol.row_groups import row_groups, split_evenly
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitBatch:
     """A batch that is cut already: the modes that cut rows give each of their places one of `parts`, in order."""
 
     parts: tuple[DataProto, ...]
@@ -42,8 +42,9 @@ def split_by_cost(units: list[list[int]], costs: Sequence[int], parts: int) -> l
     return min(split_evenly(units, parts), balanced, key=slowest)
 
 
-def cut_by_cost(batch: DataProto, costs: Sequence[int], parts: int) -> tuple[Cut, Tensor]:
+def split_batch_by_cost(batch: DataProto, costs: Sequence[int], parts: int) -> tuple[SplitBatch, Tensor]:
     """Return the batch cut into parts of like cost, and the int64 [rows] that bring the joined rows back into order."""
-    rows = [[row for unit in part for row in unit] for part in split_by_cost(units_of(len(batch), None), costs, parts)]
+    dealt = split_by_cost(row_groups(len(batch), None), costs, parts)
+    rows = [[row for unit in part for row in unit] for part in dealt]
     order = torch.tensor([row for part in rows for row in part], dtype=torch.int64)
-    return Cut(tuple(batch[part] for part in rows)), order.argsort()
+    return SplitBatch(tuple(batch[part] for part in rows)), order.argsort()

@@ -28,7 +28,7 @@ Value: TypeAlias = Tensor | Ragged | np.ndarray
 """What a read of a column gives: a tensor [rows, ...], a Ragged, or an object array [rows]."""
 
 
-class Form(NamedTuple):
+class ColumnSpec(NamedTuple):
     """What a column is apart from its contents: kind, dtype (None for objects), shape of a row's entry, device.
 
     The entry is the row of a dense column and one value of a ragged one's row.
@@ -40,27 +40,27 @@ class Form(NamedTuple):
     device: str
 
     @classmethod
-    def ragged(cls, dtype: torch.dtype, *entry: int) -> Form:
+    def ragged(cls, dtype: torch.dtype, *entry: int) -> ColumnSpec:
         """Return the form of rows of different length, of values of this shape."""
         return cls("ragged", dtype, entry, "cpu")
 
     @classmethod
-    def dense(cls, dtype: torch.dtype, *row: int) -> Form:
+    def dense(cls, dtype: torch.dtype, *row: int) -> ColumnSpec:
         """Return the form of a tensor [rows, *row]."""
         return cls("dense", dtype, row, "cpu")
 
     @classmethod
-    def objects(cls) -> Form:
+    def objects(cls) -> ColumnSpec:
         """Return the form of an object column."""
         return cls("object", None, (), "cpu")
 
-    def known_bytes(self, rows: int) -> int | None:
+    def exact_bytes(self, rows: int) -> int | None:
         """Return how many bytes so many rows have; None for objects and ragged rows, of which it does not say."""
         if self.dtype is None or self.kind == "ragged":
             return None
         return rows * math.prod(self.shape) * self.dtype.itemsize
 
-    def guessed_bytes(self, rows: int) -> int:
+    def estimated_bytes(self, rows: int) -> int:
         """Return about how many bytes so many rows have: of objects and ragged rows it knows no more than a scale."""
         if self.dtype is None:
             return 100 * rows
@@ -112,12 +112,12 @@ class Column(ABC):
         """Return the column with its tensors on `device`."""
 
     @abstractmethod
-    def form(self) -> Form:
+    def spec(self) -> ColumnSpec:
         """Return what the column is apart from its contents; columns of equal form can be concatenated."""
 
     def type_name(self) -> str:
         """Return the form in words."""
-        return str(self.form())
+        return str(self.spec())
 
     def same_as(self, other: Column) -> bool:
         """Whether the other is known to hold the same contents without a look at them."""
@@ -163,8 +163,8 @@ class DenseColumn(Column):
     def to(self, device: str | torch.device) -> DenseColumn:
         return DenseColumn(self._tensor.to(device))
 
-    def form(self) -> Form:
-        return Form("dense", self._tensor.dtype, tuple(self._tensor.shape[1:]), str(self._tensor.device))
+    def spec(self) -> ColumnSpec:
+        return ColumnSpec("dense", self._tensor.dtype, tuple(self._tensor.shape[1:]), str(self._tensor.device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle_dense, to_array(self._tensor)
@@ -207,9 +207,9 @@ class RaggedColumn(Column):
     def to(self, device: str | torch.device) -> RaggedColumn:
         return RaggedColumn(self._ragged.to(device))
 
-    def form(self) -> Form:
+    def spec(self) -> ColumnSpec:
         values = self._ragged.values
-        return Form("ragged", values.dtype, tuple(values.shape[1:]), str(values.device))
+        return ColumnSpec("ragged", values.dtype, tuple(values.shape[1:]), str(values.device))
 
 
 class ObjectColumn(Column):
@@ -252,8 +252,8 @@ class ObjectColumn(Column):
     def to(self, device: str | torch.device) -> ObjectColumn:
         return self
 
-    def form(self) -> Form:
-        return Form("object", None, (), "cpu")
+    def spec(self) -> ColumnSpec:
+        return ColumnSpec("object", None, (), "cpu")
 
     def deepcopy(self) -> ObjectColumn:
         return ObjectColumn(copy.deepcopy(self._objects))
@@ -286,7 +286,7 @@ def same_contents(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, Column) and isinstance(right, Column):
-        return left.same_as(right) or (left.form() == right.form() and same_contents(left.view(), right.view()))
+        return left.same_as(right) or (left.spec() == right.spec() and same_contents(left.view(), right.view()))
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):

@@ -20,11 +20,11 @@ from rlcore.errors import DataError
 from rlcore.protocol.columns import Column, Kind, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
 from rlcore.protocol.moments import Moments, combined, part_moments
-from rlcore.protocol.packed import Packed, is_small, pack, unpack
-from rlcore.protocol.remote import RemoteColumn, home_of
+from rlcore.protocol.remote import RemoteColumn, owner_of
 from rlcore.protocol.row_operations import RowOperations
 from rlcore.protocol.rows import Index, select_row, select_rows
-from rlcore.protocol.table import Deferred, Table, concat_tables, union_tables
+from rlcore.protocol.small_columns import EncodedColumns, decode_columns, encode_columns, is_small
+from rlcore.protocol.table import LazyTable, Table, concat_tables, union_tables
 from rlcore.protocol.tensordicts import table_from_tensordict, table_to_tensordict
 from rlcore.protocol.views import DataProtoItem, ObjectColumns, TensorColumns
 
@@ -56,7 +56,7 @@ class DataProto(RowOperations):
                 if name in table.columns:
                     raise DataError(f"column {name!r} is given twice, as a tensor and as an object column")
                 table.bind(name, checked_column(name, value, kinds))
-        self._source: Table | Deferred = table
+        self._source: Table | LazyTable = table
 
     # -- making one
 
@@ -91,10 +91,10 @@ class DataProto(RowOperations):
                 raise DataError(f"a deferred batch was fetched as {type(batch).__name__}; it must be a DataProto")
             return batch.table.copy()
 
-        return cls._of(Deferred(table))
+        return cls._of(LazyTable(table))
 
     @classmethod
-    def _of(cls, source: Table | Deferred) -> Self:
+    def _of(cls, source: Table | LazyTable) -> Self:
         batch = cls.__new__(cls)
         batch._source = source
         return batch
@@ -104,12 +104,12 @@ class DataProto(RowOperations):
     @property
     def table(self) -> Table:
         """The columns themselves, for the rooms of the core; fetched first if the batch is deferred."""
-        return self._source.get() if isinstance(self._source, Deferred) else self._source
+        return self._source.get() if isinstance(self._source, LazyTable) else self._source
 
     @property
     def is_ready(self) -> bool:
         """Whether the batch is made: False while a call that makes a column of it is under way. Never waits."""
-        if isinstance(self._source, Deferred) and not self._source.ready:
+        if isinstance(self._source, LazyTable) and not self._source.ready:
             return False
         return all(column.is_made for column in self.table.columns.values() if isinstance(column, RemoteColumn))
 
@@ -196,7 +196,7 @@ class DataProto(RowOperations):
         columns = self.table.columns
         small = {name: column for name, column in columns.items() if is_small(column)}
         others = {name: column for name, column in columns.items() if name not in small}
-        return _unpickle, (type(self), list(columns), pack(small), others, self.table.meta_info)
+        return _unpickle, (type(self), list(columns), encode_columns(small), others, self.table.meta_info)
 
     # -- columns
 
@@ -299,9 +299,9 @@ class DataProto(RowOperations):
         when `fn` returns another number of rows.
         """
         part = self._part([*reads, *([keep_together] if keep_together else [])])
-        if (home := home_of(list(part.table.columns.values()))) is not None:
+        if (owner := owner_of(list(part.table.columns.values()))) is not None:
             together = None if keep_together is None else list(self.view(keep_together).tolist())
-            return self._of(home.map_rows(fn, part, together)._source)
+            return self._of(owner.map_rows(fn, part, together)._source)
         return self._of(map_rows(fn, part).table)
 
     def _part(self, names: Sequence[str]) -> DataProto:
@@ -317,8 +317,8 @@ class DataProto(RowOperations):
             self.table.column(name, TENSOR)
         part = self._part(list(dict.fromkeys([column, mask])))
         count = partial(part_moments, column=column, mask=mask)
-        home = home_of(list(part.table.columns.values()))
-        return combined([count(part)] if home is None else home.reduce_rows(count, part))
+        owner = owner_of(list(part.table.columns.values()))
+        return combined([count(part)] if owner is None else owner.reduce_rows(count, part))
 
     # -- other forms
 
@@ -369,7 +369,7 @@ def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
 
 
 def _unpickle(
-    cls: type[DataProto], names: list[str], small: Packed, others: dict[str, Column], meta_info: dict[str, Any]
+    cls: type[DataProto], names: list[str], small: EncodedColumns, others: dict[str, Column], meta_info: dict[str, Any]
 ) -> DataProto:
-    columns = others | unpack(small)
+    columns = others | decode_columns(small)
     return cls._of(Table({name: columns[name] for name in names}, meta_info))

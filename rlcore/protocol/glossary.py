@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlcore.errors import DataError, did_you_mean
-from rlcore.protocol.columns import Form, Kind
+from rlcore.protocol.columns import ColumnSpec, Kind
 
 if TYPE_CHECKING:
     from rlcore.protocol.dataproto import DataProto
@@ -135,15 +135,15 @@ def fields() -> dict[str, Field]:
     return {field.name: field for field in _FIELDS}
 
 
-def forms(*names: str) -> dict[str, Form]:
-    """Return the form of standard fields; DataError for a field that is no standard one, or has no one form."""
-    found: dict[str, Form] = {}
+def column_specs(*names: str) -> dict[str, ColumnSpec]:
+    """Return the form of standard fields; DataError for a field that is no standard one, or has no one spec."""
+    found: dict[str, ColumnSpec] = {}
     for name in names:
         field = fields().get(name)
         if field is None or len(field.shapes) != 1 or field.shapes in (_PADDED,):
-            raise DataError(f"{name!r} is no standard field of one form.{did_you_mean(name, fields())}")
+            raise DataError(f"{name!r} is no standard field of one spec.{did_you_mean(name, fields())}")
         (kind,) = field.shapes
-        found[name] = Form(kind, field.dtype, (), "cpu")
+        found[name] = ColumnSpec(kind, field.dtype, (), "cpu")
     return found
 
 
@@ -153,21 +153,21 @@ def check_fields(batch: DataProto) -> None:
         if name not in batch:
             continue
         column = batch.table.column(name)
-        form = column.form()
-        fits = form.kind in field.shapes
-        if fits and form.dtype is not None:
-            dims = 1 + len(form.shape) + (form.kind == "ragged")
-            fits = form.dtype == field.dtype and dims == field.shapes[form.kind].count(",") + 1
+        spec = column.spec()
+        fits = spec.kind in field.shapes
+        if fits and spec.dtype is not None:
+            dims = 1 + len(spec.shape) + (spec.kind == "ragged")
+            fits = spec.dtype == field.dtype and dims == field.shapes[spec.kind].count(",") + 1
         if not fits:
             raise DataError(
-                f"column {name!r} is {column.type_name()}; the glossary says {_form(field)}: {field.meaning}. "
+                f"column {name!r} is {column.type_name()}; the glossary says {_describe(field)}: {field.meaning}. "
                 "A field of your own takes another name (a plugin's carry its prefix)"
             )
 
 
 def render_markdown() -> str:
     """Return the glossary as a Markdown page."""
-    rows = [f"| `{field.name}` | {_form(field)} | {field.unit} | {field.meaning} |" for field in _FIELDS]
+    rows = [f"| `{field.name}` | {_describe(field)} | {field.unit} | {field.meaning} |" for field in _FIELDS]
     return "\n".join(
         [
             "# Fields of a batch",
@@ -185,7 +185,7 @@ def render_markdown() -> str:
     )
 
 
-def _form(field: Field) -> str:
+def _describe(field: Field) -> str:
     dtype = f" {field.dtype}".replace("torch.", "") if field.dtype else ""
     return " or ".join(f"{kind}{dtype} {shape}" for kind, shape in field.shapes.items())
 

@@ -48,11 +48,6 @@ def select_row(index: int, rows: int) -> int:
     return index % rows
 
 
-def row_count(selection: Rows) -> int:
-    """Return how many rows a checked selection holds."""
-    return selection.stop - selection.start if isinstance(selection, slice) else len(selection)
-
-
 def _as_tensor(index: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> Tensor:
     if isinstance(index, Tensor):
         return index.detach().cpu()

@@ -75,7 +75,7 @@ class Table:
         return parts
 
 
-class Deferred:
+class LazyTable:
     """A table that one call of `fetch` gives, made at the first need; an error of that call is raised at every need."""
 
     def __init__(self, fetch: Callable[[], Table]) -> None:
@@ -125,7 +125,7 @@ def concat_tables(tables: Sequence[Table]) -> Table:
     for name, column in filled[0].columns.items():
         parts = [table.columns[name] for table in filled[1:]]
         for part in parts:
-            if part.form() != column.form():
+            if part.spec() != column.spec():
                 raise DataError(
                     f"column {name!r} cannot be concatenated: {column.type_name()} with {part.type_name()}; "
                     "kind, dtype, shape of a row and device must be equal (rows of different length are a Ragged)"

@@ -9,8 +9,8 @@ import torch
 
 from rlcore.config.schema import RewardConfig
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
-from rlcore.protocol.glossary import forms
+from rlcore.protocol.columns import ColumnSpec
+from rlcore.protocol.glossary import column_specs
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.scoring import Rewards
 from rlcore.workers import Dispatch, Worker, register
@@ -23,9 +23,9 @@ def named_scores(functions: Sequence[WeightedReward], config: RewardConfig) -> t
     return tuple(function.name for function in functions) if len(functions) > 1 or config.model is not None else ()
 
 
-def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, Form]:
-    by_name = {f"score/{name}": Form.dense(torch.float32) for name in named}
-    return {**forms("scores", "reward_error", "reward_detail"), **by_name}
+def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, ColumnSpec]:
+    by_name = {f"score/{name}": ColumnSpec.dense(torch.float32) for name in named}
+    return {**column_specs("scores", "reward_error", "reward_detail"), **by_name}
 
 
 class RewardWorker(Worker):

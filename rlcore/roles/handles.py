@@ -21,14 +21,14 @@ from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
 from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
-from rlcore.protocol.balance import cut_by_cost
+from rlcore.protocol.balance import split_batch_by_cost
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.metrics import Metrics
 from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
 from rlcore.roles.rollout_pool import RolloutCopy
 from rlcore.roles.row_cost import hidden_size, row_costs
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
-from rlcore.workers.executor import Asked
+from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -196,7 +196,7 @@ class RoleHandle:
         costs = self._costs(batch, ranks)
         if costs is None:
             return method(sent, *args)
-        cut, back = cut_by_cost(sent, costs, ranks)
+        cut, back = split_batch_by_cost(sent, costs, ranks)
         return method(cut, *args)[back]
 
     def follow(self, share: float = 1.0) -> None:
@@ -313,11 +313,11 @@ def start_roles(
     pools: Sequence[tuple[PoolPlan, ResourcePool]],
     *,
     by_text: Collection[str] = (),
-    beside: Sequence[Asked] = (),
+    extra: Sequence[ProcessRequest] = (),
 ) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    `by_text` names the reward models that read texts, as their tokenizer is another than the actor's. `beside`: what
+    `by_text` names the reward models that read texts, as their tokenizer is another than the actor's. `extra`: what
     else to start, one worker class each, at the same time; their groups are returned too. Each has a method `start`,
     not blocking, like the workers of the roles, and an error of theirs comes first.
     """
@@ -343,11 +343,10 @@ def start_roles(
         setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
     classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
     sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
-    started = executor.worker_groups(
-        [*beside, *((pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets)]
-    )
-    others = [group for together in started[: len(beside)] for group in together.values()]
-    groups = {name: group for together in started[len(beside) :] for name, group in together.items()}
+    requests = [ProcessRequest(pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets]
+    started = executor.worker_groups([*extra, *requests])
+    others = [group for together in started[: len(extra)] for group in together.values()]
+    groups = {name: group for together in started[len(extra) :] for name, group in together.items()}
     mates = {name: names for _, names in sets for name in names}
     for loading in [group.start() for group in [*others, *groups.values()]]:
         loading.get()

@@ -13,7 +13,7 @@ from rlcore.engine.update.microbatch import column_values
 from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.dataproto import map_rows
-from rlcore.protocol.units import units_of
+from rlcore.protocol.row_groups import row_groups
 from rlcore.testing.losses import TOLERANCE, Evaluated, LossProbe, difference
 from rlcore.testing.suite import CheckFailed, NotApplicable, Suite
 from rlcore.testing.watch import Changes, RunRecord, function_name, hole_positions, with_holes
@@ -126,7 +126,7 @@ def reports_nan(suite: Suite) -> None:
 def maps_by_row(suite: Suite) -> None:
     """Raise CheckFailed when a map function gives a row something else if it does not see all rows, but whole units."""
     for mapped in suite.plain.record.mapped:
-        units = units_of(len(mapped.batch), column_values(mapped.batch, mapped.keep_together))
+        units = row_groups(len(mapped.batch), column_values(mapped.batch, mapped.keep_together))
         half = (len(units) + 1) // 2
         parts = [part for part in (_rows_of(units[:half]), _rows_of(units[half:])) if part]
         whole = map_rows(mapped.function, mapped.batch[_rows_of(units)])

@@ -14,7 +14,7 @@ from rlcore.engine.update.accounting import LossBatch
 from rlcore.engine.update.microbatch import column_values
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.units import units_of
+from rlcore.protocol.row_groups import row_groups
 from rlcore.testing.watch import Item
 
 TOLERANCE = 1e-4
@@ -58,7 +58,7 @@ class LossProbe:
         self.lengths = item.batch.view("responses").lengths
         self.width = int(self.lengths.max())
         self.inside = torch.arange(self.width) < self.lengths[:, None]
-        self.units = units_of(len(item.batch), column_values(item.batch, item.keep_together))
+        self.units = row_groups(len(item.batch), column_values(item.batch, item.keep_together))
         self.leaves = self._made_up(vocab, spread)
 
     def _made_up(self, vocab: int, spread: float) -> Leaves:

@@ -8,29 +8,29 @@ from typing import Any, TypeAlias
 
 from rlcore.errors import DataError, did_you_mean
 from rlcore.protocol import DataProto
-from rlcore.protocol.balance import Cut
-from rlcore.protocol.columns import Form
+from rlcore.protocol.balance import SplitBatch
+from rlcore.protocol.columns import ColumnSpec
 
 Reads: TypeAlias = Sequence[str] | Callable[..., Iterable[str]]
 """Columns that a method reads, or a function of the call's arguments that names them."""
-Gives: TypeAlias = Mapping[str, Form] | Callable[..., Mapping[str, Form]]
+Gives: TypeAlias = Mapping[str, ColumnSpec] | Callable[..., Mapping[str, ColumnSpec]]
 """Columns that a method gives, or a function of the call's arguments that says which."""
 
 
 @dataclass(frozen=True)
-class Promised:
+class DeclaredResult:
     """What one rank will return: so many rows of these columns."""
 
     rows: int
-    columns: Mapping[str, Form]
+    columns: Mapping[str, ColumnSpec]
 
     def may_exceed(self, nbytes: int) -> list[str]:
         """Return the columns that are not known to have at most so many bytes."""
-        known = {name: form.known_bytes(self.rows) for name, form in self.columns.items()}
+        known = {name: spec.exact_bytes(self.rows) for name, spec in self.columns.items()}
         return [name for name, size in known.items() if size is None or size > nbytes]
 
     def check(self, result: Any) -> None:
-        """Raise DataError unless a result is what was promised."""
+        """Raise DataError unless a result is what was declared."""
         if not isinstance(result, DataProto):
             raise DataError(f"returned {type(result).__name__}, but declares a DataProto of {list(self.columns)}")
         if result.meta_info:
@@ -47,9 +47,9 @@ class Promised:
         for name, column in found.items():
             if len(column) != self.rows:
                 raise DataError(f"returned {len(column)} rows of {name!r} for {self.rows} rows that it was sent")
-            form = column.form()
-            if form._replace(device="cpu") != self.columns[name]:
-                raise DataError(f"returned {name!r} as {form}, but declares it as {self.columns[name]}")
+            spec = column.spec()
+            if spec._replace(device="cpu") != self.columns[name]:
+                raise DataError(f"returned {name!r} as {spec}, but declares it as {self.columns[name]}")
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,22 @@ class Contract:
                     f"{did_you_mean(name, batch.keys())} {givers(name)}"
                 )
 
-    def columns(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Form] | None:
+    def columns(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, ColumnSpec] | None:
         """Return the columns that a call will give; None when that is not declared."""
         return self.gives(*args, **kwargs) if callable(self.gives) else self.gives
 
-    def promised(self, columns: Mapping[str, Form], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Promised | None:
+    def declared_result(
+        self, columns: Mapping[str, ColumnSpec], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> DeclaredResult | None:
         """Return what a rank that gets these arguments will return; None when its rows are not known."""
         if self.rows is not None:
-            return Promised(self.rows(*args, **kwargs), columns)
+            return DeclaredResult(self.rows(*args, **kwargs), columns)
         batch = _batch(args, kwargs)
-        return None if batch is None else Promised(len(batch), columns)
+        return None if batch is None else DeclaredResult(len(batch), columns)
 
 
 def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto | None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, (DataProto, Cut)):
+        if isinstance(value, (DataProto, SplitBatch)):
             return value if isinstance(value, DataProto) else value.parts[0]
     return None

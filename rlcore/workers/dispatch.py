@@ -18,7 +18,7 @@ import torch
 
 from rlcore.errors import ConfigError, DataError, did_you_mean
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.balance import Cut
+from rlcore.protocol.balance import SplitBatch
 
 PerRank: TypeAlias = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
 """For every positional and keyword argument, the list of what each rank gets."""
@@ -182,10 +182,10 @@ def first(group: Any, outputs: list[Any]) -> Any:
 def split_rows(value: Any, parts: int) -> list[Any]:
     """Return `value` cut into `parts`: a DataProto (also inside lists, tuples and dicts) by rows, anything else whole.
 
-    Row counts differ by one at most, the larger ones first; with fewer rows than parts the last parts have none. A Cut
-    is cut already. Raises DataError where that has another number of parts.
+    Row counts differ by one at most, the larger ones first; with fewer rows than parts the last parts have none.
+    A SplitBatch is split already; DataError when it has another number of parts.
     """
-    if isinstance(value, Cut):
+    if isinstance(value, SplitBatch):
         if len(value.parts) != parts:
             raise DataError(f"a batch that was cut into {len(value.parts)} is to be cut into {parts}; pass it whole")
         return list(value.parts)
@@ -206,7 +206,7 @@ def _holds_rows(value: Any) -> bool:
         return any(_holds_rows(item) for item in value)
     if type(value) is dict:
         return any(_holds_rows(item) for item in value.values())
-    return isinstance(value, (DataProto, Cut))
+    return isinstance(value, (DataProto, SplitBatch))
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:

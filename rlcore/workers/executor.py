@@ -6,14 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Self, overload
+from typing import NamedTuple, Self, overload
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 
-Asked = tuple[ResourcePool, Mapping[str, ClassWithInitArgs], str]
-"""Processes to be started: on which pool, with which classes by role, and their name."""
+
+class ProcessRequest(NamedTuple):
+    """Processes to start: the pool they run on, the worker class of each role in them, and their name."""
+
+    pool: ResourcePool
+    classes: Mapping[str, ClassWithInitArgs]
+    name: str
 
 
 KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
@@ -64,9 +69,9 @@ class Executor(ABC):
         Raises WorkerError when a process does not start in time or a worker's `__init__` fails.
         """
 
-    def worker_groups(self, asked: Sequence[Asked]) -> list[dict[str, WorkerGroup]]:
+    def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
         """Return what `worker_group` does for each of several sets of processes, which start at the same time."""
-        return [self.worker_group(*one) for one in asked]
+        return [self.worker_group(*request) for request in requests]
 
     @abstractmethod
     def shutdown(self) -> None:

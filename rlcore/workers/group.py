@@ -14,9 +14,9 @@ import torch
 from rlcore.errors import did_you_mean
 from rlcore.protocol import DataProto
 from rlcore.protocol.dataproto import map_rows
-from rlcore.protocol.remote import Home, RemoteColumn
-from rlcore.protocol.units import split_evenly, units_of
-from rlcore.workers.contract import Promised
+from rlcore.protocol.remote import Owner, RemoteColumn
+from rlcore.protocol.row_groups import row_groups, split_evenly
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call, Execute, Mesh, calls_of, join_rows
 from rlcore.workers.worker import Registration, Worker, registered_methods, registration_of
 
@@ -24,7 +24,7 @@ MOST_OUTSTANDING = 64
 """Calls that nobody has waited for, from which on a group looks which of them have ended well."""
 
 
-class Pending(ABC):
+class PendingCall(ABC):
     """One method call under way on some ranks. `was_read`: somebody has seen its results or its failure."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Pending(ABC):
         """Whether the results are here."""
         return self._outputs is not None
 
-    def promised(self, rank: int, promised: Promised) -> DataProto | None:
+    def declared_batch(self, rank: int, declared: DeclaredResult) -> DataProto | None:
         """Return what a rank will return, by reference; None where results have no references."""
         return None
 
@@ -83,8 +83,12 @@ class Processes(ABC):
 
     @abstractmethod
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
-    ) -> Pending:
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        declared: Sequence[DeclaredResult | None] | None = None,
+    ) -> PendingCall:
         """Call `method` of a role's worker on every rank whose entry in `calls` is not None, after all earlier calls.
 
         Each rank checks that it returns what was `promised` of it. Raises WorkerError at once when one of the
@@ -92,7 +96,7 @@ class Processes(ABC):
         """
 
     @abstractmethod
-    def spans(self) -> Pending:
+    def spans(self) -> PendingCall:
         """Ask every rank for the spans of what it ran since it was last asked, after all earlier calls."""
 
     @abstractmethod
@@ -103,7 +107,7 @@ class Processes(ABC):
 class Future:
     """The result of a non-blocking call."""
 
-    def __init__(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, pending: PendingCall, collect: Callable[[list[Any]], Any]) -> None:
         self._pending = pending
         self._collect = collect
         self._lock = threading.RLock()
@@ -140,7 +144,7 @@ class Future:
             return self._result
 
 
-class WorkerGroup(Home):
+class WorkerGroup(Owner):
     """The workers of one role, called as one: `group.method(...)` for every registered method of their class.
 
     Calls run on each worker in the order in which they were made. Columns that are elsewhere, or not made yet, are sent
@@ -187,15 +191,15 @@ class WorkerGroup(Home):
     def map_rows(
         self, fn: Callable[[DataProto], Any], batch: DataProto, keep_together: Sequence[object] | None
     ) -> DataProto:
-        """See Home: the rows are cut evenly over the workers, whole units to each."""
-        runs = split_evenly(units_of(len(batch), keep_together), self.world_size)
+        """See Owner: the rows are cut evenly over the workers, whole units to each."""
+        runs = split_evenly(row_groups(len(batch), keep_together), self.world_size)
         parts = [[row for unit in run for row in unit] for run in runs]
         future = self._apply(partial(map_rows, fn), [batch[rows] for rows in parts])
         back = torch.tensor([row for rows in parts for row in rows], dtype=torch.int64).argsort()
         return DataProto.deferred(lambda: future.get()[back])
 
     def reduce_rows(self, fn: Callable[[DataProto], Any], batch: DataProto) -> list[Any]:
-        """See Home."""
+        """See Owner."""
         return self._apply(fn, batch.chunk(self.world_size, uneven=True), collect=list).get()
 
     def _apply(
@@ -211,10 +215,10 @@ class WorkerGroup(Home):
         pending = self._processes.submit(self.role, "_apply", calls)
         return self._future(pending, lambda outputs: collect([outputs[rank] for rank in asked]))
 
-    def _future(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> Future:
+    def _future(self, pending: PendingCall, collect: Callable[[list[Any]], Any]) -> Future:
         def collected(outputs: list[Any]) -> Any:
             result = collect(outputs)
-            return self._claimed(result) if isinstance(result, DataProto) else result
+            return self._with_owner(result) if isinstance(result, DataProto) else result
 
         future = Future(pending, collected)
         self._outstanding = [*(earlier for earlier in self._outstanding if not earlier.was_read), future]
@@ -222,10 +226,10 @@ class WorkerGroup(Home):
             self._outstanding = [earlier for earlier in self._outstanding if not earlier.has_succeeded()]
         return future
 
-    def _claimed(self, batch: DataProto) -> DataProto:
+    def _with_owner(self, batch: DataProto) -> DataProto:
         for column in batch.table.columns.values():
             if isinstance(column, RemoteColumn):
-                column.claim(self, self.fetched)
+                column.bind_owner(self, self.fetched)
         return batch
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -252,17 +256,17 @@ class WorkerGroup(Home):
         if rank_zero or mode.only_rank_zero:
             calls[1:] = [None] * (self.world_size - 1)
         columns = contract.columns(args, kwargs)
-        promised: list[Promised | None] | None = None
+        declared: list[DeclaredResult | None] | None = None
         if columns is not None:
-            promised = [None if call is None else contract.promised(columns, *call) for call in calls]
-        pending = self._processes.submit(self.role, name, calls, promised)
+            declared = [None if call is None else contract.declared_result(columns, *call) for call in calls]
+        pending = self._processes.submit(self.role, name, calls, declared)
         collect = (lambda outputs: outputs[0]) if rank_zero else (lambda outputs: mode.collect(self, outputs))
         joins = mode.joins_rows and not rank_zero
-        if promised is not None and joins and not registration.blocking:
-            batches = [None if p is None else pending.promised(rank, p) for rank, p in enumerate(promised)]
+        if declared is not None and joins and not registration.blocking:
+            batches = [None if p is None else pending.declared_batch(rank, p) for rank, p in enumerate(declared)]
             if all((batch is None) == (call is None) for batch, call in zip(batches, calls, strict=True)):
                 self._future(pending, lambda outputs: None)  # for `drain`
-                return self._claimed(mode.collect(self, batches))
+                return self._with_owner(mode.collect(self, batches))
         future = self._future(pending, collect)
         if registration.blocking:
             return future.get()

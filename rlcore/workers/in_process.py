@@ -12,17 +12,17 @@ import torch
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
-from rlcore.workers.contract import Promised
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call
 from rlcore.workers.executor import KERNEL_CACHES, Executor
 from rlcore.workers.failure import with_worker
-from rlcore.workers.group import Pending, Processes, WorkerGroup
+from rlcore.workers.group import PendingCall, Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.spans import MOST_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
-class Finished(Pending):
+class FinishedCall(PendingCall):
     """A call that has run: results by rank, or the first failure."""
 
     def __init__(self, results: list[Any], failure: RLCoreError | None) -> None:
@@ -61,8 +61,12 @@ class InProcess(Processes):
                 by_rank[rank][role] = worker
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
-    ) -> Finished:
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        declared: Sequence[DeclaredResult | None] | None = None,
+    ) -> FinishedCall:
         """Run the call now."""
         outputs: list[Any] = [None] * self.world_size
         for rank, call in enumerate(calls):
@@ -72,20 +76,20 @@ class InProcess(Processes):
             began = time.time()
             try:
                 outputs[rank] = getattr(worker, method)(*call[0], **call[1])
-                if promised is not None and (what := promised[rank]) is not None:
+                if declared is not None and (what := declared[rank]) is not None:
                     what.check(outputs[rank])
                 self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
             except (Exception, SystemExit) as error:
                 failure = with_worker(error, worker._context, method)
                 failure.__cause__ = error
-                return Finished(outputs, failure)
-        return Finished(outputs, None)
+                return FinishedCall(outputs, failure)
+        return FinishedCall(outputs, None)
 
-    def spans(self) -> Finished:
+    def spans(self) -> FinishedCall:
         """See Processes."""
         spans = list(self._spans)
         self._spans.clear()
-        return Finished([spans], None)
+        return FinishedCall([spans], None)
 
     def shutdown(self) -> None:
         """Shut the workers down and let them go."""

@@ -13,8 +13,8 @@ import ray
 import torch
 
 from rlcore.protocol import DataProto
-from rlcore.protocol.packed import is_small
-from rlcore.workers.contract import Promised
+from rlcore.protocol.small_columns import is_small
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call
 
 MESSAGE_BYTES = 64_000
@@ -24,62 +24,64 @@ SENT_AS_THEY_ARE = (*NUMBERS, ray.ObjectRef)
 """Types of arguments that are not worth an object of their own when all ranks get the same."""
 
 
-class Elsewhere(NamedTuple):
+class ArgumentRef(NamedTuple):
     """In the place of an argument: its number among those that Ray carries."""
 
     number: int
 
 
-class Sent(NamedTuple):
+class EncodedCall(NamedTuple):
     """A call for one rank: `message`, and the arguments that Ray carries beside it."""
 
     message: bytes
-    beside: tuple[Any, ...]
+    extra: tuple[Any, ...]
 
 
-def pack_calls(
-    role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None
-) -> list[Sent | None]:
+def encode_calls(
+    role: str, method: str, calls: Sequence[Call | None], declared: Sequence[DeclaredResult | None] | None
+) -> list[EncodedCall | None]:
     """Return each rank's call as it travels. What several ranks get, and is large, is put into Ray's store once."""
-    gives = next((each.columns for each in promised or () if each is not None), None)
+    gives = next((each.columns for each in declared or () if each is not None), None)
     header = pickle.dumps((role, method, gives))
     times = Counter(id(value) for call in calls if call for value in (*call[0], *call[1].values()))
     put: dict[int, Any] = {}
-    packed: list[Sent | None] = []
+    packed: list[EncodedCall | None] = []
     for rank, call in enumerate(calls):
         if call is None:
             packed.append(None)
             continue
-        beside: list[Any] = []
+        extra: list[Any] = []
 
-        def placed(value: Any, beside: list[Any] = beside) -> Any:
+        def placed(value: Any, extra: list[Any] = extra) -> Any:
             if _travels_inside(value):
                 return value
             if times[id(value)] > 1 and not isinstance(value, SENT_AS_THEY_ARE):
                 if id(value) not in put:
                     put[id(value)] = ray.put(value)
                 value = put[id(value)]
-            beside.append(value)
-            return Elsewhere(len(beside) - 1)
+            extra.append(value)
+            return ArgumentRef(len(extra) - 1)
 
         args = [placed(value) for value in call[0]]
         kwargs = {name: placed(value) for name, value in call[1].items()}
-        expected = promised[rank] if promised is not None else None
+        expected = declared[rank] if declared is not None else None
         rows = None if expected is None else expected.rows
-        packed.append(Sent(ray.cloudpickle.dumps((header, rows, args, kwargs)), tuple(beside)))
+        packed.append(EncodedCall(ray.cloudpickle.dumps((header, rows, args, kwargs)), tuple(extra)))
     return packed
 
 
-def unpack_call(message: bytes, beside: Sequence[Any]) -> tuple[str, str, Promised | None, list[Any], dict[str, Any]]:
-    """Return role, method, what was promised, and the arguments of a call that `pack_calls` made."""
+def decode_call(
+    message: bytes, extra: Sequence[Any]
+) -> tuple[str, str, DeclaredResult | None, list[Any], dict[str, Any]]:
+    """Return role, method, what was declared, and the arguments of a call that `encode_calls` made."""
     header, rows, args, kwargs = pickle.loads(message)
     role, method, gives = _read_header(header)
 
     def whole(value: Any) -> Any:
-        return beside[value.number] if isinstance(value, Elsewhere) else value
+        return extra[value.number] if isinstance(value, ArgumentRef) else value
 
-    promised = None if rows is None else Promised(rows, gives)
-    return role, method, promised, [whole(value) for value in args], {name: whole(v) for name, v in kwargs.items()}
+    declared = None if rows is None else DeclaredResult(rows, gives)
+    return role, method, declared, [whole(value) for value in args], {name: whole(v) for name, v in kwargs.items()}
 
 
 @lru_cache(maxsize=256)

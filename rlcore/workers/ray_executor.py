@@ -17,7 +17,7 @@ import ray
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
-from rlcore.workers.executor import Asked, Executor
+from rlcore.workers.executor import Executor, ProcessRequest
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.ray_group import RayProcesses
@@ -98,7 +98,7 @@ class RayExecutor(Executor):
             start_timeout=cluster.start_timeout,
             join_seconds=0.0 if own else JOIN_SECONDS,  # no node joins a Ray of our own
             spread=True,
-            beside=self._pools,
+            other_pools=self._pools,
             name=name,
         )
         self._pools.append(pool)
@@ -107,17 +107,17 @@ class RayExecutor(Executor):
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
         """Start the processes and make their workers; waits until all are there."""
         roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
-        (groups,) = self.worker_groups([(pool, roles, name)])
+        (groups,) = self.worker_groups([ProcessRequest(pool, roles, name)])
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
 
-    def worker_groups(self, asked: Sequence[Asked]) -> list[dict[str, WorkerGroup]]:
+    def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
         """Start all processes, and then wait for them."""
-        started = [self._start_processes(*one) for one in asked]
+        started = [self._start_processes(*request) for request in requests]
         for processes in started:
             processes.wait_until_started()
         return [
-            {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
-            for processes, (_, roles, _) in zip(started, asked, strict=True)
+            {role: WorkerGroup(processes, role, made.cls) for role, made in request.classes.items()}
+            for processes, request in zip(started, requests, strict=True)
         ]
 
     def _start_processes(self, pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs], name: str) -> RayProcesses:

@@ -19,12 +19,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
-from rlcore.workers.contract import Promised
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call
 from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs
-from rlcore.workers.ray_call import Sent, pack_calls
+from rlcore.workers.ray_call import EncodedCall, encode_calls
 from rlcore.workers.ray_nodes import what_ray_has
 from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
@@ -78,7 +78,7 @@ class RayProcesses(Processes):
         self.hosts: list[Any] = []
         self._runs: list[Any] = []
         self._inline_bytes = inline_bytes
-        self._promising: dict[tuple[int, int], Any] = {}
+        self._declared_runs: dict[tuple[int, int], Any] = {}
         self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         self._under_way: list[weakref.ref[RayPending]] = []
         self._env = {**(env or {}), **process_environment(pool)}
@@ -157,7 +157,11 @@ class RayProcesses(Processes):
     # -- calls
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], promised: Sequence[Promised | None] | None = None
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        declared: Sequence[DeclaredResult | None] | None = None,
     ) -> RayPending:
         """Send the call. What several ranks get is put into Ray's object store once."""
         if self._stragglers is not None:
@@ -168,11 +172,11 @@ class RayProcesses(Processes):
         refs_sent: dict[Any, int] = {}
         columns: dict[Any, Mapping[str, Any] | None] = {}
         try:
-            for rank, sent in enumerate(pack_calls(role, method, calls, promised)):
+            for rank, sent in enumerate(encode_calls(role, method, calls, declared)):
                 if sent is not None:
                     before = self._pool.before(self, rank)
                     after = {} if before is None else {"after": before[0].ping_one(before[1])}
-                    ref, kept = self._send(rank, sent, None if promised is None else promised[rank], after)
+                    ref, kept = self._send(rank, sent, None if declared is None else declared[rank], after)
                     refs_sent[ref], columns[ref] = rank, kept
                     self._pool.take(self, rank)
         except Exception as error:  # whatever pickling the arguments raises
@@ -184,16 +188,16 @@ class RayProcesses(Processes):
         return pending
 
     def _send(
-        self, rank: int, sent: Sent, promised: Promised | None, after: Mapping[str, Any]
+        self, rank: int, sent: EncodedCall, declared: DeclaredResult | None, after: Mapping[str, Any]
     ) -> tuple[Any, Mapping[str, Any] | None]:
         """Send a rank its call; return the references of its reply and, where they are known, of its large columns."""
-        if promised is None or not self._one_node:
-            return self._runs[rank].remote(sent.message, *sent.beside, **after), None
-        names = promised.may_exceed(self._inline_bytes)
+        if declared is None or not self._one_node:
+            return self._runs[rank].remote(sent.message, *sent.extra, **after), None
+        names = declared.may_exceed(self._inline_bytes)
         values = 1 + len(names)
-        if (rank, values) not in self._promising:
-            self._promising[rank, values] = self.hosts[rank].run_promised.options(num_returns=values)
-        refs = self._promising[rank, values].remote(sent.message, *sent.beside, **after)
+        if (rank, values) not in self._declared_runs:
+            self._declared_runs[rank, values] = self.hosts[rank].run_declared.options(num_returns=values)
+        refs = self._declared_runs[rank, values].remote(sent.message, *sent.extra, **after)
         reply, *columns = refs if names else [refs]
         return reply, dict(zip(names, columns, strict=True))
 
@@ -300,7 +304,7 @@ class RayProcesses(Processes):
             self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
-        self._promising.clear()
+        self._declared_runs.clear()
         self._under_way.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 

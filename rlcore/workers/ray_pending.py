@@ -10,11 +10,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlcore.protocol import DataProto
-from rlcore.protocol.remote import Layout, RemoteColumn
+from rlcore.protocol.remote import RemoteColumn, RowMap
 from rlcore.protocol.table import Table
-from rlcore.workers.contract import Promised
-from rlcore.workers.group import Pending
-from rlcore.workers.ray_store import Promise, Reply, received
+from rlcore.workers.contract import DeclaredResult
+from rlcore.workers.group import PendingCall
+from rlcore.workers.ray_store import PendingBlock, RankResult, load_results
 
 if TYPE_CHECKING:
     from rlcore.workers.ray_group import RayProcesses
@@ -23,10 +23,10 @@ POLL_SECONDS = 2.0
 """While a call is awaited: time between looks at the processes that it does not wait for."""
 
 
-class RayPending(Pending):
+class RayPending(PendingCall):
     """One method call under way; `refs` are the results to come, with their ranks.
 
-    `columns` are the references of each result's columns that may be large, by name, for what WorkerHost.run_promised
+    `columns` are the references of each result's columns that may be large, by name, for what WorkerHost.run_declared
     gives; None for a result of WorkerHost.run. Without it they are plain results.
     """
 
@@ -44,7 +44,7 @@ class RayPending(Pending):
         self._method = method
         self._refs = dict(refs)
         self._columns = columns
-        self._promises: list[tuple[int, weakref.ref[Promise]]] = []
+        self._pending_blocks: list[tuple[int, weakref.ref[PendingBlock]]] = []
         self._fine: set[Any] = set()
 
     def done(self) -> bool:
@@ -54,19 +54,19 @@ class RayPending(Pending):
             or not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
         )
 
-    def promised(self, rank: int, promised: Promised) -> DataProto:
+    def declared_batch(self, rank: int, declared: DeclaredResult) -> DataProto:
         """Return what a rank will return, by reference."""
         ref = next(ref for ref, of_rank in self._refs.items() if of_rank == rank)
         columns = (self._columns or {})[ref]
         known = columns or {}
         number_of = {name: number for number, name in enumerate(known)}
-        reply = Reply(ref, f"{self._role} rank {rank}, in {self._method}(),", columns is not None, self, rank)
-        layout = Layout.of_block(promised.rows)
+        reply = RankResult(ref, f"{self._role} rank {rank}, in {self._method}(),", columns is not None, self, rank)
+        row_map = RowMap.of_block(declared.rows)
         table = Table()
-        for name, form in promised.columns.items():
-            promise = Promise(reply, name, number_of.get(name, 0), known.get(name))
-            self._promises.append((rank, weakref.ref(promise)))
-            table.columns[name] = RemoteColumn(form, [promise], layout)
+        for name, form in declared.columns.items():
+            promise = PendingBlock(reply, name, number_of.get(name, 0), known.get(name))
+            self._pending_blocks.append((rank, weakref.ref(promise)))
+            table.columns[name] = RemoteColumn(form, [promise], row_map)
         return DataProto._of(table)
 
     def wait(self) -> list[Any]:
@@ -75,11 +75,11 @@ class RayPending(Pending):
         Of a call whose result was promised each promise gets its column, and nothing else of it is held here.
         """
         outputs = self._outputs_of_ranks()
-        if self._promises:
-            for rank, known in self._promises:
+        if self._pending_blocks:
+            for rank, known in self._pending_blocks:
                 if (promise := known()) is not None:
                     promise.keep(outputs[rank])
-            self._promises.clear()
+            self._pending_blocks.clear()
             self._refs.clear()
             self._columns = None
             return [None] * len(outputs)
@@ -139,7 +139,7 @@ class RayPending(Pending):
         if self._columns is None:
             return values
         columns = [self._columns[ref] for ref in refs]
-        return received(values, [None if known is None else list(known.values()) for known in columns])
+        return load_results(values, [None if known is None else list(known.values()) for known in columns])
 
     def _one(self, ref: Any, rank: int, waiting: Mapping[Any, int]) -> None:
         try:

@@ -33,12 +33,12 @@ class Reservation:
         self._with_gpu: Counter[int] = Counter()
         self._last: dict[int, tuple[Any, int]] = {}
 
-    def make(self, demand: Demand, beside: Sequence[Demand]) -> None:
+    def make(self, demand: Demand, other_pools: Sequence[Demand]) -> None:
         """Wait for the places. ConfigError when the cluster can never hold all the pools, WorkerError after a while."""
         if self.groups:
             return
         deadline = time.monotonic() + self._join_seconds
-        while (why := impossible([demand, *beside], alive_nodes())) is not None:
+        while (why := impossible([demand, *other_pools], alive_nodes())) is not None:
             if time.monotonic() >= deadline:
                 raise ConfigError(f"{why}\n{ADVICE}")
             time.sleep(0.2)
@@ -86,7 +86,7 @@ class RayResourcePool(ResourcePool):
     Each place has `cpus_per_worker` cores and `gpus_per_worker` GPUs (None: one where the cluster has any), on nodes
     with the resource `node` (None: any). They are reserved when the first group is put there, which waits up to
     `start_timeout` seconds, but fails after `join_seconds` when the cluster has no room for this pool and those
-    `beside` it. `spread=True` lets the processes of an entry lie on several nodes where they do not fit on one.
+    `other_pools` it. `spread=True` lets the processes of an entry lie on several nodes where they do not fit on one.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RayResourcePool(ResourcePool):
         start_timeout: float = 120.0,
         join_seconds: float = JOIN_SECONDS,
         spread: bool = False,
-        beside: Sequence[RayResourcePool] = (),
+        other_pools: Sequence[RayResourcePool] = (),
         name: str = "a pool",
     ) -> None:
         super().__init__(process_on_nodes, gpus_per_worker=gpus_per_worker)
@@ -107,7 +107,7 @@ class RayResourcePool(ResourcePool):
         self._whole = self
         self._node = node
         self._spread = spread
-        self._beside = beside
+        self._other_pools = other_pools
         self._name = name
         self._takes_turns = True
         self._reservation = Reservation(start_timeout, join_seconds)
@@ -132,7 +132,7 @@ class RayResourcePool(ResourcePool):
 
         Raises ConfigError when the cluster can never provide them, WorkerError when it does not in time.
         """
-        self._reservation.make(self.demand(), [pool.demand() for pool in self._beside if pool is not self._whole])
+        self._reservation.make(self.demand(), [pool.demand() for pool in self._other_pools if pool is not self._whole])
         gpus = self.gpus_per_worker
         share = {"num_cpus": 0, "num_gpus": gpus if gpus > 1 else gpus / GROUPS_PER_PLACE}
         bundles = [(group, index) for group in self._reservation.groups for index in range(group.bundle_count)]

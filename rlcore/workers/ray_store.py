@@ -24,11 +24,11 @@ from torch import Tensor
 from rlcore.errors import DataError, RLCoreError, WorkerError
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import Column, DenseColumn, RaggedColumn
-from rlcore.protocol.remote import Block, Layout, RemoteColumn
+from rlcore.protocol.remote import Block, RemoteColumn, RowMap
 from rlcore.protocol.table import Table
 
 if TYPE_CHECKING:
-    from rlcore.workers.group import Pending
+    from rlcore.workers.group import PendingCall
 
 INLINE_BYTES = 100_000
 """Columns of a result up to this size travel in the reply of the call: a small object of its own costs more."""
@@ -38,14 +38,16 @@ LEAST_BLOCK_BYTES = 400_000
 """Least size of such a block, as each costs about as much time as 400 kB; one below 100 kB goes to the controller."""
 
 
-class Reply:
+class RankResult:
     """What one rank returns, or will return: its result, and references to the larger columns of it.
 
     `pending` is the call under way, on the controller alone; elsewhere Ray is asked. `counted`: the call returns a
     value for each column that may be large, and the promises of these know them.
     """
 
-    def __init__(self, ref: Any, made_by: str, counted: bool, pending: Pending | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, ref: Any, made_by: str, counted: bool, pending: PendingCall | None = None, rank: int = 0
+    ) -> None:
         self._ref, self.made_by, self.counted = ref, made_by, counted
         self._pending, self._rank = pending, rank
         self._value: Any = None
@@ -65,7 +67,7 @@ class Reply:
         """Wait and return the result; raises what the call raised, or WorkerError when it is lost."""
         if self._pending is not None:
             return self._pending.get()[self._rank]
-        Reply.load([self])
+        RankResult.load([self])
         return self._value
 
     def forget(self) -> None:
@@ -73,7 +75,7 @@ class Reply:
         self._ref = None
 
     @staticmethod
-    def load(replies: Sequence[Reply]) -> None:
+    def load(replies: Sequence[RankResult]) -> None:
         """Wait for several results together."""
         if replies and replies[0]._pending is not None:
             for pending in {id(reply._pending): reply._pending for reply in replies}.values():
@@ -84,17 +86,17 @@ class Reply:
         if waiting:
             try:
                 values = ray.get([reply._ref for reply in waiting])
-                values = received(values, [() if reply.counted else None for reply in waiting])
+                values = load_results(values, [() if reply.counted else None for reply in waiting])
             except RayError as error:
                 raise _not_made(error, waiting) from None
             for reply, value in zip(waiting, values, strict=True):
                 reply._value, reply._loaded = value, True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (self._ref, self.made_by, self.counted)
+        return RankResult, (self._ref, self.made_by, self.counted)
 
 
-def received(returned: Sequence[Any], columns: Sequence[Sequence[Any] | None]) -> list[Any]:
+def load_results(returned: Sequence[Any], columns: Sequence[Sequence[Any] | None]) -> list[Any]:
     """Return the results that several calls gave, from what Ray holds for their references.
 
     `columns` are the references of each call's columns, as far as they are known here; None where the first value that
@@ -121,7 +123,7 @@ def _bind(column: Column, refs: Mapping[int, Any] | Sequence[Any], made_by: str 
             block.kept.made_by = block.kept.made_by or made_by
 
 
-def _not_made(error: RayError, waiting: Sequence[Reply]) -> RLCoreError:
+def _not_made(error: RayError, waiting: Sequence[RankResult]) -> RLCoreError:
     """Return what a consumer raises when a producer's call failed: its own error, or who died before making what."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RLCoreError):
@@ -132,15 +134,15 @@ def _not_made(error: RayError, waiting: Sequence[Reply]) -> RLCoreError:
     return WorkerError(f"what {makers} made is lost: {type(cause).__name__}: {cause}")
 
 
-class Promise(Block):
+class PendingBlock(Block):
     """The rows of the column `name` that a call under way will return.
 
     `ref` is value number `number` of those that the call returns beside its reply, where that is known beforehand.
     """
 
-    is_promise = True
+    is_pending = True
 
-    def __init__(self, reply: Reply, name: str, number: int = 0, ref: Any = None) -> None:
+    def __init__(self, reply: RankResult, name: str, number: int = 0, ref: Any = None) -> None:
         self._reply, self._name = reply, name
         self._number, self._ref = number, ref
         self._column: Column | None = None
@@ -164,7 +166,7 @@ class Promise(Block):
 
     def load(self, others: Sequence[Block]) -> None:
         """Wait for all replies together."""
-        Reply.load([self._reply, *(other._reply for other in others if isinstance(other, Promise))])
+        RankResult.load([self._reply, *(other._reply for other in others if isinstance(other, PendingBlock))])
 
     def column(self) -> Column:
         """Return the column of the reply."""
@@ -180,7 +182,7 @@ class Promise(Block):
         return column
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Promise, (self._reply, self._name, self._number, self._ref)
+        return PendingBlock, (self._reply, self._name, self._number, self._ref)
 
 
 class RayObject:
@@ -266,7 +268,7 @@ class RayBlock(Block):
         return RayBlock, (self.kept, self.nbytes, self._rows)
 
 
-def kept_here(result: Any, inline_bytes: int, one_node: bool) -> Generator[Any, None, None]:
+def store_result(result: Any, inline_bytes: int, one_node: bool) -> Generator[Any, None, None]:
     """Yield the objects of a result's larger columns and then the result, with the objects' numbers in their place.
 
     Each block is an object of its own, so that another node fetches it alone. Where there is but one node, a column is
@@ -284,16 +286,16 @@ def kept_here(result: Any, inline_bytes: int, one_node: bool) -> Generator[Any, 
             kept.columns[name] = _mapped(name, column, next(number), sizes)
             yield column
             continue
-        ends, layout = cuts.of(int(sizes.sum()))
+        ends, row_map = cuts.of(int(sizes.sum()))
         blocks: list[Block] = []
         for start, end in itertools.pairwise([0, *ends]):
             blocks.append(RayBlock(RayObject(next(number), name), int(sizes[start:end].sum())))
             yield column.take(slice(start, end))
-        kept.columns[name] = RemoteColumn(column.form(), blocks, layout)
+        kept.columns[name] = RemoteColumn(column.spec(), blocks, row_map)
     yield DataProto._of(kept)
 
 
-def kept_by_column(result: DataProto, inline_bytes: int, names: Iterable[str]) -> list[Any]:
+def store_declared_result(result: DataProto, inline_bytes: int, names: Iterable[str]) -> list[Any]:
     """Return the result, then for each of these columns its object if it is large; for where there is one node.
 
     What is not large has no bytes for an object, and a result that is known to hold no reference is bytes, too: both
@@ -316,7 +318,7 @@ def _split(result: DataProto, inline_bytes: int) -> tuple[Table, dict[str, np.nd
     large: dict[str, np.ndarray] = {}
     for name, column in result.table.columns.items():
         if not isinstance(column, RemoteColumn):
-            device = column.form().device
+            device = column.spec().device
             if device == "meta":
                 raise DataError(f"column {name!r} is on the device 'meta', which holds no values that could travel")
             column = column.to("cpu") if device != "cpu" else column
@@ -330,21 +332,21 @@ def _split(result: DataProto, inline_bytes: int) -> tuple[Table, dict[str, np.nd
 
 def _mapped(name: str, column: Column, number: int, sizes: np.ndarray) -> RemoteColumn:
     block = RayBlock(RayObject(number, name), int(sizes.sum()), slice(0, len(column)))
-    return RemoteColumn.of_block(column.form(), block, len(column))
+    return RemoteColumn.of_block(column.spec(), block, len(column))
 
 
 class _Cuts:
     """Where the blocks of a result's columns end, in rows: blocks of about equal bytes of all columns together.
 
-    Columns of equally many blocks are cut alike, so that they share a layout.
+    Columns of equally many blocks are cut alike, so that they share a row_map.
     """
 
     def __init__(self, sizes: np.ndarray) -> None:
         self._sums = np.cumsum(sizes)
-        self._known: dict[int, tuple[list[int], Layout]] = {}
+        self._known: dict[int, tuple[list[int], RowMap]] = {}
 
-    def of(self, total: int) -> tuple[list[int], Layout]:
-        """Return where the blocks of a column of `total` bytes end, and its layout."""
+    def of(self, total: int) -> tuple[list[int], RowMap]:
+        """Return where the blocks of a column of `total` bytes end, and its row_map."""
         rows = len(self._sums)
         wanted = max(1, min(BLOCKS, total // LEAST_BLOCK_BYTES, rows))
         if wanted not in self._known:
@@ -353,8 +355,8 @@ class _Cuts:
             ends = [*sorted({int(end) for end in inner if end < rows}), rows]
             counts = torch.tensor(np.diff([0, *ends]))
             first = torch.tensor([0, *ends[:-1]]).repeat_interleave(counts)
-            layout = Layout(torch.arange(len(ends)).repeat_interleave(counts), torch.arange(rows) - first)
-            self._known[wanted] = ends, layout
+            row_map = RowMap(torch.arange(len(ends)).repeat_interleave(counts), torch.arange(rows) - first)
+            self._known[wanted] = ends, row_map
         return self._known[wanted]
 
 

@@ -22,10 +22,10 @@ import ray
 
 from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
-from rlcore.workers.contract import Promised
+from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.failure import with_worker
-from rlcore.workers.ray_call import unpack_call
-from rlcore.workers.ray_store import await_inputs, kept_by_column, kept_here
+from rlcore.workers.ray_call import decode_call
+from rlcore.workers.ray_store import await_inputs, store_declared_result, store_result
 from rlcore.workers.spans import MOST_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
@@ -104,32 +104,32 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise with_worker(error, context, "__init__") from None
 
-    def run(self, message: bytes, /, *beside: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
+    def run(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the blocks of what a role's method returns, and then the rest of it.
 
-        The call is what `pack_calls` made. Waits first until what `after` refers to is there: whoever has the turn
+        The call is what `encode_calls` made. Waits first until what `after` refers to is there: whoever has the turn
         before this process. Raises what the controller is to see; also when the method returns other than it has
-        promised.
+        declared.
         """
-        with self._running(message, beside, after) as (result, _):
-            yield from kept_here(result, self._inline_bytes, self._one_node)
+        with self._running(message, extra, after) as (result, _):
+            yield from store_result(result, self._inline_bytes, self._one_node)
 
-    def run_promised(self, message: bytes, /, *beside: Any, after: Sequence[Any] = ()) -> Any:
+    def run_declared(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
         """Return what a role's method returns, and a value for each column that may be large; see `run`.
 
         For a call that has promised its columns, where there is one node.
         """
-        with self._running(message, beside, after) as (result, promised):
-            assert promised is not None
-            values = kept_by_column(result, self._inline_bytes, promised.may_exceed(self._inline_bytes))
+        with self._running(message, extra, after) as (result, declared):
+            assert declared is not None
+            values = store_declared_result(result, self._inline_bytes, declared.may_exceed(self._inline_bytes))
             return values if len(values) > 1 else values[0]  # as Ray has it
 
     @contextmanager
     def _running(
-        self, message: bytes, beside: Sequence[Any], after: Sequence[Any]
-    ) -> Iterator[tuple[Any, Promised | None]]:
+        self, message: bytes, extra: Sequence[Any], after: Sequence[Any]
+    ) -> Iterator[tuple[Any, DeclaredResult | None]]:
         """Give the result of a call and what was promised of it; errors on the way, and in the block, name the call."""
-        role, method, promised, args, kwargs = unpack_call(message, beside)
+        role, method, declared, args, kwargs = decode_call(message, extra)
         worker = self._workers[role]
         arrived = time.time()
         try:
@@ -138,9 +138,9 @@ class WorkerHost:
             await_inputs([args, kwargs])
             began = time.time()
             result = getattr(worker, method)(*args, **kwargs)
-            if promised is not None:
-                promised.check(result)
-            yield result, promised
+            if declared is not None:
+                declared.check(result)
+            yield result, declared
             self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
             raise with_worker(error, worker._context, method) from None

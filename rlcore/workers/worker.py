@@ -51,12 +51,11 @@ def register(
     A custom mode is `{"dispatch_fn": f(group, *args, **kwargs), "collect_fn": g(group, outputs)}`, where f returns
     `(per-worker list for each argument, {name: per-worker list})`, or one list with each worker's only argument.
 
-    `reads` names columns that the first DataProto argument must have; `gives` the columns of the result, each with its
-    Form; either may be a function of the call's arguments. A batch without a column that is read is a DataError at the
-    call. A result that is declared is known before it is made: with `blocking=False`, in a mode that joins DataProtos,
-    its columns are references from the first and the controller waits for none of it. It has as many rows as the
-    DataProto that the worker was sent, or as `rows` makes of a worker's arguments; the worker raises a DataError when
-    it returns anything else.
+    `reads` names the columns that the first DataProto argument must have, `gives` the columns of the result, each with
+    its ColumnSpec; either may be a function of the call's arguments. A call whose batch lacks a read column raises
+    DataError. With `gives`, `blocking=False` and a mode that joins DataProtos, the call returns a batch of references
+    at once and the controller waits for nothing. The result has as many rows as the DataProto sent to the worker, or as
+    `rows` computes from a worker's arguments; the worker raises DataError when it returns anything else.
     """
     contract = Contract(reads, gives, rows)
     registration = Registration(as_mode(dispatch_mode), execute_mode, blocking, contract)

@@ -11,7 +11,7 @@ from rlcore.assets import model_path
 pytestmark = pytest.mark.e2e
 SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.eval_size=4", "trainer.eval_every=0"]
 HERE = "cluster=in_process"
-GAP = "rollout/log_prob_gap"
+GAP = "rollout/train_rollout_logprob_diff"
 
 
 def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
@@ -28,7 +28,10 @@ def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
     steps = [row for row in run.numbers if GAP in row]
     assert len(steps) == 20
     assert max(row[GAP] for row in steps) < 1e-5
-    assert all(row["rollout/log_prob_gap_max"] < 1e-4 and row["rollout/log_prob_gap_beyond"] == 0 for row in steps)
+    assert all(
+        row["rollout/train_rollout_logprob_diff_max"] < 1e-4 and row["rollout/train_rollout_logprob_diff_beyond"] == 0
+        for row in steps
+    )
     (saved,) = (tmp_path / "run" / "checkpoints").glob("*/actor/model/model.safetensors")
     before, after = load_file(f"{model_path('tiny')}/model.safetensors"), load_file(saved)
     assert before.keys() >= after.keys()
@@ -42,11 +45,19 @@ def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
 
 
 def test_a_cut_distribution_is_noticed_and_named(train_here, tmp_path, caplog):
-    settings = ["algo=grpo", "trainer.total_steps=2", "rollout.top_k=2", "trainer.log_prob_gap=0.01", HERE]
+    settings = [
+        "algo=grpo",
+        "trainer.total_steps=2",
+        "rollout.top_k=2",
+        "trainer.train_rollout_logprob_diff=0.01",
+        HERE,
+    ]
     with caplog.at_level(logging.WARNING, "rlcore"):
         run = train_here(tmp_path / "run", *SMALL, *settings)
     assert run.numbers[-1][GAP] > 0.01
-    (warning, *_) = [record.getMessage() for record in caplog.records if "trainer.log_prob_gap" in record.getMessage()]
+    (warning, *_) = [
+        record.getMessage() for record in caplog.records if "trainer.train_rollout_logprob_diff" in record.getMessage()
+    ]
     assert "Likely cause: rollout.top_k=2 samples from a part of the distribution" in warning
 
 

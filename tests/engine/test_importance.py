@@ -125,11 +125,11 @@ def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engi
         item = UpdateItem(sampled, [len(sampled)], grpo_loss, CONFIG)
         metrics = engine.update([item], epochs=3, step=0)
         assert metrics["train/optimizer_steps"] == 3
-        assert metrics["rollout/log_prob_gap"] == pytest.approx(apart.abs().mean().item(), rel=1e-4)
-        assert metrics["rollout/log_prob_gap_max"] == pytest.approx(apart.abs().max().item(), rel=1e-4)
+        assert metrics["rollout/train_rollout_logprob_diff"] == pytest.approx(apart.abs().mean().item(), rel=1e-4)
+        assert metrics["rollout/train_rollout_logprob_diff_max"] == pytest.approx(apart.abs().max().item(), rel=1e-4)
         beyond = (apart.abs() > 0.5).float().mean().item()
         assert 0 < beyond < 1
-        assert metrics["rollout/log_prob_gap_beyond"] == pytest.approx(beyond, rel=1e-4)
+        assert metrics["rollout/train_rollout_logprob_diff_beyond"] == pytest.approx(beyond, rel=1e-4)
         assert metrics["rollout/kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item(), rel=1e-4)
     values = sampled["rollout_log_probs"].values.clone()
     values[mask.nonzero()[0]] = torch.nan  # what a broken rollout engine gives is not lost among what is sound
@@ -138,8 +138,8 @@ def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engi
     metrics = make_engine(micro_batch_rows=1).update(
         [UpdateItem(broken, [len(broken)], grpo_loss, CONFIG)], epochs=1, step=0
     )
-    assert math.isnan(metrics["rollout/log_prob_gap"])
-    assert math.isnan(metrics["rollout/log_prob_gap_max"])
+    assert math.isnan(metrics["rollout/train_rollout_logprob_diff"])
+    assert math.isnan(metrics["rollout/train_rollout_logprob_diff_max"])
     no_samples = sampled.select([name for name in sampled.batch.keys() if name != "rollout_log_probs"])  # noqa: SIM118
     assert not [name for name in update(make_engine(), no_samples, None) if name.startswith("rollout/")]
 

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.engine.update.microbatch import micro_batches, update_plan
-from rlcore.protocol.units import split_evenly, units_of
+from rlcore.protocol.row_groups import row_groups, split_evenly
 
 
 def test_units_are_rows_with_equal_values_in_order():
-    assert units_of(3, None) == [[0], [1], [2]]
-    assert units_of(5, ["a", "b", "a", "c", "b"]) == [[0, 2], [1, 4], [3]]
+    assert row_groups(3, None) == [[0], [1], [2]]
+    assert row_groups(5, ["a", "b", "a", "c", "b"]) == [[0, 2], [1, 4], [3]]
 
 
 def test_plan_by_hand():
@@ -50,7 +50,7 @@ def test_every_row_is_used_once_groups_are_whole_and_mini_batches_do_not_depend_
 
 @given(rows=st.integers(0, 30), parts=st.integers(1, 6))
 def test_single_rows_are_split_evenly(rows, parts):
-    sizes = [sum(len(unit) for unit in run) for run in split_evenly(units_of(rows, None), parts)]
+    sizes = [sum(len(unit) for unit in run) for run in split_evenly(row_groups(rows, None), parts)]
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
 

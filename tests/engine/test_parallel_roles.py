@@ -19,6 +19,7 @@ from rlcore.ops import needs, objective
 from rlcore.plugins import Role
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, make_executor
+from rlcore.workers.executor import ProcessRequest
 
 pytestmark = pytest.mark.ray
 ACTOR = Role(trains=True, generates=True)
@@ -51,7 +52,7 @@ def actors(ray_cluster, model_folder):
     with one, two:
         groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
         classes = {name: worker_of(configs[name]) for name in LAYOUTS}
-        groups |= two.worker_groups([(two.resource_pool(), classes, "layouts")])[0]
+        groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()
         yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
@@ -88,7 +89,7 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
         assert got[2] == want[2]
         # The largest gap between the engines is of rounding alone, on either side; all else is the same number.
-        largest = "rollout/log_prob_gap_max"
+        largest = "rollout/train_rollout_logprob_diff_max"
         assert max(got[3][largest], want[3][largest]) < 1e-5
         assert {**got[3], largest: 0.0} == pytest.approx({**want[3], largest: 0.0}, rel=1e-4, abs=1e-6)
     mesh = actors[layout].group.mesh

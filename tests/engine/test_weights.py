@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender, Weights, pack, packed_forms
+from rlcore.engine.weights.transfer import Sender, Weights, pack, packed_specs
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import create_hf
@@ -134,7 +134,7 @@ class OneNumber(Worker):
     def train(self, step: int) -> None:
         self.step = step
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_forms)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
         return pack(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlcore.ops import importance_weights, log_prob_gap
+from rlcore.ops import importance_weights, train_rollout_logprob_diff
 
 # Ratios pi / b of two rows; the last token of the second row does not count.
 RATIOS = torch.tensor([[2.0, 0.5, 3.0], [1.0, 0.25, 9.0]])
@@ -39,15 +39,15 @@ def test_a_masked_token_may_hold_anything():
     rollout[1, 2] = -math.inf
     for kind in ("token", "sequence", "mask"):
         assert importance_weights(POLICY, rollout, MASK, kind, cap=2.5).isfinite().all()
-    assert all(value.isfinite() for value in log_prob_gap(POLICY, rollout, MASK, 1.0).values())
+    assert all(value.isfinite() for value in train_rollout_logprob_diff(POLICY, rollout, MASK, 1.0).values())
 
 
 def test_gap():
-    gap = {name: float(value) for name, value in log_prob_gap(POLICY, ROLLOUT, MASK, bound=1.0).items()}
+    gap = {name: float(value) for name, value in train_rollout_logprob_diff(POLICY, ROLLOUT, MASK, bound=1.0).items()}
     logs = [math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)]
     assert gap["difference"] == pytest.approx(sum(map(abs, logs)))
     assert gap["kl"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)))
     assert gap["beyond"] == 2  # log 3 and log 0.25
     assert gap["tokens"] == 5
     assert gap["most"] == pytest.approx(math.log(4.0))
-    assert float(log_prob_gap(POLICY[:0], ROLLOUT[:0], MASK[:0], 1.0)["most"]) == 0
+    assert float(train_rollout_logprob_diff(POLICY[:0], ROLLOUT[:0], MASK[:0], 1.0)["most"]) == 0

@@ -7,7 +7,7 @@ import torch
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.errors import DataError
-from rlcore.health import gap_warning, step_metrics
+from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.protocol import DataProto
 
 
@@ -161,4 +161,4 @@ def test_groups_of_one_say_nothing():
     ],
 )
 def test_the_likely_cause_of_a_gap(gap, options, cause):
-    assert cause in gap_warning(gap, Config(algorithm="grpo", algo=None, rollout=RolloutConfig(**options)))
+    assert cause in logprob_diff_warning(gap, Config(algorithm="grpo", algo=None, rollout=RolloutConfig(**options)))

@@ -35,7 +35,14 @@ def test_two_workers_on_ray_train_and_sample_tensor_parallel(ray_cluster, train_
     summary, metrics = train_here(tmp_path / "run", *SMALL, "cluster.workers=2", "engine.tp=2", "rollout.tp=2")
     assert summary["status"] == "finished"
     assert sum(row.get("train/optimizer_steps", 0) for row in metrics) > 0
-    assert max(row["rollout/log_prob_gap_max"] for row in metrics if "rollout/log_prob_gap_max" in row) < 1e-4
+    assert (
+        max(
+            row["rollout/train_rollout_logprob_diff_max"]
+            for row in metrics
+            if "rollout/train_rollout_logprob_diff_max" in row
+        )
+        < 1e-4
+    )
 
 
 @pytest.mark.ray

@@ -22,8 +22,9 @@ from ray.cluster_utils import Cluster
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
+from rlcore.workers.executor import ProcessRequest
 
 PPO = [
     *("algo=ppo", "tracker=none", "data.batch_size=4", "rollout.response_len=5", "engine.lr=1e-3", "algo.kl_coef=0.05"),
@@ -49,7 +50,7 @@ class Teller(Worker):
             "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"wide": Form.dense(torch.float32, 1000)})
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"wide": ColumnSpec.dense(torch.float32, 1000)})
     def make(self, batch: DataProto) -> DataProto:
         return DataProto.from_single_dict({"wide": batch.view("number")[:, None].float().expand(-1, 1000)})
 
@@ -70,11 +71,11 @@ def tellers(executor: Executor) -> dict[str, WorkerGroup]:
         executor.resource_pool(1, cpus_per_worker=2, gpus_per_worker=gpus, node=node)
         for node, gpus in (("east", 0.0), ("west", 1.0))
     )
-    asked = [
-        (pool, {name: ClassWithInitArgs(Teller)}, name)
+    requests = [
+        ProcessRequest(pool, {name: ClassWithInitArgs(Teller)}, name)
         for name, pool in (("east", east), ("west", west), ("west again", west))
     ]
-    return {node: group for groups in executor.worker_groups(asked) for node, group in groups.items()}
+    return {node: group for groups in executor.worker_groups(requests) for node, group in groups.items()}
 
 
 def reward_model(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import column_of
-from rlcore.protocol.remote import HeldBlock, RemoteColumn
+from rlcore.protocol.remote import LocalBlock, RemoteColumn
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -118,7 +118,7 @@ def test_map_runs_where_the_largest_column_is(group, made):
         totals = other.total(made.select(["tokens"], []))  # the smaller column, read first
         both = totals.union(made.select(["tokens"], []))
         mapped = both.map(functools.partial(double, by=2.0), reads=["total", "tokens"])
-        assert mapped.table.column("doubled").home is group
+        assert mapped.table.column("doubled").owner is group
 
 
 def test_map_keeps_rows_together(made):
@@ -156,7 +156,7 @@ def test_columns_outlive_the_worker_that_made_them(ray_cluster):
 
 def test_of_rows_that_are_here_only_those_of_the_column_travel():
     column = column_of("x", torch.arange(1000))
-    here = RemoteColumn.of_block(column.form(), HeldBlock(column), 1000)
+    here = RemoteColumn.of_block(column.spec(), LocalBlock(column), 1000)
     few = here.take(torch.tensor([999, 3, 3]))
     pickled = pickle.dumps(few)
     assert len(pickled) < 4000

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from rlcore.errors import ConfigError, DataError
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.balance import Cut
+from rlcore.protocol.balance import SplitBatch
 from rlcore.workers import Dispatch, Execute, Mesh, Worker, register
 from rlcore.workers.dispatch import as_mode, calls_of, join_rows, rows_over, split_rows
 from rlcore.workers.worker import registered_methods, registration_of
@@ -207,12 +207,12 @@ def test_a_function_goes_to_all_with_rows_of_their_own() -> None:
 @pytest.mark.parametrize("mode", [Dispatch.PROTO_3D, Dispatch.DP_COMPUTE_METRIC, Dispatch.DP_COMPUTE_PROTO])
 def test_a_batch_that_is_cut_already_is_cut_so(mode: Dispatch) -> None:
     batch, group = batch_of(4), three_d(2, 2, 2)
-    cut = Cut((batch[[3]], batch[[0, 2, 1]]))
+    cut = SplitBatch((batch[[3]], batch[[0, 2, 1]]))
     calls = calls_of(mode.value, group, [{"inside": cut}], {"more": cut})
     assert [call[0][0]["inside"]["x"].tolist() for call in calls] == [[3]] * 4 + [[0, 2, 1]] * 4
     assert [call[1]["more"] for call in calls] == [cut.parts[0]] * 4 + [cut.parts[1]] * 4
     with pytest.raises(DataError, match="was cut into 3 is to be cut into 2"):
-        calls_of(mode.value, group, [Cut((batch, batch, batch))], {})
+        calls_of(mode.value, group, [SplitBatch((batch, batch, batch))], {})
 
 
 def test_stages_lists_are_joined_end_to_end() -> None:

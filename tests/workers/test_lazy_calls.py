@@ -14,17 +14,19 @@ import torch
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import DataError, WorkerError
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
-SLOW = {"text": Form.objects(), "late": Form.ragged(torch.int64)}
-NUMBER = {"number": Form.dense(torch.int64)}
-WIDE = {"wide": Form.dense(torch.float32, 1000)}
+SLOW = {"text": ColumnSpec.objects(), "late": ColumnSpec.ragged(torch.int64)}
+NUMBER = {"number": ColumnSpec.dense(torch.int64)}
+WIDE = {"wide": ColumnSpec.dense(torch.float32, 1000)}
 
 
 class Maker(Worker):
     @register(
-        Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"text": Form.objects(), "late": Form.ragged(torch.int64)}
+        Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        gives={"text": ColumnSpec.objects(), "late": ColumnSpec.ragged(torch.int64)},
     )
     def slow(self, batch, seconds):
         time.sleep(seconds)
@@ -61,7 +63,9 @@ class Maker(Worker):
 
 
 class Reader(Worker):
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("late",), gives={"total": Form.dense(torch.int64)})
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("late",), gives={"total": ColumnSpec.dense(torch.int64)}
+    )
     def total(self, batch):
         return DataProto.from_single_dict({"total": torch.tensor([int(row.sum()) for row in batch.view("late")])})
 
@@ -254,11 +258,11 @@ import ray, torch
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import WorkerError
 from rlcore.protocol import DataProto
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
 class Big(Worker):
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"big": Form.dense(torch.float32, 250_000)})
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives={"big": ColumnSpec.dense(torch.float32, 250_000)})
     def make(self, batch):
         return DataProto.from_single_dict({"big": torch.ones(len(batch), 250_000)})
 

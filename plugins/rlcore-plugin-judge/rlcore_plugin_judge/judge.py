@@ -21,7 +21,7 @@ import torch
 from rlcore.config.schema import JudgeConfig
 from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.protocol import DataProto
-from rlcore.protocol.glossary import forms
+from rlcore.protocol.glossary import column_specs
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Future, Worker, WorkerGroup, register
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class JudgeWorker(Worker):
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
         reads=("prompt_text", "first_text", "second_text"),
-        gives=forms("preference", "judge_error"),
+        gives=column_specs("preference", "judge_error"),
     )
     def compare(self, batch: DataProto) -> DataProto:
         """Return each row's preference.

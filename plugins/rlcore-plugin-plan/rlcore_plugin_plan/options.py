@@ -158,8 +158,7 @@ class Options:
         if role == ROLLOUT:
             return [GenerationLayout(layout, tp=layout.tp)] if fixed in (None, layout.tp) else []
         shards = [t for t in range(1, layout.tp + 1) if layout.tp % t == 0 and fixed in (None, t)]
-        stages = [p for p in range(1, layout.pp + 1) if layout.pp % p == 0] if self.problem.stages_divide else [1]
-        return [GenerationLayout(layout, pp=p, tp=t) for p in stages for t in shards]
+        return [GenerationLayout(layout, tp=t) for t in shards]
 
     def _part(self, role: str, layout: Layout, replicas: GenerationLayout | None, kind: int, apart: bool) -> Part:
         problem, profile = self.problem, self.problem.devices[kind].profile

@@ -57,9 +57,9 @@ class Fixed:
 class Problem:
     """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
 
-    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `stages_divide`: generating replicas may
-    have pipeline stages of their own, which rlcore's rollout engines have not. `objective`: least time of a step, or
-    least cost of one, where devices that stay unused cost nothing. `rollout`: of the engine that samples.
+    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
+    least cost of one, where devices that stay unused cost nothing. `rollout`: capabilities of the rollout engine.
+    `layouts`: the train engine spreads a model over several devices.
     """
 
     dataflow: Dataflow
@@ -69,10 +69,10 @@ class Problem:
     devices: tuple[Devices, ...]
     leaders: Mapping[str, str]
     ahead: int = 0
-    stages_divide: bool = False
     objective: Objective = "time"
     fixed: Fixed = Fixed()
-    rollout: RolloutCapabilities = RolloutCapabilities()
+    rollout: RolloutCapabilities = RolloutCapabilities(tensor_shards=True)
+    layouts: bool = True
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -146,12 +146,12 @@ class Tape(WorkerObserver):
         """Return a result in place of that of reward functions or of a plugin's worker, which do not run."""
         if not self._on:
             return None
-        if call.promised is None:
+        if call.declared is None:
             raise ConfigError(
                 f"{call.worker}.{call.method}() does not declare its columns, so its result cannot be made up: add "
                 "gives=... to its @register"
             )
-        columns = {name: _made_up_column(form, call.promised.rows) for name, form in call.promised.columns.items()}
+        columns = {name: _made_up_column(spec, call.declared.rows) for name, spec in call.declared.columns.items()}
         if call.worker == REWARD_WORKERS:
             scores = self._scores(call.arguments[0])
             columns |= {name: scores for name in columns if name.startswith("score")}
@@ -165,14 +165,14 @@ class Tape(WorkerObserver):
         return torch.tensor([self._passing + zlib.crc32(key.encode()) / 2**32 for key in keys])
 
 
-def _made_up_column(form: Any, rows: int) -> Any:
-    """Return a column of this form: 0 and 1 in turn as floats, else zeros, False or None."""
-    if form.kind == "object":
+def _made_up_column(spec: Any, rows: int) -> Any:
+    """Return a column of this ColumnSpec: 0 and 1 in turn as floats, else zeros, False or None."""
+    if spec.kind == "object":
         return [None] * rows
-    if form.kind == "ragged":
-        return Ragged.from_list([torch.zeros(0, *form.shape, dtype=form.dtype) for _ in range(rows)], dtype=form.dtype)
-    values = torch.zeros(rows, *form.shape, dtype=form.dtype)
-    if form.dtype.is_floating_point:
+    if spec.kind == "ragged":
+        return Ragged.from_list([torch.zeros(0, *spec.shape, dtype=spec.dtype) for _ in range(rows)], dtype=spec.dtype)
+    values = torch.zeros(rows, *spec.shape, dtype=spec.dtype)
+    if spec.dtype.is_floating_point:
         values[1::2] = 1
     return values
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import UpdateItem
 from rlcore.engine.update.accounting import Account, LossBatch
-from rlcore.ops import Need, Outputs, importance_weights, log_prob_gap, needs_of
+from rlcore.ops import Need, Outputs, importance_weights, needs_of, train_rollout_logprob_diff
 from rlcore.protocol import DataProto
 
-GAP_BOUND = 0.5
-"""Nats by which a token's two log-probs may differ before it counts in rollout/log_prob_gap_beyond."""
+LOGPROB_DIFF_BOUND = 0.5
+"""Nats by which a token's two log-probs may differ before it counts in rollout/train_rollout_logprob_diff_beyond."""
 
 
 def is_sampled(item: UpdateItem) -> bool:
@@ -69,20 +69,23 @@ def correct(out: Outputs, batch: DataProto, account: Account, device: torch.devi
     return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(account.item.loss)})
 
 
-def measure_gap(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> None:
+def measure_logprob_diff(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> None:
     """Book how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
 
-    Metrics: rollout/log_prob_gap (mean absolute difference, nats), rollout/log_prob_gap_beyond (share of tokens that
-    differ by more than GAP_BOUND), rollout/log_prob_gap_max, rollout/kl (of the trained policy from the sampling one).
+    Metrics: rollout/train_rollout_logprob_diff (mean absolute difference, nats), the same with _max and with _beyond
+    (share of tokens that differ by more than LOGPROB_DIFF_BOUND), rollout/kl (of the trained policy from the sampling
+    one).
     """
     if "log_probs" not in out.given:
         return
     columns = LossBatch(batch, device)
-    gap = log_prob_gap(out.log_probs, columns["rollout_log_probs"], columns["response_mask"], GAP_BOUND)
-    account.book("rollout/log_prob_gap", gap["difference"], gap["tokens"])
-    account.book("rollout/log_prob_gap_beyond", gap["beyond"], gap["tokens"])
+    gap = train_rollout_logprob_diff(
+        out.log_probs, columns["rollout_log_probs"], columns["response_mask"], LOGPROB_DIFF_BOUND
+    )
+    account.book("rollout/train_rollout_logprob_diff", gap["difference"], gap["tokens"])
+    account.book("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])
     account.book("rollout/kl", gap["kl"], gap["tokens"])
-    account.keep_most("rollout/log_prob_gap_max", gap["most"])
+    account.keep_most("rollout/train_rollout_logprob_diff_max", gap["most"])
 
 
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_by_cost
-from rlcore.protocol.units import split_evenly, units_of
+from rlcore.protocol.row_groups import row_groups, split_evenly
 
 
 def column_values(batch: DataProto, name: str | None) -> list[object] | None:
@@ -29,7 +29,7 @@ def update_plan(
     mini-batches some are empty; an update skips and counts those. The units of each are spread over the ranks by the
     rows' `costs`; without costs, by their number of rows.
     """
-    units = units_of(rows, together)
+    units = row_groups(rows, together)
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for mini_batch in split_evenly(units, mini_batches):
         runs = split_evenly(mini_batch, ranks) if costs is None else split_by_cost(mini_batch, costs, ranks)
@@ -50,7 +50,7 @@ def micro_batches(
     Units are taken longest first, so that rows of like length meet. A unit larger than a limit is a micro-batch alone.
     Where that gives fewer than `at_least`, as a pipeline has stages to keep busy, they get equal shares of the tokens.
     """
-    units = units_of(len(lengths), together)
+    units = row_groups(len(lengths), together)
     units.sort(key=lambda unit: -max(lengths[row] for row in unit))
     batches: list[list[int]] = []
     tokens = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
-from rlcore.protocol.columns import Form
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.workers import WorkerGroup
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -36,13 +36,13 @@ class Sender:
         return self._group.send_weights(self._names, self._dtype)
 
 
-def packed_forms(names: DataProto, dtype: torch.dtype) -> dict[str, Form]:
+def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
     """Return the columns that `pack` gives."""
     return {
-        "name": Form.objects(),
-        "shape": Form.objects(),
-        "values": Form.ragged(dtype),
-        "version": Form.dense(torch.int64),
+        "name": ColumnSpec.objects(),
+        "shape": ColumnSpec.objects(),
+        "values": ColumnSpec.ragged(dtype),
+        "version": ColumnSpec.dense(torch.int64),
     }
 
 

@@ -23,7 +23,14 @@ from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import TrainEngine, UpdateItem
 from rlcore.engine.update.accounting import Account, Totals, call_loss, larger, merge_totals, row_names, sum_counts
-from rlcore.engine.update.importance import correct, forward_needs, is_corrected, is_sampled, measure_gap, staleness
+from rlcore.engine.update.importance import (
+    correct,
+    forward_needs,
+    is_corrected,
+    is_sampled,
+    measure_logprob_diff,
+    staleness,
+)
 from rlcore.engine.update.microbatch import column_values, micro_batches
 from rlcore.engine.update.schedule import learning_rate
 from rlcore.engine.weights.transfer import Shapes, Weights, check_fit
@@ -327,7 +334,7 @@ class FSDPEngine(TrainEngine):
             by_row = {name: _pad_rows(v, responses.lengths) for name, v in flat.items() if name != "scores"}
             out = Outputs({**flat, **by_row})
             if measures:
-                measure_gap(out, part, account, self.ranks.device)
+                measure_logprob_diff(out, part, account, self.ranks.device)
             if is_corrected(item):
                 out = correct(out, part, account, self.ranks.device)
             return account.add(call_loss(item, out, part, self.ranks.device), part)

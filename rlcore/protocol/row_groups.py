@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def units_of(rows: int, together: Sequence[object] | np.ndarray | None) -> list[list[int]]:
+def row_groups(rows: int, together: Sequence[object] | np.ndarray | None) -> list[list[int]]:
     """Return the row indices of each unit that must not be cut: rows with equal values of `together`, or single rows.
 
     Units come in order of their first row.

@@ -17,7 +17,7 @@ SMALL_BYTES = 64_000
 ALIGNMENT = 8
 """Each array begins at a multiple of so many bytes, as its numbers ask for."""
 
-Packed: TypeAlias = tuple[list[tuple[str, str, list[tuple[str, tuple[int, ...], int]]]], bytearray]
+EncodedColumns: TypeAlias = tuple[list[tuple[str, str, list[tuple[str, tuple[int, ...], int]]]], bytearray]
 """Of each column its name and dtype, and of each of its arrays numpy's dtype, the shape and its first byte; the bytes.
 
 A dense column has one array, its values; a ragged one has its values and its offsets.
@@ -32,8 +32,8 @@ def is_small(column: Column) -> bool:
     return value.nbytes <= SMALL_BYTES and value.device.type == "cpu"
 
 
-def pack(columns: Mapping[str, Column]) -> Packed:
-    """Return small columns as what `unpack` takes."""
+def encode_columns(columns: Mapping[str, Column]) -> EncodedColumns:
+    """Return small columns as what `decode_columns` takes."""
     entries, pieces, end = [], [], 0
     for name, column in columns.items():
         value = column.view()
@@ -47,7 +47,7 @@ def pack(columns: Mapping[str, Column]) -> Packed:
     return entries, bytearray().join(pieces)
 
 
-def unpack(small: Packed) -> dict[str, Column]:
+def decode_columns(small: EncodedColumns) -> dict[str, Column]:
     """Return the columns, which share the memory of the packed bytes."""
     entries, packed = small
     columns: dict[str, Column] = {}
