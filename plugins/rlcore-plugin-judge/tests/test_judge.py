@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from rlcore.rewards.judge import Judge, JudgeWorker
 
 from rlcore.config import JudgeConfig, check, compose
 from rlcore.config.schema import ClusterConfig
@@ -19,7 +20,6 @@ from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import check_fields
-from rlcore.rewards.judge import Judge, JudgeWorker
 from rlcore.workers import make_executor
 
 TEMPLATE = "{prompt}|{first}|{second}"

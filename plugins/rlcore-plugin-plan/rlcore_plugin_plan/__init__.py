@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlcore_plugin_plan.config import PlanConfig
-
 from rlcore import CommandSpec, Config, ConfigSpec, hookimpl
+from rlcore_plugin_plan.config import PlanConfig
 
 if TYPE_CHECKING:
     from rlcore import PluginManager
@@ -43,9 +42,10 @@ def rlcore_configs() -> ConfigSpec[PlanConfig]:
 @hookimpl
 def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config:
     """Plan for the devices that are found, print the plan, and return the config that runs it."""
+    from rlcore_plugin_plan.overrides import values
     from rlcore_plugin_plan.plans import make_plans
     from rlcore_plugin_plan.report import text
 
     plans = make_plans(config, plugins)
     print(text(plans, config, []), flush=True)
-    return plans[0].apply(config)
+    return config.with_values(values(plans[0], config))

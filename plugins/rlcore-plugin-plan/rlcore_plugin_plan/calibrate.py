@@ -18,24 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlcore import Config
-from rlcore.engine import Layout
-from rlcore_plugin_plan.model_size import ModelSize, size_of
-from rlcore.engine import GenerationLayout
-from rlcore import ConfigError
+from rlcore import Config, ConfigError, DataProto, Ragged, Role
+from rlcore.engine import GenerationLayout, Layout
 from rlcore.ops import Outputs, Term, masked_sum, needs, objective
+from rlcore.planning import RoleHandle, start_roles
+from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 from rlcore_plugin_plan import devices, training
+from rlcore_plugin_plan.config import PlanConfig
 from rlcore_plugin_plan.dataflow import Call
 from rlcore_plugin_plan.generation import step_seconds, transition_seconds
 from rlcore_plugin_plan.inference import forward_seconds
+from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore_plugin_plan.problem import Devices
 from rlcore_plugin_plan.profile import STORED, Profile, dump
 from rlcore_plugin_plan.workload import Workload
-from rlcore import Role
-from rlcore import DataProto, Ragged
-from rlcore.planning import RoleHandle, start_roles
-from rlcore_plugin_plan.config import PlanConfig
-from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
     from rlcore import PluginManager

@@ -1,7 +1,5 @@
 """The planner's own config: the keys `plan.*`."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

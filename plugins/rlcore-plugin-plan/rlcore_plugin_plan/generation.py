@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import math
 
-from rlcore.engine import Layout
-from rlcore_plugin_plan.model_size import ModelSize
-from rlcore.engine import GenerationLayout
+from rlcore.engine import GenerationLayout, Layout
 from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.training import is_whole, shard_of
 from rlcore_plugin_plan.workload import Workload

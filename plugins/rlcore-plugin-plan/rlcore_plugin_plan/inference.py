@@ -7,8 +7,8 @@ tensor shards, one gather of sharded weights, and the pipeline's bubble.
 from __future__ import annotations
 
 from rlcore.engine import Layout
-from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.training import pass_seconds
 from rlcore_plugin_plan.workload import Workload

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.engine import Layout
-from rlcore_plugin_plan.model_size import ModelSize
-from rlcore.engine import GenerationLayout
+from rlcore.engine import GenerationLayout, Layout
 from rlcore_plugin_plan.dataflow import UPDATE, Call
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.training import is_whole, shard_of, stage_weights
 from rlcore_plugin_plan.workload import Workload
 

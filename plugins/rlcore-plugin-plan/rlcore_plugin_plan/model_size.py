@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
-from rlcore.engine import ModelShape, load_model_config
 from rlcore import ConfigError
-
+from rlcore.engine import ModelShape, load_model_config
 
 Head = Literal["vocabulary", "number"]
 

@@ -12,15 +12,14 @@ from functools import cache
 from operator import add, le
 from typing import TypeVar
 
-from rlcore.engine import Layout
-from rlcore.engine import GenerationLayout
+from rlcore.engine import GenerationLayout, Layout
+from rlcore.planning import ROLLOUT
 from rlcore_plugin_plan import generation, memory
 from rlcore_plugin_plan.dataflow import FORWARD, GENERATION, UPDATE, Call
 from rlcore_plugin_plan.generation import generate_seconds, transition_seconds
 from rlcore_plugin_plan.inference import forward_seconds, weights_seconds
 from rlcore_plugin_plan.problem import Devices, Problem
 from rlcore_plugin_plan.training import shard_of, update_seconds
-from rlcore.planning import ROLLOUT
 
 T = TypeVar("T")
 
@@ -139,6 +138,8 @@ class Options:
 
     def _layouts(self, role: str, devices: Devices, count: int) -> Iterable[Layout]:
         size, work = self.problem.sizes[role], self.problem.work
+        if count > 1 and role != ROLLOUT and not self.problem.layouts:
+            return
         tp = 1
         while tp <= min(count, devices.profile.per_machine):
             if count % tp == 0:

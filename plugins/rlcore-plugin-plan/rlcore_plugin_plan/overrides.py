@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlcore import Config
+from rlcore.planning import ROLLOUT, changed_values
 from rlcore_plugin_plan import memory
 from rlcore_plugin_plan.search import Plan
-from rlcore.planning import ROLLOUT, changed_values
 
 
 def pool_names(plan: Plan) -> list[str]:

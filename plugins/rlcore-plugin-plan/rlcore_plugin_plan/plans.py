@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlcore import Config
+from rlcore import Config, ConfigError, Role
 from rlcore.engine import engine_of
-from rlcore_plugin_plan.model_size import ModelSize, size_of
-from rlcore import ConfigError
+from rlcore.planning import REWARD_WORKERS, ROLLOUT, read_pools, run_roles, sampled_role
 from rlcore_plugin_plan.devices import devices
+from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore_plugin_plan.problem import Devices, Fixed, Objective, Problem
 from rlcore_plugin_plan.record import record
 from rlcore_plugin_plan.search import Plan, search
 from rlcore_plugin_plan.workload import Workload
-from rlcore import Role
-from rlcore.planning import REWARD_WORKERS, ROLLOUT, read_pools, run_roles, sampled_role
 
 if TYPE_CHECKING:
     from rlcore import PluginManager
@@ -56,6 +54,7 @@ def problem_of(
         {name: role.follows for name, role in roles.items() if role.follows is not None},
         objective=objective,
         rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
+        layouts=plugins.train_engines()[config.engine.name].capabilities.layouts,
     )
     ahead = bool(config.trainer.rollouts_ahead) or any(ROLLOUT in pool.roles for pool in read_pools(config).values())
     if ahead:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from rlcore_plugin_plan.model_size import ModelSize
-from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
-from rlcore_plugin_plan.profile import Profile
-from rlcore_plugin_plan.workload import Workload
 from rlcore import RolloutCapabilities
 from rlcore.planning import ROLLOUT
+from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.workload import Workload
 
 Objective = Literal["time", "cost"]
 

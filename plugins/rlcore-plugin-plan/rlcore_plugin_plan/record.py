@@ -8,16 +8,16 @@ up all calls that follow it, as it does in a real run.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rlcore_plugin_plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 
 from rlcore import Config, ConfigError, DataProto, DatasetSpec, Ragged
 from rlcore.planning import REWARD_WORKERS, WorkerCall, WorkerObserver, marks_of, rehearse, run_roles
+from rlcore_plugin_plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 
 if TYPE_CHECKING:
     from rlcore import PluginManager
@@ -84,6 +84,7 @@ class Tape(WorkerObserver):
         self._waited: set[int] = set()
         self._on = False
         self._inside = 0
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record calls and reads inside this context."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlcore import ConfigError
+from rlcore.planning import ROLLOUT
 from rlcore_plugin_plan.options import Option, Options
 from rlcore_plugin_plan.problem import Problem
 from rlcore_plugin_plan.shortage import does_not_fit
-from rlcore.planning import ROLLOUT
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]

@@ -20,8 +20,8 @@ moments, and writes all but the gradients: 28 bytes a parameter in fp32.
 from __future__ import annotations
 
 from rlcore.engine import Layout
-from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import Call
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.workload import Workload
 

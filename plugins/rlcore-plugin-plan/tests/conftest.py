@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-
-from rlcore.engine.parallel.model_shape import ModelShape
-from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.dataflow import Call, Dataflow
+from rlcore_plugin_plan.model_size import ModelSize
 from rlcore_plugin_plan.problem import Devices, Problem
 from rlcore_plugin_plan.profile import load
 from rlcore_plugin_plan.workload import Lengths, Workload
+
+from rlcore.engine import ModelShape
 
 # layers, hidden, feed-forward, heads, key-value heads of Llama's sizes.
 LLAMA = {"7b": (32, 4096, 11008, 32, 32), "13b": (40, 5120, 13824, 40, 40), "70b": (80, 8192, 28672, 64, 8)}

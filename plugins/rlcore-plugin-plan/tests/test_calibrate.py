@@ -1,7 +1,8 @@
 """A calibration of one device, in this process: what it finds is a profile that explains the runs it was made from."""
 
-from rlcore.cli import main
 from rlcore_plugin_plan import calibrate, profile
+
+from rlcore.cli import main
 
 
 def test_the_measured_profile_is_kept_and_found_again(tmp_path, monkeypatch, capsys):

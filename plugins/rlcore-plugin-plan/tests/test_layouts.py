@@ -4,8 +4,7 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.config.schema import EngineConfig
-from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_shape import engine_of, layout_of
+from rlcore.engine import Layout, engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.roles.placement import only, plan

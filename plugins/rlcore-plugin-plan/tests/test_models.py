@@ -3,19 +3,19 @@
 from dataclasses import replace
 
 import pytest
-
-from rlcore.config import ModelConfig
-from rlcore.engine.parallel.layout import Layout
-from rlcore_plugin_plan.model_size import ModelSize, size_of
-from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.errors import ConfigError
 from rlcore_plugin_plan import memory
 from rlcore_plugin_plan.dataflow import Call
 from rlcore_plugin_plan.generation import generate_seconds, step_seconds, transition_seconds
 from rlcore_plugin_plan.inference import forward_seconds, weights_seconds
+from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore_plugin_plan.profile import Profile, dump, load, parse, shipped
 from rlcore_plugin_plan.training import update_seconds
 from rlcore_plugin_plan.workload import Lengths, Workload
+
+from rlcore.config import ModelConfig
+from rlcore.engine import Layout
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.errors import ConfigError
 
 # A tenth of a TFLOP/s, 10 GB/s of memory, links of 1 GB/s and no latencies or host times.
 ROUND = Profile(

@@ -6,9 +6,9 @@ docs/plan.md has both sides' figures, and the two findings that differ.
 from dataclasses import replace
 
 import pytest
-
 from rlcore_plugin_plan.problem import Fixed
 from rlcore_plugin_plan.search import search
+
 from rlcore.roles.placement import ROLLOUT
 
 TOGETHER = [("actor", "critic", "ref", "reward_model")]

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rlcore_plugin_plan.dataflow import Call, Dataflow
+from rlcore_plugin_plan.record import record
 
 from rlcore.config import compose
 from rlcore.errors import ConfigError
-from rlcore_plugin_plan.dataflow import Call, Dataflow
-from rlcore_plugin_plan.record import record
 from rlcore.plugins import PluginManager
 
 

@@ -5,10 +5,6 @@ import math
 from dataclasses import replace
 
 import pytest
-
-from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.errors import ConfigError
 from rlcore_plugin_plan import memory
 from rlcore_plugin_plan.generation import generate_seconds, send_seconds, transition_seconds
 from rlcore_plugin_plan.inference import forward_seconds
@@ -18,6 +14,10 @@ from rlcore_plugin_plan.profile import load
 from rlcore_plugin_plan.search import partitions, search
 from rlcore_plugin_plan.training import update_seconds
 from rlcore_plugin_plan.workload import Lengths
+
+from rlcore.engine import Layout
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.errors import ConfigError
 from rlcore.roles.placement import ROLLOUT
 
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_said_with_a_change_that_fits(small):
     # 16 bytes of both models' parameters, the gathered weights and gradients of one, a row's activations and logits.
     assert "actor with critic: 1.1 GB on each of 4 a100-80g, which have 0.8 GB to use: 0.3 GB short" in text
     change = text.partition("The smallest change that would fit: ")[2]
-    assert change == "8 a100-80g in place of 4 a100-80g (cluster.gpus)"
+    assert change == "8 a100-80g in place of 4 a100-80g (plan.gpus)"
     assert search(small(8, **settings))
     with pytest.raises(ConfigError, match=r"would fit: engine\.micro_batch_tokens=4096"):
         search(small(4, memory=1.6e9, roles=3))

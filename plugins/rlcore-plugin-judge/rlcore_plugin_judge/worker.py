@@ -1,7 +1,7 @@
-"""The pairwise judge: a language model behind an OpenAI-compatible HTTP endpoint says which of two responses is better.
+"""The worker that asks the judge.
 
-It is asked from a worker, never from the controller, with bounds on everything: requests at one time, seconds and
-retries of each, seconds of a whole call. What it does not answer is counted and gets the configured preference.
+It puts bounds on everything: requests at one time, seconds and retries of each, seconds of a whole call. A pair that the
+judge does not decide is counted and gets the configured preference.
 """
 
 from __future__ import annotations
@@ -9,23 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+import httpx
 import torch
+from rlcore_plugin_judge.config import JudgeConfig
 
-from rlcore.config.schema import JudgeConfig
-from rlcore.errors import ConfigError, DataError, WorkerError
-from rlcore.protocol import DataProto
-from rlcore.protocol.glossary import column_specs
-from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Future, Worker, WorkerGroup, register
-
-if TYPE_CHECKING:
-    import httpx
+from rlcore import ColumnSpec, DataProto, WorkerError
+from rlcore.workers import Dispatch, Worker, register
 
 _log = logging.getLogger(__name__)
 
@@ -62,70 +55,6 @@ class NoVerdict(Exception):
     """The judge gave no preference; the message says why."""
 
 
-class Judge:
-    """A run's judge, from the controller's side. Its worker starts at the first question."""
-
-    def __init__(self, config: JudgeConfig, executor: Executor) -> None:
-        self._config, self._executor = config, executor
-        self._group: WorkerGroup | None = None
-        self._compared: list[DataProto] = []
-
-    def compare(self, first: DataProto, second: DataProto) -> DataProto:
-        """Return `preference` and `judge_error` of each row of `first` against the same row of `second`.
-
-        Both need `prompt_text` and `response_text`. Raises ConfigError without a judge, and DataError for batches
-        whose rows do not belong together.
-        """
-        if len(first) != len(second):
-            raise DataError(f"judge: {len(first)} rows cannot be compared with {len(second)}, row by row")
-        sides = [
-            side.select([], ["prompt_text", "response_text"], []).rename("response_text", f"{name}_text")
-            for name, side in (("first", first), ("second", second))
-        ]
-        compared: DataProto = self._started().compare(sides[0].union(sides[1]))
-        self._compared.append(compared)
-        return compared
-
-    def outstanding(self) -> list[Future]:
-        """Hand over the calls that nobody has waited for yet."""
-        return [] if self._group is None else self._group.outstanding()
-
-    def end_step(self) -> Callable[[], dict[str, float]]:
-        """Return what waits for the step's questions and gives its metrics; it warns where no pair was decided."""
-        compared, self._compared = self._compared, []
-        return partial(self._metrics, compared)
-
-    def _metrics(self, compared: Sequence[DataProto]) -> dict[str, float]:
-        if not compared:
-            return {}
-        errors = torch.cat([batch["judge_error"] for batch in compared])
-        # Pairs of equal texts are ties of which it is not asked, so an outage leaves ties too.
-        lost = [batch for batch in compared if batch["judge_error"].any() and not _decided(batch).any()]
-        if lost:
-            _log.warning(
-                "the judge %s at %s decided no pair: it failed on %d of %d, which count as judge.on_error=%s "
-                "(why: the judge's log)",
-                self._config.model,
-                self._config.url,
-                sum(int(batch["judge_error"].sum()) for batch in lost),
-                sum(map(len, lost)),
-                self._config.on_error,
-            )
-        return {"judge/pairs": float(len(errors)), "judge/errors": float(errors.sum())}
-
-    def _started(self) -> WorkerGroup:
-        config = self._config
-        if config.url is None:
-            raise ConfigError("the algorithm asks a judge, and there is none; set judge.url and judge.model")
-        if self._group is None:
-            template = TEMPLATE if config.template is None else Path(config.template).read_text(encoding="utf-8")
-            key = None if config.api_key_env is None else os.environ[config.api_key_env]
-            pool = self._executor.resource_pool(1, cpus_per_worker=1, gpus_per_worker=0.0)
-            made = ClassWithInitArgs(JudgeWorker, config, template, key)
-            self._group = self._executor.worker_group(pool, made, name="judge")
-        return self._group
-
-
 class JudgeWorker(Worker):
     """Puts questions to the judge."""
 
@@ -140,7 +69,7 @@ class JudgeWorker(Worker):
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         blocking=False,
         reads=("prompt_text", "first_text", "second_text"),
-        gives=column_specs("preference", "judge_error"),
+        gives={"preference": ColumnSpec.dense(torch.float32), "judge_error": ColumnSpec.dense(torch.bool)},
     )
     def compare(self, batch: DataProto) -> DataProto:
         """Return each row's preference.
@@ -193,8 +122,6 @@ class JudgeWorker(Worker):
         return asyncio.run(self._ask_all(questions)) if questions else []
 
     async def _ask_all(self, questions: Sequence[str]) -> list[float | NoVerdict]:
-        import httpx  # not at the top: every run imports this module, and few have a judge
-
         config = self._config
         slots = asyncio.Semaphore(config.concurrency)
         async with httpx.AsyncClient(headers=self._headers, timeout=None) as client:
@@ -216,8 +143,6 @@ class JudgeWorker(Worker):
 
     async def _ask(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, question: str) -> float:
         """Return the preference, or raise NoVerdict. A request that timed out is not sent again."""
-        import httpx
-
         async with slots:
             for attempt in range(self._config.retries + 1):
                 pause = min(_BACK_OFF * 2**attempt, _LONGEST_BACK_OFF)
@@ -266,10 +191,6 @@ def verdict_of(response: httpx.Response) -> float:
     if found is None:
         raise NoVerdict(f"ended its answer with {lines[-1][:200] if lines else ''!r} instead of A, B or tie")
     return _PREFERENCE[found[1].lower()]
-
-
-def _decided(batch: DataProto) -> torch.Tensor:
-    return ~batch["judge_error"] & (batch["preference"] != 0.5)
 
 
 def _agreed(by_order: Sequence[float]) -> float:
