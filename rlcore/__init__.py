@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.config import Config, option
-    from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
+    from rlcore.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        PluginError,
+        RLCoreError,
+        WorkerError,
+        did_you_mean,
+    )
     from rlcore.plugins import (
         CRITIC,
         POLICY,
@@ -32,13 +40,21 @@ if TYPE_CHECKING:
         TrainEngineSpec,
         hookimpl,
     )
-    from rlcore.protocol import DataProto, Ragged
+    from rlcore.protocol import ColumnSpec, DataProto, Ragged
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
 _HOMES = {
     "rlcore.config": ["Config", "option"],
-    "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
+    "rlcore.errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "PluginError",
+        "RLCoreError",
+        "WorkerError",
+        "did_you_mean",
+    ],
     "rlcore.plugins": [
         "CRITIC",
         "POLICY",
@@ -59,7 +75,7 @@ _HOMES = {
         "TrainEngineSpec",
         "hookimpl",
     ],
-    "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
@@ -72,6 +88,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmSpec",
     "CheckpointError",
+    "ColumnSpec",
     "CommandSpec",
     "Config",
     "ConfigError",
@@ -94,6 +111,7 @@ __all__ = [
     "TrainCapabilities",
     "TrainEngineSpec",
     "WorkerError",
+    "did_you_mean",
     "hookimpl",
     "option",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,6 @@ from rlcore.errors import ConfigError, DataError, NoRoleError, did_you_mean
 from rlcore.plugins import KINDS, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
-from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles.handles import RoleHandle, StepClock, start_roles
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
@@ -47,7 +46,6 @@ class Run:
         clock: StepClock,
         roles: Mapping[str, RoleHandle],
         rewards: WorkerGroup,
-        judge: Judge,
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
     ) -> None:
@@ -56,7 +54,6 @@ class Run:
         self._loaders = loaders
         self._clock = clock
         self._rewards = rewards
-        self._judge = judge
         self._named_scores = named_scores
         self._logged: dict[str, float] = {}
         self._scored: list[tuple[DataProto, DataProto]] = []
@@ -111,16 +108,6 @@ class Run:
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
 
-    def judge(self, first: DataProto, second: DataProto) -> DataProto:
-        """Return which response the judge at `judge.url` prefers, row by row: `preference` (fp32) and `judge_error`.
-
-        1: that of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text` of
-        both, and returns at once. What the judge does not answer in time or not at all has `judge_error`, the
-        preference that `judge.on_error` names, and a place in the metric judge/errors. Raises ConfigError without a
-        judge, and DataError for batches of unequal prompts.
-        """
-        return self._judge.compare(first, second)
-
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
 
@@ -163,7 +150,7 @@ class Run:
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        return EndedStep(logged, scored, outstanding + self._judge.outstanding(), self._judge.end_step())
+        return EndedStep(logged, scored, outstanding)
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
@@ -188,12 +175,11 @@ class EndedStep:
     logged: dict[str, float]
     scored: list[tuple[DataProto, DataProto]]
     outstanding: list[Future]
-    judged: Callable[[], dict[str, float]]
 
     def wait(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
         wait_for(self.outstanding)
-        return {**self.logged, **self.judged()}, [batch.union(rewards) for batch, rewards in self.scored]
+        return self.logged, [batch.union(rewards) for batch, rewards in self.scored]
 
 
 @contextmanager
@@ -233,8 +219,7 @@ def open_run(
         handles, (scorers,) = start_roles(
             config, executor, plugins, roles, clock, pools, by_text=by_text, extra=[reward]
         )
-        judge = Judge(config.judge, executor)
-        yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
+        yield Run(config, folder, clock, handles, scorers, loaders or {}, named_scores(rewards, config.reward))
 
 
 def _by_text(roles: Mapping[str, Role], config: Config) -> set[str]:

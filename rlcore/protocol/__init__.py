@@ -1,5 +1,6 @@
 """Batches as they travel: DataProto and its columns, padding to a divisor; `glossary` declares the standard fields."""
 
+from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.dataproto import DataProto
 from rlcore.protocol.moments import Moments
 from rlcore.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
@@ -7,6 +8,7 @@ from rlcore.protocol.ragged import Ragged
 from rlcore.protocol.views import DataProtoItem
 
 __all__ = [
+    "ColumnSpec",
     "DataProto",
     "DataProtoItem",
     "Moments",

@@ -107,10 +107,11 @@ class Tape(WorkerObserver):
         """See WorkerObserver: the mark of a result is the number of its call."""
         number = self._begin(call) if self._on else None
         with self._inside_worker():
-            result = call.run() if call.worker in self._roles else self._made_up(call)
-            if number is not None and isinstance(result, DataProto):
-                if any(_is_given_back(result, batch) for batch in _batches(call.arguments)):
-                    self.calls[number] = replace(self.calls[number], works=False, served=True)
+            # Methods of rlcore's own, as those that read and map rows, run in every worker.
+            runs = call.worker in self._roles or call.method.startswith("_")
+            result = call.run() if runs else self._made_up(call)
+            if number is not None and _hands_back(result, call.arguments):
+                self.calls[number] = replace(self.calls[number], works=False, served=True)
         return result, number
 
     def read(self, mark: Any) -> None:
@@ -201,8 +202,13 @@ def _batches(value: Any) -> Iterator[DataProto]:
         yield from _batches([getattr(value, field.name) for field in fields(value)])
 
 
-def _is_given_back(result: DataProto, batch: DataProto) -> bool:
-    """Return whether a call returned nothing but numbers that it was sent."""
+def _hands_back(result: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether a call returned a batch of nothing but numbers that it was sent."""
+    return isinstance(result, DataProto) and any(_is_part_of(result, batch) for batch in _batches(arguments))
+
+
+def _is_part_of(result: DataProto, batch: DataProto) -> bool:
+    """Return whether the columns of a result are all equal to float columns of a batch."""
     if not len(result) or not result.keys():
         return False
     sent = [_numbers(batch, name) for name in batch.batch.keys()]  # noqa: SIM118  (a batch iterates over chunks)
