@@ -2,6 +2,7 @@
 # make test    set up and run the tests        make check   lint, types, import arrows
 # make test-slow   run those that show the same of more models, plugins and layouts
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
+# make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
@@ -49,8 +50,14 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py)
 	$(BIN)/lint-imports
 
+# On a machine with a GPU and no network: the venv if there is one, else the Python that holds torch.
+ifeq ($(B),gpu)
+bench:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu.doctor
+else
 bench: bench-setup
 	$(BIN)/python -m benchmarks $(B)
+endif
 
 bench-check: bench-setup
 	$(BIN)/python -m benchmarks.check $(B)

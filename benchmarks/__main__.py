@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`, or `all`. The exit status is 1 when a bar does not hold."""
+"""`python -m benchmarks NAME`, or `all` that need no GPU. The exit status is 1 when a bar does not hold."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks import (
     weight_sync,
 )
 from benchmarks.against_trl import others
+from benchmarks.gpu import doctor
 
 BENCHMARKS = {
     "learning": learning.main,
@@ -37,12 +38,15 @@ BENCHMARKS = {
     "growth": growth.main,
     "start": start.main,
     "memory": memory.main,
+    "gpu": lambda: doctor.main([]),
 }
+ON_CPU = [name for name in BENCHMARKS if name != "gpu"]
+"""Those that `all` stands for."""
 
 
 def main(argv: list[str]) -> int:
     """Run the named benchmarks."""
-    names = list(BENCHMARKS) if argv in ([], ["all"]) else argv
+    names = ON_CPU if argv in ([], ["all"]) else argv
     for name in names:
         if name not in BENCHMARKS:
             print(f"no benchmark {name!r}; there are: all, {', '.join(BENCHMARKS)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -55,7 +56,7 @@ def write(name: str, command: str, figures: Sequence[Figure], bars: Sequence[Bar
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
-        "versions": {each: importlib.metadata.version(each) for each in DISTRIBUTIONS},
+        "versions": versions(),
         "notes": notes,
         "figures": [figure.summary for figure in figures],
         "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
@@ -72,6 +73,15 @@ def plot_file(name: str) -> Path:
     """Return where a plot belongs: beside the results."""
     RESULTS.mkdir(exist_ok=True)
     return RESULTS / f"{name}.svg"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the distributions that matter, of those that are installed."""
+    installed = {}
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def machine() -> dict[str, object]:

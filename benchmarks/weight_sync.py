@@ -69,7 +69,17 @@ def model_workers(executor: Executor, folder: Path, workers: int, *, samples_onl
     """Start an actor's workers, or those of its copy that samples."""
     role, model = Role(trains=True, generates=samples_only), ModelConfig(path=str(folder))
     setup = RoleSetup(
-        role, model, EngineConfig(), RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 1, samples_only=samples_only
+        role,
+        model,
+        EngineConfig(),
+        RolloutConfig(),
+        create_torch,
+        create_hf,
+        TorchConfig(),
+        HFConfig(),
+        0,
+        1,
+        samples_only=samples_only,
     )
     name = "sampling" if samples_only else "trained"
     group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(ModelWorker, setup), name)

@@ -331,11 +331,16 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
     name = next((word.removeprefix("algo=") for word in options.overrides if word.startswith("algo=")), None)
     sections: dict[str, type] = {}
     if name is not None:
-        sections["algo"] = _load(options).algorithm(name).algorithm.config_class
+        plugins = _load(options)
+        sections["algo"] = plugins.algorithm(name).algorithm.config_class
+        sections |= plugins.sections()
     lines = [f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n", parser.format_help().partition("\n\n")[2]]
     lines.append(f"{_groups()}\n")
     if name is None:
-        lines.append(f"algo: the algorithm's own keys, shown by rlcore {usage} algo=NAME --help")
+        lines.append(
+            "algo, engine.NAME, rollout.NAME: the keys of the algorithm, the engines and other plugins, shown by "
+            f"rlcore {usage} algo=NAME --help"
+        )
     _show("\n".join([*lines, text({**sections, **SECTIONS})]))
     return 0
 
@@ -372,9 +377,12 @@ def _groups() -> str:
 
 
 def _complete(argv: list[str]) -> int:
-    """Hand shell completion to hydra, with the installed algorithms' names from metadata; no plugin is imported."""
+    """Hand shell completion to hydra, with the installed algorithms' names from metadata.
+
+    Of plugins only the modules of rlcore's own engines are imported, for their config keys.
+    """
     from rlcore.config.compose import hydra_nodes, schema_node
-    from rlcore.plugins import installed
+    from rlcore.plugins import installed, own_engines
 
     arguments = [argument for argument in argv if "=" in argument]
     if any(argument.startswith("query=") for argument in arguments):
@@ -387,7 +395,7 @@ def _complete(argv: list[str]) -> int:
         # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
         skipped = 3 if words[1] == "eval" else 2
         os.environ["COMP_LINE"] = " ".join([words[0], *words[skipped:]]) + (" " if line[-1].isspace() else "")
-    nodes = schema_node()
+    nodes = schema_node(own_engines().sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
     with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)

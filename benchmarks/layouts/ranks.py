@@ -17,6 +17,7 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.protocol import DataProto, Ragged
 
@@ -55,9 +56,11 @@ def held(engine: FSDPEngine) -> int:
 def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
     """Return what this rank holds, and of all ranks the seconds and bytes of each step but the first."""
     pp, tp, dp, shard = layout
-    config = EngineConfig(pp=pp, tp=tp, dp=dp, shard=shard, lr=1e-4, micro_batch_rows=4)
+    config = EngineConfig(pp=pp, tp=tp, dp=dp, lr=1e-4, micro_batch_rows=4)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    engine = FSDPEngine(ModelConfig(path=folder), config, ranks=ranks, trains=True, total_steps=10)
+    engine = FSDPEngine(
+        ModelConfig(path=folder), config, TorchConfig(shard=shard), ranks=ranks, trains=True, total_steps=10
+    )
     batch = rows()
     mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]
     seconds, sent = [], []

@@ -1,8 +1,8 @@
 """Overrides and YAML groups to a Config, through hydra.
 
 hydra composes plain nodes: `schema` holds every default of the dataclasses, also of those that plugins bring (`judge`,
-`rollout.NAME`), and a group's option holds the values that it changes. A YAML file takes the place of the option that an
-installed plugin's name gives.
+`rollout.NAME`), and a group's option holds the values that it changes. A YAML file takes the place of the option that
+an installed plugin's name gives.
 Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. Keys and types are
 checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any key.
 """
@@ -143,7 +143,7 @@ def _options(hydra: Hydra, group: str, search_path: Sequence[str]) -> list[str]:
 
 
 def core_values() -> dict[str, dict[str, Any]]:
-    """Return the default of each core key, as plain values: the dataclass's, or the one that configs/config.yaml has."""
+    """Return the default of each core key, as plain values: the dataclass's, or the one in configs/config.yaml."""
     shipped = yaml.safe_load(files("rlcore.configs").joinpath("config.yaml").read_text(encoding="utf-8"))
     return {name: {**defaults(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
 
@@ -200,7 +200,7 @@ def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str]
             if parsed.value() not in options:
                 raise ConfigError(_unknown_option(key, parsed.value(), options))
         as_given = is_group or override.startswith(("hydra.", "+", "~"))
-        if key in own and override.startswith(key):
+        if key in own and override.startswith(key) and isinstance(parsed.value(), str):
             prepared.append(f"+{override}")
         else:
             prepared.append(override if as_given else f"++{override}")

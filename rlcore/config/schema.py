@@ -168,8 +168,12 @@ class ClusterConfig:
     """Which processes the run uses."""
 
     executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
-    address: str | None = option(None, "address of a running Ray cluster; none starts one on this machine", incidental=True)
-    workers: int = option(2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1, incidental=True)
+    address: str | None = option(
+        None, "address of a running Ray cluster; none starts one on this machine", incidental=True
+    )
+    workers: int = option(
+        2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1, incidental=True
+    )
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
     gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
     pools: Literal["auto"] | dict[str, Any] = option(
@@ -183,7 +187,9 @@ class ClusterConfig:
     inline_kb: float = option(
         100.0, "columns of a result up to this many kB travel in the call's reply; larger ones stay where they are made"
     )
-    start_timeout: float = option(120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True)
+    start_timeout: float = option(
+        120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True
+    )
 
 
 @dataclass(frozen=True)
@@ -236,8 +242,8 @@ class Config:
             if isinstance(value, cls):
                 return value
         raise ConfigError(
-            f"this run has no config section {cls.__name__}: the plugin that brings it is not installed, or it is of an "
-            f"engine that the run does not use. Sections: {', '.join(self.sections) or 'none'}"
+            f"this run has no config section {cls.__name__}: its plugin is not installed, or it belongs to an engine "
+            f"that the run does not use. Sections: {', '.join(self.sections) or 'none'}"
         )
 
     def value(self, key: str) -> Any:

@@ -16,7 +16,6 @@ from rlcore.engine.weights.transfer import Shapes
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
-
 C = TypeVar("C")
 
 

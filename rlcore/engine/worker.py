@@ -13,6 +13,7 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.device import prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
@@ -91,6 +92,7 @@ class ModelWorker(Worker):
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
         setup = self.setup
+        prepare_device(self.device)
         if setup.samples_only:
             self._start_sampling()
             return

@@ -1,7 +1,7 @@
 """The plugin contract: hooks, what plugins hand over, and the manager that loads and calls them. Imports no torch."""
 
 from rlcore.plugins.hookspecs import hookimpl
-from rlcore.plugins.manager import PluginInfo, PluginManager, installed
+from rlcore.plugins.manager import PluginInfo, PluginManager, installed, own_engines
 from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
 from rlcore.plugins.specs import (
     API_VERSION,
@@ -42,4 +42,5 @@ __all__ = [
     "TrainEngineSpec",
     "hookimpl",
     "installed",
+    "own_engines",
 ]

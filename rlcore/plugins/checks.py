@@ -97,7 +97,7 @@ def _section_fault(spec: ConfigSpec | RolloutEngineSpec | TrainEngineSpec) -> st
         return None
     if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):  # type: ignore[attr-defined]
         return (
-            f"{spec.name!r} cannot be the name of a section of the config: {prefix}{spec.name} must be an identifier that "
+            f"{spec.name!r} cannot name a section of the config: {prefix}{spec.name} must be an identifier that "
             "rlcore's own keys do not use; choose another name"
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

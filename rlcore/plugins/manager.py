@@ -73,7 +73,13 @@ class PluginInfo:
 
 def installed() -> list[EntryPoint]:
     """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (_distribution(entry)[0] != "rlcore", entry.name))
+    return sorted(entry_points(group=GROUP), key=lambda entry: (not _is_own(entry), entry.name))
+
+
+def own_engines() -> PluginManager:
+    """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
+    others = [entry.name for entry in installed() if not (_is_own(entry) and entry.name.startswith("engine."))]
+    return PluginManager.load([f"no:{name}" for name in others])
 
 
 class PluginManager:
@@ -357,6 +363,10 @@ def _is_set(config: Config, spec: ConfigSpec) -> bool:
 def _distribution(entry: EntryPoint) -> tuple[str, str]:
     # Typed optional, but always set on the entry points that entry_points() gives.
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return _distribution(entry)[0] == "rlcore"
 
 
 def _import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:

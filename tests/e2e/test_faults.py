@@ -277,7 +277,7 @@ def rlcore_algorithm():
     ("returns", "message"),
     [
         ("nan loss", r"the loss is not finite: loss term 'loss' is nan over rows uid=0:\d+ sample=0"),
-        ("text", "a metric is a number"),
+        ("text", "a metric must be a number"),
         ("number", "must return metrics by name"),
     ],
 )

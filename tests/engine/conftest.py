@@ -7,9 +7,11 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.protocol import DataProto, Ragged
 
+OWN = set(TorchConfig.__dataclass_fields__)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -80,7 +82,8 @@ def make_engine(model_folder):
         options = {"lr": 0.0, "clip_grad": 0.0, **options}
         return FSDPEngine(
             ModelConfig(path=str(model_folder(kind))),
-            EngineConfig(**options),
+            EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
+            TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
             ranks=Ranks(),
             trains=trains,
             temperature=temperature,

@@ -31,6 +31,7 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.engines.torch.parameters import reshard
 
@@ -69,10 +70,9 @@ class Case:
 def engine_of(case: Case, rank: int) -> FSDPEngine:
     world = case.pp * case.tp * case.dp
     rows = 3 if case.shard else 6  # copies of the weights go through several micro-batches before they add up
-    config = EngineConfig(
-        pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=rows
-    )
-    engine = FSDPEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
+    config = EngineConfig(pp=case.pp, tp=case.tp, dp=case.dp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
+    model, own = ModelConfig(path=case.folder), TorchConfig(shard=case.shard)
+    engine = FSDPEngine(model, config, own, ranks=Ranks(rank, world), trains=True, total_steps=10)
     whole = case.pp == case.tp == 1 and (case.dp == 1 or case.shard == 1)
     assert (engine.shared_module is not None) == whole, (case.name, engine.shared_module)
     return engine

@@ -38,7 +38,19 @@ def config_of(folder, **engine):
 
 def worker_of(config):
     return ClassWithInitArgs(
-        ModelWorker, RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10)
+        ModelWorker,
+        RoleSetup(
+            ACTOR,
+            config.model,
+            config.engine,
+            config.rollout,
+            create_torch,
+            create_hf,
+            TorchConfig(),
+            HFConfig(),
+            0,
+            10,
+        ),
     )
 
 

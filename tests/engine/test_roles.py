@@ -65,7 +65,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
     hf.save_pretrained(folder)
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
-    plain = RoleSetup(Role(), config.model, engine, RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10)
+    plain = RoleSetup(
+        Role(), config.model, engine, RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     classes = {
         name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(plain, role=role)) for name, role in ROLES.items()
     }

@@ -11,6 +11,7 @@ from rlcore.assets import TINY
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import UpdateItem
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.engines.torch.model import load_scalar_model
 from rlcore.errors import ConfigError, DataError
@@ -43,7 +44,8 @@ def scored_folder(model_folder, tmp_path_factory):
 def make(folder, kind, *, trains=True, padding_free=True, **options):
     return FSDPEngine(
         ModelConfig(path=str(folder)),
-        EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, "padding_free": padding_free, **options}),
+        EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, **options}),
+        TorchConfig(padding_free=padding_free),
         ranks=Ranks(),
         trains=trains,
         kind=kind,

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import UpdateItem
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import FSDPEngine
 from rlcore.errors import CheckpointError
 
@@ -84,7 +85,9 @@ def test_parking_changes_no_bit(make_engine, random_batch):
 def test_parking_frees_the_device(model_folder, random_batch):
     """Weights stay, as the rollout engine of a single rank shares them; moments, twice as large, and gradients go."""
     device = torch.device("cuda", 0)
-    engine = FSDPEngine(ModelConfig(path=str(model_folder())), EngineConfig(), ranks=Ranks(device=device), trains=True)
+    engine = FSDPEngine(
+        ModelConfig(path=str(model_folder())), EngineConfig(), TorchConfig(), ranks=Ranks(device=device), trains=True
+    )
     step(engine, random_batch())
     engine.park()
     metrics = step(engine, random_batch())

@@ -320,10 +320,15 @@ def test_recomputing_activations_turns_no_dropout_on(make_engine, random_batch, 
 def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, random_batch):
     from rlcore.config import EngineConfig, ModelConfig
     from rlcore.engine.collectives import Ranks
+    from rlcore.engines.torch.config import TorchConfig
     from rlcore.engines.torch.engine import FSDPEngine
 
     engine = FSDPEngine(
-        ModelConfig(path=str(model_folder()), dtype="bf16"), EngineConfig(lr=1e-3), ranks=Ranks(), trains=True
+        ModelConfig(path=str(model_folder()), dtype="bf16"),
+        EngineConfig(lr=1e-3),
+        TorchConfig(),
+        ranks=Ranks(),
+        trains=True,
     )
     off = (
         engine.compute(random_batch(), ["log_probs"])["log_probs"].values

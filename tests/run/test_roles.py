@@ -149,14 +149,14 @@ def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
     check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config)
     for role in (Role(kind=REWARD, trains=True), Role(kind=CRITIC, trains=True)):
-        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer is another than"):
+        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer differs from"):
             check_roles({"cost": replace(role, model=str(foreign))}, config)
     shutil.copytree(TINY, tmp_path / "teacher")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "teacher" / name).unlink()
         if (foreign / name).exists():
             shutil.copy(foreign / name, tmp_path / "teacher" / name)
-    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*another than that of model\.path=tiny"):
+    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*differs from that of model\.path=tiny"):
         check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     (tmp_path / "teacher" / "tokenizer_config.json").unlink()

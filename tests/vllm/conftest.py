@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.config import ModelConfig, RolloutConfig, compose
+from rlcore.config import ModelConfig, compose
 from rlcore.engine.rollout import Sampling
+from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
@@ -82,9 +83,9 @@ class Pair:
 
         self.folder = folder
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        rollout = RolloutConfig(kv_cache_mb=64)
+        config = VLLMConfig(kv_cache_mb=64)
         self.before = process_state()
-        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), rollout=rollout, device=torch.device("cpu"))
+        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), config=config, device=torch.device("cpu"))
         self.after = process_state()
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ class Problem:
     ahead: int = 0
     objective: Objective = "time"
     fixed: Fixed = Fixed()
-    rollout: RolloutCapabilities = RolloutCapabilities(tensor_shards=True)
+    rollout: RolloutCapabilities = field(default_factory=lambda: RolloutCapabilities(tensor_shards=True))
     layouts: bool = True
 
     @property

@@ -58,7 +58,8 @@ class Lengths:
 class Workload:
     """A step's rows and the config's settings by which engines cut them; `prompts` a step.
 
-    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`. `continuous`: while sampling, a finished row's place is taken by the next one.
+    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`. `continuous`: while
+    sampling, a finished row's place is taken by the next one.
     """
 
     prompts: int

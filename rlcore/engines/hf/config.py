@@ -1,7 +1,5 @@
 """The hf engine's own config: the keys `rollout.hf.*`."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

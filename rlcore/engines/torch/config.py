@@ -1,7 +1,5 @@
 """The torch engine's own config: the keys `engine.torch.*`."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -48,5 +46,6 @@ def check_layout(config: TorchConfig, layout: Layout) -> None:
     if config.shard and layout.dp % config.shard:
         allowed = ", ".join(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0)
         raise ConfigError(
-            f"engine.torch.shard={config.shard} does not divide the {layout.dp} data-parallel ranks; allowed: 0, {allowed}"
+            f"engine.torch.shard={config.shard} does not divide the {layout.dp} data-parallel ranks; allowed: 0, "
+            f"{allowed}"
         )

@@ -86,9 +86,7 @@ class FSDPEngine(TrainEngine):
                 model, padding_free=own.padding_free, chunk=own.logits_chunk, device=ranks.device
             )
         else:
-            self.model = load_scalar_model(
-                model, new_head=new_head, padding_free=own.padding_free, device=ranks.device
-            )
+            self.model = load_scalar_model(model, new_head=new_head, padding_free=own.padding_free, device=ranks.device)
         self.model.requires_grad_(trains)
         if trains and own.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})

@@ -20,9 +20,9 @@ from rlcore.engine.weights.transfer import Weights, pack
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import create_torch
-from rlcore.engines.hf.rollout import HFRollout
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext

@@ -1,0 +1,216 @@
+"""`make bench B=gpu`: what one card does, and what is wrong with it, in at most eight minutes.
+
+`python -m benchmarks.gpu.doctor [PART...] [--small] [--keep FOLDER]` runs the named parts, or all. Each part is a
+process with a limit of its own; one that fails gives its traceback, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.gpu.parts import ON_REQUEST, PARTS, NotHere
+from benchmarks.gpu.sizes import SIZES
+from benchmarks.report import Bar, Figure, write
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Findings:
+    """What the parts measured, and which were left out or failed, and why."""
+
+    figures: list[Figure] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def median(self, side: str, name: str) -> float | None:
+        """Return a figure's median, None if it was not measured; `side` may lack the version that follows a name."""
+        for figure in self.figures:
+            if (figure.side == side or figure.side.startswith(f"{side} 1.")) and figure.name == name and figure.runs:
+                return float(figure.summary["median"])  # type: ignore[arg-type]
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    """Run the parts, write the results, and return whether no part failed and all bars hold."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: a test of the code, no figures")
+    parser.add_argument("--keep", type=Path, help="a folder for models, runs and logs that is not removed")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    for name in asked.parts:
+        if name not in PARTS:
+            parser.error(f"no part {name!r}; there are {', '.join(PARTS)}")
+    size = "small" if asked.small else "card"
+    if asked.one:
+        return _one(asked.parts[0], size, asked.one)
+    if not asked.small and not _has_card():
+        print("B=gpu needs a GPU, and torch finds none here; --small runs the same code on the CPU", file=sys.stderr)
+        return False
+    names = asked.parts or [name for name in PARTS if name not in ON_REQUEST]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = asked.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        env = environment(Path(scratch))
+        found = run_parts(list(dict.fromkeys(["models", *names])), size, folder, env)
+    for name, text in found.failed.items():
+        print(f"\n=== {name} FAILED ===\n{text}")
+    for name, seconds in found.seconds.items():
+        state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
+        print(f"{name:<12} {seconds:6.1f} s  {state}")
+    held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+    return held and not found.failed
+
+
+def _has_card() -> bool:
+    code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    try:
+        importlib.metadata.version("rlcore")
+    except importlib.metadata.PackageNotFoundError:
+        site, copy = scratch / "site", scratch / "checkout"
+        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "*.egg-info", "tests", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)  # as setuptools writes into what it builds
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+        plugins = map(str, sorted((copy / "plugins").glob("*/")))
+        subprocess.run([*command, "--target", str(site), str(copy), *plugins], check=True)
+        paths.insert(0, str(site))
+        sys.path.insert(0, str(site))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+
+
+def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, str]) -> Findings:
+    """Run each part in a process of its own."""
+    found = Findings()
+    for name in names:
+        out, log = folder / f"{name}.json", folder / f"{name}.log"
+        out.unlink(missing_ok=True)
+        small = ["--small"] if size == "small" else []
+        command = [sys.executable, "-m", "benchmarks.gpu.doctor", name, *small, "--one", str(out)]
+        start, ended = time.perf_counter(), True
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, env=dict(env), cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                process.wait(PARTS[name][1])
+            except subprocess.TimeoutExpired:
+                ended = False
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found.seconds[name] = time.perf_counter() - start
+        answer = json.loads(out.read_text()) if out.exists() else {}
+        if not ended:
+            found.failed[name] = (
+                f"not done after {PARTS[name][1]:.0f} s; the end of its output:\n{log.read_text()[-3000:]}"
+            )
+        elif "figures" in answer:
+            found.figures += [Figure(**each) for each in answer["figures"]]
+        elif "absent" in answer:
+            found.absent[name] = answer["absent"]
+        else:
+            found.failed[name] = answer.get("failed") or log.read_text()[-3000:]
+        print(f"{name}: {found.seconds[name]:.1f} s", flush=True)
+    return found
+
+
+def _one(name: str, size: str, out: Path) -> bool:
+    """Run a part here and write what it found to `out`, beside which the folder of models is."""
+    answer: dict[str, object]
+    try:
+        answer = {"figures": [asdict(each) for each in PARTS[name][0](SIZES[size], out.parent)]}
+    except NotHere as error:
+        answer = {"absent": str(error)}
+    except Exception:  # the doctor prints it and goes on
+        answer = {"failed": traceback.format_exc()[-6000:]}
+    out.write_text(json.dumps(answer))
+    return "failed" not in answer
+
+
+HALF, LARGER, TAIL, TRL = "rlcore hf 0.5B", "rlcore hf 1.5B", "rlcore hf 0.5B, long tail", "TRL"
+GENERATING = "sampled tokens while generating"
+
+
+def bars(found: Findings) -> list[Bar]:
+    """Return the bars of what was measured; a figure that is lacking has none."""
+    made: list[Bar] = []
+
+    def bar(name: str, value: float | None, bound: float, *, at_least: bool = True) -> None:
+        if value is not None:
+            made.append(Bar(name, value, bound, at_least))
+
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return None if above is None or not below else above / below
+
+    flat = found.median(HALF, GENERATING)
+    product = found.median("card", "matrix product")
+    bar("0.5B: sampled tokens/s while generating", flat, 60_000)
+    bar("1.5B: sampled tokens/s while generating", found.median(LARGER, GENERATING), 30_000)
+    bar("long tail, of the flat rate", ratio(found.median(TAIL, GENERATING), flat), 0.6)
+    arithmetic = "arithmetic of an update"
+    bar("0.5B: an update, of the card's matrix product", ratio(found.median(HALF, arithmetic), product), 0.40)
+    bar("1.5B: an update, of the card's matrix product", ratio(found.median(LARGER, arithmetic), product), 0.45)
+    bar("head: ms", found.median("head", "forward and backward"), 50, at_least=False)
+    bar("head: memory, % of the logits", found.median("head", "memory, of all logits in fp32"), 10, at_least=False)
+    bar("times TRL's steps", ratio(found.median(TRL, "a step"), found.median(HALF, "a step")), 6)
+    peak = "peak memory of tensors"
+    bar("peak memory, of TRL's", ratio(found.median(HALF, peak), found.median(TRL, peak)), 0.6, at_least=False)
+    against = "device against CPU, fp32"
+    bar(
+        "fp32 log-probs from the CPU's, nats",
+        found.median(against, "log-probs, largest difference"),
+        1e-4,
+        at_least=False,
+    )
+    gradient = found.median(against, "gradient, |difference| / |gradient|")
+    bar("fp32 gradient from the CPU's, relative", gradient, 1e-4, at_least=False)
+    gap = found.median(HALF, "sampler's log-probs from the trainer's, mean")
+    bar("bf16: sampler's log-probs from the trainer's, mean", gap, 2e-3, at_least=False)
+    bar("resumed bit for bit", found.median("resumed against uninterrupted", "weights are equal, bit by bit"), 1)
+    return made
+
+
+def notes(found: Findings, size: str) -> str:
+    """Return what the report says before its table."""
+    lines = [
+        f"One card: {card()}. Random weights of the named shapes, {SIZES[size].dtype}, GRPO without a reference on"
+    ]
+    lines.append("32 word problems x 8 samples x 256 new tokens; the first step of several does not count.")
+    for name, text in found.absent.items():
+        lines.append(f"Part {name} was left out, as there is no {text}.")
+    for name in found.failed:
+        lines.append(f"Part {name} FAILED.")
+    return "\n".join(lines)
+
+
+def card() -> str:
+    """Return the card's name and driver, or that there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
