@@ -138,7 +138,7 @@ class Options:
 
     def _layouts(self, role: str, devices: Devices, count: int) -> Iterable[Layout]:
         size, work = self.problem.sizes[role], self.problem.work
-        if count > 1 and role != ROLLOUT and not self.problem.layouts:
+        if count > 1 and role != ROLLOUT and not self.problem.train.layouts:
             return
         tp = 1
         while tp <= min(count, devices.profile.per_machine):

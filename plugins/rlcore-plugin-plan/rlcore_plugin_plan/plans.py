@@ -54,7 +54,7 @@ def problem_of(
         {name: role.follows for name, role in roles.items() if role.follows is not None},
         objective=objective,
         rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
-        layouts=plugins.train_engines()[config.engine.name].capabilities.layouts,
+        train=plugins.train_engines()[config.engine.name].capabilities,
     )
     ahead = bool(config.trainer.rollouts_ahead) or any(ROLLOUT in pool.roles for pool in read_pools(config).values())
     if ahead:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from rlcore import RolloutCapabilities
+from rlcore import RolloutCapabilities, TrainCapabilities
 from rlcore.planning import ROLLOUT
 from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
 from rlcore_plugin_plan.model_size import ModelSize
@@ -58,8 +58,7 @@ class Problem:
     """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
 
     `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
-    least cost of one, where devices that stay unused cost nothing. `rollout`: capabilities of the rollout engine.
-    `layouts`: the train engine spreads a model over several devices.
+    least cost of one, where devices that stay unused cost nothing. `rollout`, `train`: what the engines can do.
     """
 
     dataflow: Dataflow
@@ -72,7 +71,7 @@ class Problem:
     objective: Objective = "time"
     fixed: Fixed = Fixed()
     rollout: RolloutCapabilities = field(default_factory=lambda: RolloutCapabilities(tensor_shards=True))
-    layouts: bool = True
+    train: TrainCapabilities = field(default_factory=lambda: TrainCapabilities(layouts=True))
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -50,18 +50,17 @@ def changes(problem: Problem) -> Iterator[str]:
     """Give changes that would fit, each by itself, the smallest first."""
     from rlcore_plugin_plan.search import fewest
 
-    work = problem.work
+    work, row = problem.work, int(problem.work.lengths.row)
     tokens = work.micro_batch_tokens or 65536
-    row = int(work.lengths.row)
     settings = []
     while tokens > row:
         tokens = max(tokens // 2, row)
         settings.append((f"engine.micro_batch_tokens={tokens}", replace(work, micro_batch_tokens=tokens)))
-    if not work.recompute:
-        settings.append(("engine.torch.activation_checkpointing=true", replace(work, recompute=True)))
+    if (recompute := problem.train.settings.get("recompute")) is not None and not work.recompute:
+        settings.append((f"{recompute}=true", replace(work, recompute=True)))
         small = replace(work, recompute=True, micro_batch_tokens=row)
-        settings.append((f"engine.torch.activation_checkpointing=true engine.micro_batch_tokens={row}", small))
-    if not work.offload:
+        settings.append((f"{recompute}=true engine.micro_batch_tokens={row}", small))
+    if problem.train.offload and not work.offload:
         settings.append(("engine.offload=true", replace(work, offload=True)))
     if work.dtype_bytes == 4:
         settings.append(("model.dtype=bf16", replace(work, dtype_bytes=2)))
