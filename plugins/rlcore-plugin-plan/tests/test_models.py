@@ -12,7 +12,6 @@ from rlcore_plugin_plan.profile import Profile, dump, load, parse, shipped
 from rlcore_plugin_plan.training import update_seconds
 from rlcore_plugin_plan.workload import Lengths, Workload
 
-from rlcore.config import ModelConfig
 from rlcore.engine import Layout
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
@@ -229,14 +228,14 @@ def test_a_models_size_is_that_of_its_config():
 
     from rlcore.assets import TINY
 
-    size = size_of(ModelConfig())
+    size = size_of("tiny")
     model = AutoModelForCausalLM.from_pretrained(TINY)
     # The last norm counts as a part of the layers, in whole numbers.
     assert size.parameters == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), abs=3)
     assert (size.layers, size.hidden, size.heads, size.kv_heads, size.vocab, size.tied) == (3, 128, 4, 2, 320, True)
-    assert size_of(ModelConfig(), "number").head_flops(1) == 2 * 128
+    assert size_of("tiny", head="number").head_flops(1) == 2 * 128
     with pytest.raises(ConfigError, match=r"config\.json, which a plan is made from, cannot be read"):
-        size_of(ModelConfig(path="/nowhere"))
+        size_of("/nowhere")
 
 
 def test_profiles_have_a_source_for_every_figure(tmp_path):
