@@ -14,13 +14,13 @@ import torch.distributed as dist
 from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import create_hf
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import create_torch
 from rlcore.plugins import Role
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
 
 POOLS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -92,7 +92,7 @@ def by_rlcore(folder: Path, trained: int, sampling: int) -> list[float]:
     with make_executor(ClusterConfig(executor="ray", workers=trained + sampling)) as executor:
         actor = model_workers(executor, folder, trained, samples_only=False)
         copy = model_workers(executor, folder, sampling, samples_only=True)
-        sender = Sender(actor, torch.float32)
+        sender = WeightExporter(actor, torch.float32)
         return seconds(lambda: copy.take_weights(sender.send()).get())
 
 

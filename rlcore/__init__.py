@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from rlcore.protocol import ColumnSpec, DataProto, Ragged
+    from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
@@ -76,6 +77,7 @@ _HOMES = {
         "hookimpl",
     ],
     "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
+    "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
@@ -93,13 +95,16 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigSpec",
+    "CriticHandle",
     "DataError",
     "DataProto",
     "DatasetSpec",
     "PluginError",
     "PluginManager",
+    "PolicyHandle",
     "RLCoreError",
     "Ragged",
+    "RewardHandle",
     "RewardSpec",
     "Role",
     "RoleKind",

@@ -187,7 +187,7 @@ def _plugins(argv: list[str]) -> int:
     _add_plugin_options(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for test: what NAME needs set")
-    parser.add_argument("words", nargs="*", metavar="test NAME", help="run the conformance suite over an algorithm")
+    parser.add_argument("words", nargs="*", metavar="test NAME", help="run the conformance suite over a plugin")
     options = parser.parse_intermixed_args(argv)
     if options.words:
         return _test_plugin(options)
@@ -205,17 +205,17 @@ def _plugins(argv: list[str]) -> int:
 
 
 def _test_plugin(options: argparse.Namespace) -> int:
-    """Print an algorithm's report card; 1 when a check fails."""
+    """Print a plugin's report card; 1 when a check fails."""
     if options.words[0] != "test" or len(options.words) != 2:
-        raise ConfigError(f"rlcore plugins {' '.join(options.words)!r} cannot be; write rlcore plugins test NAME")
+        raise ConfigError("usage: rlcore plugins test NAME")
     from tempfile import TemporaryDirectory
 
-    from rlcore.testing.suite import Suite
+    from rlcore.testing.suites import open_suite
 
     name = options.words[1]
     with (
         TemporaryDirectory(prefix="rlcore-test-") as folder,
-        Suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
+        open_suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
     ):
         results = []
         for result in suite.results():
@@ -405,7 +405,7 @@ def _complete(argv: list[str]) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model: rlcore train algo=NAME [OVERRIDE ...]", _train),
     "eval": ("measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]", _eval),
-    "plugins": ("list the installed plugins and where they come from; test NAME: check an algorithm", _plugins),
+    "plugins": ("list the installed plugins and where they come from; test NAME: check one", _plugins),
     "new-plugin": ("write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]", _new_plugin),
     "config": ("compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]", _config),
 }

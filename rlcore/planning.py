@@ -26,7 +26,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.rewards.compose import resolve
-from rlcore.roles import handles
+from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
 from rlcore.run import Run, open_run, with_reward_model
@@ -41,7 +41,6 @@ __all__ = [
     "REWARD_WORKERS",
     "ROLLOUT",
     "PoolSettings",
-    "RoleHandle",
     "WorkerCall",
     "WorkerObserver",
     "accelerators",
@@ -74,7 +73,7 @@ def start_roles(
     """
     plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     pools = [(pool, pool.open(executor)) for pool in plans if pool.process_sets]
-    started, _ = handles.start_roles(config, executor, plugins, roles, StepClock(1), pools)
+    started, _ = start.start_roles(config, executor, plugins, roles, StepClock(1), pools)
     return started
 
 

@@ -80,6 +80,7 @@ class RolloutEngine(ABC):
     version: int = -1
     exact: bool = False
     adopts: bool = False
+    shares_module: bool = False
 
     @abstractmethod
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:

@@ -17,12 +17,13 @@ from rlcore.engine.device import prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
-from rlcore.engine.train import TrainEngine, TrainSetup, UpdateItem
-from rlcore.engine.update.accounting import row_names
+from rlcore.engine.train import TrainEngine, TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.loss_accumulator import row_names
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
-from rlcore.engine.weights.reshard import HybridFlow, Reshard
-from rlcore.engine.weights.transfer import Weights, pack, packed_specs
+from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -55,10 +56,10 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """All that a model worker needs to start: the role, its configs, and who makes its engines.
+    """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
 
-    `train_config` and `rollout_config`: the engines' own keys, `engine.NAME.*` and `rollout.NAME.*`.
-    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
+    `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
+    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
 
@@ -72,7 +73,7 @@ class RoleSetup:
     rollout_config: Any
     seed: int
     total_steps: int
-    by_text: bool = False
+    reads_text: bool = False
     samples_only: bool = False
 
 
@@ -86,7 +87,7 @@ class ModelWorker(Worker):
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
-        self._reshard: Reshard | None = None
+        self._route: WeightRoute | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -118,17 +119,15 @@ class ModelWorker(Worker):
         if self.world_size > 1:
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
-        if setup.by_text:
+        if setup.reads_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            if layout.pp * layout.tp > 1 and (self.rollout.adopts or generation.tp > 1):
-                dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
-                self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
+            self._route = choose_route(self.train, self.rollout, generation, groups)
 
     def _start_sampling(self) -> None:
-        """Start a copy of a role: consecutive ranks are a replica, and each gets whole weights to take its shard of."""
+        """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
         shards = self.setup.rollout.tp
         layout = Layout(tp=shards, dp=self.world_size // shards)
         if shards > 1:
@@ -137,6 +136,7 @@ class ModelWorker(Worker):
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
+        self._route = Received(self.rollout)
 
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
@@ -154,20 +154,6 @@ class ModelWorker(Worker):
             )
         )
 
-    def _sync(self) -> None:
-        """Bring the rollout engine to the train engine's version (collective)."""
-        assert self.rollout is not None
-        version = self.train.version
-        if self._reshard is None:
-            self.rollout.sync(self.train.rollout_weights(), version, self.train.shapes)
-        else:
-            shards = self._reshard.gather(self.train.local_parameters())
-            try:
-                self.rollout.adopt(shards, version, self._reshard.shapes)
-            finally:
-                if not self.rollout.adopts:  # it has memory of its own
-                    self._reshard.release()
-
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -183,21 +169,30 @@ class ModelWorker(Worker):
     @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
-        if self.rollout is None:
+        if self.rollout is None or self._route is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
-        if not self.setup.samples_only and self.rollout.version != self.train.version:
+        if not self._route.is_current:
             with self._timed("sync"):
-                self._sync()
+                self._route.bring()
         if self.setup.engine.offload:
-            with self._timed("offload"):
-                for worker in (self, *self._siblings.values()):
-                    if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
-                        worker.train.park()
+            self._offload_all()
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
+
+    def _offload_all(self) -> None:
+        """Free the device of all train engines in this process while it generates."""
+        with self._timed("offload"):
+            for worker in (self, *self._siblings.values()):
+                if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
+                    worker.train.offload()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch_bytes(self) -> dict[str, int]:
+        """Return the counts of Meter over this rank's weight switches; {} for a role that does not generate."""
+        return {} if self._route is None else self._route.meter.report()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -235,13 +230,13 @@ class ModelWorker(Worker):
         return DataProto.from_single_dict({name: scores})
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def follow(self, share: float) -> None:
-        """Move the weights by `share` of the way to those of the role that this one follows, in the same process."""
+    def follow(self, tau: float) -> None:
+        """Move the weights by the share `tau` of the way to those of the followed role, in the same process."""
         assert self.setup.role.follows is not None
         with self._timed("follow"):
             leader = self.sibling(self.setup.role.follows)
             assert isinstance(leader, ModelWorker)
-            self.train.follow(leader.train, share)
+            self.train.follow(leader.train, tau)
 
     @register(Dispatch.RANK_ZERO)
     def parameter_names(self) -> list[str]:
@@ -250,25 +245,24 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
-        forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32
+        """Return the whole parameters named by this rank's rows, in the columns of `pack_weights`; all ranks gather."""
         with self._timed("send"):
-            weights = self.train.rollout_weights() if dtype is forward else self.train.full_parameters()
-            return pack(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
+            weights = self.train.export(dtype)
+            return pack_weights(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
-        """Move the weights by `share` of the way to those of another role's `send_weights`; a copy takes them over.
+    def take_weights(self, weights: DataProto, tau: float = 1.0) -> None:
+        """Move the weights by the share `tau` of the way to those of another role's `send_weights`; 1 copies.
 
-        Raises DataError naming the parameters that do not fit.
+        Workers that only sample copy them. Raises DataError naming the parameters that do not fit.
         """
-        sent = Weights(weights)
-        if self.rollout is not None and self.setup.samples_only:
+        sent = RemoteWeights(weights)
+        if isinstance(self._route, Received):
             with self._timed("sync"):
-                self.rollout.sync(iter(sent.items()), sent.version, sent.shapes)
+                self._route.receive(sent)
             return
         with self._timed("follow"):
-            self.train.take(sent, share)
+            self.train.load(sent, sent.shapes, tau)
 
     def _rollout_serves(self, batch: DataProto) -> bool:
         if "rollout_log_probs" not in batch:
@@ -295,12 +289,12 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
         """Write all that resuming needs."""
-        self.train.save_state(Path(folder))
+        self.train.save(Path(folder))
 
     @register(Dispatch.ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Take back what `save_state` wrote."""
-        self.train.load_state(Path(folder))
+        self.train.restore(Path(folder))
 
     def shutdown(self) -> None:
         """See Worker."""

@@ -11,10 +11,11 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import micro_batches
 from rlcore.engines.torch.config import TorchConfig, check_layout
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.packing import Packing
 from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.engines.torch.plugin import rlcore_train_engines
@@ -134,14 +135,14 @@ class Bomb:
 def test_a_pickled_file_in_a_checkpoint_is_not_opened(model_folder, random_batch, tmp_path):
     """`.metadata` is what torch's default reader unpickles."""
     config = ModelConfig(path=str(model_folder()))
-    engine = FSDPEngine(config, EngineConfig(lr=1e-3), TorchConfig(), ranks=Ranks(), trains=True)
+    engine = TorchEngine(TrainSetup(config, EngineConfig(lr=1e-3), TorchConfig(), ranks=Ranks(), trains=True))
     batch = random_batch()
     engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig(kl_coef=0.1))], epochs=1, step=0)
-    engine.save_state(tmp_path / "state")
+    engine.save(tmp_path / "state")
     exploded = tmp_path / "exploded"
     for folder in (tmp_path / "state", tmp_path / "state" / "model", tmp_path / "state" / "optimizer"):
         (folder / ".metadata").write_bytes(pickle.dumps(Bomb(str(exploded))))
-    engine.load_state(tmp_path / "state")
+    engine.restore(tmp_path / "state")
     assert engine.version == 1
     assert not exploded.exists()
     pickle.loads((tmp_path / "state" / ".metadata").read_bytes()).close()

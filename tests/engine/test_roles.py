@@ -16,7 +16,7 @@ from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import create_torch
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import HANDLES, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -41,7 +41,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 @needs("values")
@@ -80,7 +80,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
             for group in groups.values():
                 group.start()
             clock = StepClock(step=1)
-            handles.append({name: RoleHandle(name, ROLES[name], groups[name], config, clock) for name in ROLES})
+            handles.append(
+                {name: HANDLES[ROLES[name].kind](name, ROLES[name], groups[name], config, clock) for name in ROLES}
+            )
         yield handles
 
 

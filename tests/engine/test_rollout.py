@@ -241,9 +241,9 @@ def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(roll
             sync(weights, 4)
     assert own.version == 3
     assert all(torch.equal(p, fresh[name]) for name, p in own.hf.named_parameters())
-    with pytest.raises(DataError, match=f"weights {first} were announced and did not come"):
+    with pytest.raises(DataError, match=f"weights are missing: {first}"):
         sync({name: fresh[name] for name in rest}, 4, announced=fresh)
-    with pytest.raises(DataError, match=rf"weight {first} \[1\] was not announced so"):
+    with pytest.raises(DataError, match=rf"weight {first} has the unexpected shape \[1\]"):
         sync({**fresh, first: torch.zeros(1)}, 4, announced=fresh)
 
 

@@ -25,8 +25,8 @@ from vllm.distributed import get_tp_group
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import UpdateItem
-from rlcore.engine.weights.transfer import pack
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.transfer import pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import create_torch
@@ -164,10 +164,12 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
     for step in range(2):
         if step:
             trained.update([UpdateItem(rows(), [6], grpo_loss, GRPOConfig())], 1, step)
-        take(hf, {name: tensor.clone() for name, tensor in trained.train.rollout_weights()})
+        take(hf, {name: tensor.clone() for name, tensor in trained.train.export(torch.float32)})
         if copy:
             train = trained.train
-            sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, train.version)
+            sent = pack_weights(
+                list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, train.version
+            )
             worker.take_weights(sent)
         found["rounds"].append(answers(worker, hf))
     if not copy:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlcore import Config, ConfigError, DataProto, Ragged, Role
+from rlcore import Config, ConfigError, DataProto, PolicyHandle, Ragged, Role
 from rlcore.engine import GenerationLayout, Layout
 from rlcore.ops import Outputs, Term, masked_sum, needs, objective
-from rlcore.planning import RoleHandle, start_roles
+from rlcore.planning import start_roles
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 from rlcore_plugin_plan import devices, training
 from rlcore_plugin_plan.config import PlanConfig
@@ -101,11 +101,14 @@ def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
     )
 
 
-def _start(executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]) -> list[RoleHandle]:
+def _start(
+    executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]
+) -> list[PolicyHandle]:
     """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
-    return list(start_roles(config.with_values({"cluster.pools": pools}), plugins, roles, executor).values())
+    handles = start_roles(config.with_values({"cluster.pools": pools}), plugins, roles, executor)
+    return [handle for handle in handles.values() if isinstance(handle, PolicyHandle)]
 
 
 class _Prober(Worker):
@@ -176,7 +179,7 @@ def _likelihood(out: Outputs, batch: Mapping[str, Any], config: Any) -> dict[str
     return {"likelihood": objective(-masked_sum(out.log_probs, mask), mask.sum())}
 
 
-def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, float]:
+def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, float]:
     """Return the median seconds of each kind of call with FEW and with MANY rows a role, all roles at the same time."""
     times: dict[str, float] = {}
     for rows in (FEW, MANY):
@@ -186,7 +189,7 @@ def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, floa
         for batch in batches:
             batch.materialize()
         kept = [batch.select(["prompts", "responses", "response_mask"], ["uid"], []) for batch in batches]
-        runs: dict[str, Callable[[RoleHandle, DataProto], Any]] = {
+        runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
             "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
             "log_probs": lambda handle, batch: handle.log_probs(batch),
             "update": lambda handle, batch: handle.update(batch, loss=_likelihood),
@@ -223,7 +226,7 @@ def _prompts(rows: int, config: Config) -> DataProto:
 
 
 def _with_role_figures(
-    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[RoleHandle]
+    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[PolicyHandle]
 ) -> Profile:
     """Return the profile with the figures of a role on one device."""
     times = _short_runs(handles, config)

@@ -105,9 +105,10 @@ class Reshard(ABC):
             yield from self._finished(*on_the_way.popleft(), row_major)
 
     def redundant_bytes(self, shards: Mapping[str, Tensor]) -> int:
-        """Return how many bytes of the training shards are memory beside the buffer that generation uses."""
+        """Return the bytes of the buffer that repeat `shards`: those whose memory does not lie in it."""
         start, stop = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
-        return sum(shard.nbytes for shard in shards.values() if not start <= shard.data_ptr() < stop)
+        beside = [shard for shard in shards.values() if not start <= shard.data_ptr() < stop]
+        return sum(shard.numel() * self.buffer.itemsize for shard in beside)
 
     def _finished(self, name: str, works: list[Any], row_major: bool) -> Iterator[tuple[str, Tensor]]:
         for work in works:

@@ -14,7 +14,7 @@ from rlcore.config import ModelConfig
 from rlcore.engine.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout import RolloutEngine, Sampling
 from rlcore.engine.weights.meter import Group
-from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import LeanDecoder
 from rlcore.engines.hf.sampling import sample_tokens
@@ -48,6 +48,7 @@ class HFRollout(RolloutEngine):
         folder = model_path(model.path)
         options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
         self.owns_module = self.adopts = shared is None
+        self.shares_module = shared is not None
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
@@ -70,18 +71,18 @@ class HFRollout(RolloutEngine):
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
         if self.owns_module:
             own = dict(self.hf.named_parameters())
-            check_fit(self.shapes, shapes)
+            check_same_parameters(self.shapes, shapes)
             with torch.no_grad():
-                for name, tensor in as_announced(weights, shapes):
+                for name, tensor in checked(weights, shapes):
                     own[name].copy_(tensor if self._shards is None else self._shards.part(name, tensor))
         self.version = version
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine."""
         own = dict(self.hf.named_parameters())
-        check_fit({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
+        check_same_parameters({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
         self.version = -1  # until all are there
-        for name, tensor in as_announced(shards, shapes):
+        for name, tensor in checked(shards, shapes):
             own[name].data = tensor
         self.version = version
 

@@ -17,19 +17,9 @@ RLCORE_API = 1
 
 def create_torch(setup: TrainSetup[TorchConfig]) -> TrainEngine:
     """Make the engine."""
-    from rlcore.engines.torch.engine import FSDPEngine
+    from rlcore.engines.torch.engine import TorchEngine
 
-    return FSDPEngine(
-        setup.model,
-        setup.engine,
-        setup.config,
-        ranks=setup.ranks,
-        trains=setup.trains,
-        kind=setup.kind,
-        new_head=setup.new_head,
-        temperature=setup.temperature,
-        total_steps=setup.total_steps,
-    )
+    return TorchEngine(setup)
 
 
 @hookimpl

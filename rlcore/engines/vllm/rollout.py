@@ -18,7 +18,7 @@ from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.responses import Response, end_tokens, ends_with_stop, response_columns
 from rlcore.engine.rollout import RolloutEngine, Sampling
 from rlcore.engine.weights.meter import Group
-from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
@@ -86,17 +86,17 @@ class VLLMRollout(RolloutEngine):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. Tensors go into the model one by one, and what was cached of the old ones is forgotten."""
-        check_fit(self.shapes, shapes)
+        check_same_parameters(self.shapes, shapes)
         self._load(weights, version, shapes)
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. They are copied, as by `sync`."""
-        check_fit(self.shard_shapes, shapes)
+        check_same_parameters(self.shard_shapes, shapes)
         self._load(shards, version, shapes)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         def load(module: Any) -> None:
-            with closing(with_shards(module, as_announced(weights, shapes), self.shapes)) as loading:
+            with closing(with_shards(module, checked(weights, shapes), self.shapes)) as loading:
                 module.load_weights(loading)
 
         self.version = -1

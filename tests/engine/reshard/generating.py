@@ -15,8 +15,8 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import UpdateItem
-from rlcore.engine.weights.transfer import Weights, pack
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import create_hf
@@ -94,7 +94,7 @@ def wrong_weights(worker: ModelWorker, shards: int) -> list[str]:
     held = dict(worker.rollout.hf.named_parameters())
     index = worker.rollout._shards._index if shards > 1 else 0
     bad = []
-    for name, whole in worker.train.rollout_weights():
+    for name, whole in worker.train.export(torch.float32):
         dim = worker.train.cuts[name].dim
         part = whole if dim is None or shards == 1 else whole.chunk(shards, dim)[index]
         if not torch.equal(held.pop(name), part):
@@ -110,7 +110,7 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     for step in range(3):
         if step:
             worker.update([UpdateItem(rows(), [9], grpo_loss, GRPOConfig())], 1, step)
-        plain.sync(worker.train.rollout_weights(), worker.train.version, worker.train.shapes)
+        plain.sync(worker.train.export(torch.float32), worker.train.version, worker.train.shapes)
         figures = off(worker, plain)
         found["rounds"].append({**figures, "wrong": wrong_weights(worker, shards), "version": worker.rollout.version})
     kept = worker._reshard.meter
@@ -127,9 +127,9 @@ def copy(context: WorkerContext, folder: str) -> dict:
     worker = make_worker(context, folder, 1, 1, 2, samples_only=True)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
     train = trained.train
-    sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, 7)
+    sent = pack_weights(list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, 7)
     worker.take_weights(sent)
-    plain.sync(iter(Weights(sent).items()), 7, trained.train.shapes)
+    plain.sync(iter(RemoteWeights(sent).items()), 7, trained.train.shapes)
     return {**off(worker, plain), "version": worker.rollout.version}
 
 
