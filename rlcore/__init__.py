@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TrackerSpec,
         TrainCapabilities,
         TrainEngineSpec,
+        WorkerSpec,
         hookimpl,
     )
     from rlcore.protocol import ColumnSpec, DataProto, Ragged
@@ -74,6 +75,7 @@ _HOMES = {
         "TrackerSpec",
         "TrainCapabilities",
         "TrainEngineSpec",
+        "WorkerSpec",
         "hookimpl",
     ],
     "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
@@ -116,6 +118,7 @@ __all__ = [
     "TrainCapabilities",
     "TrainEngineSpec",
     "WorkerError",
+    "WorkerSpec",
     "did_you_mean",
     "hookimpl",
     "option",

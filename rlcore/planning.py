@@ -20,6 +20,7 @@ from rlcore.config.compose import core_values
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.worker import ModelWorker
 from rlcore.errors import RLCoreError
 from rlcore.plugins import DatasetSpec, Role
 from rlcore.protocol import DataProto
@@ -30,7 +31,7 @@ from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
 from rlcore.run import Run, open_run, with_reward_model
-from rlcore.workers import ClassWithInitArgs, Executor, make_executor
+from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
 
@@ -78,7 +79,7 @@ def start_roles(
 
 
 def changed_values(config: Config) -> dict[str, Any]:
-    """Return the values of a config that differ from the defaults, as plain nested values in the form of a YAML file."""
+    """Return the values of a config that differ from their defaults, nested as in a YAML file."""
     changed: dict[str, Any] = {}
     for path, section, standard in _sections(config):
         values = {key: value for key, value in to_plain(section).items() if value != standard[key]}
@@ -142,6 +143,7 @@ def rehearse(
 ) -> Iterator[Run]:
     """Open a run whose workers are in this process, one rank each, and whose calls go through `observer`.
 
+    Of reward workers and plugins' workers `__init__` does not run, so the observer has to stand in for their methods.
     The step under way is the last of the run. All prompts come from `dataset`, in its order. Afterwards the global
     random generators are as before. Raises the errors of starting and those of the calls.
     """
@@ -173,7 +175,17 @@ class _ObservedExecutor(InProcessExecutor):
 
     def make_workers(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> InProcess:
         """See InProcessExecutor."""
-        return _ObservedWorkers(self._observer, world_size, classes, gpus)
+        made = {role: each if each.cls is ModelWorker else _unmade(each.cls) for role, each in classes.items()}
+        return _ObservedWorkers(self._observer, world_size, made, gpus)
+
+
+def _unmade(worker: type[Worker]) -> ClassWithInitArgs:
+    """Return the class with its registered methods, without its `__init__` and `shutdown`."""
+    return ClassWithInitArgs(type(worker.__name__, (worker,), {"__init__": _nothing, "shutdown": _nothing}))
+
+
+def _nothing(worker: Worker) -> None:
+    pass
 
 
 class _ObservedWorkers(InProcess):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
+from rlcore.roles.plugin_groups import PluginGroups
 from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
@@ -55,6 +56,7 @@ class Run:
         clock: StepClock,
         roles: Mapping[str, RoleHandle],
         rewards: WorkerGroup,
+        plugin_groups: PluginGroups,
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
     ) -> None:
@@ -63,6 +65,7 @@ class Run:
         self._loaders = loaders
         self._clock = clock
         self._rewards = rewards
+        self._plugin_groups = plugin_groups
         self._named_scores = named_scores
         self._logged: dict[str, float] = {}
         self._scored: list[tuple[DataProto, DataProto]] = []
@@ -131,6 +134,14 @@ class Run:
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
 
+    def group(self, name: str) -> Any:
+        """Return the workers that a plugin brings by this name: a WorkerGroup, or the plugin's own handle of it.
+
+        They start at the first call. Raises PluginError where no installed plugin gives them for this config, and
+        WorkerError when they do not start.
+        """
+        return self._plugin_groups.get(name)
+
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
 
@@ -173,7 +184,7 @@ class Run:
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        return EndedStep(logged, scored, outstanding)
+        return EndedStep(logged, scored, outstanding, self._plugin_groups.end_step())
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
@@ -188,7 +199,11 @@ class Run:
         ]
 
     def _groups(self) -> list[WorkerGroup]:
-        return [*(group for role in self.roles.values() for group in role.groups), self._rewards]
+        return [
+            *(group for role in self.roles.values() for group in role.groups),
+            self._rewards,
+            *self._plugin_groups.started,
+        ]
 
 
 @dataclass
@@ -198,11 +213,15 @@ class EndedStep:
     logged: dict[str, float]
     scored: list[tuple[DataProto, DataProto]]
     outstanding: list[Future]
+    metrics: list[Callable[[], Mapping[str, float]]]
 
     def wait(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
         wait_for(self.outstanding)
-        return self.logged, [batch.union(rewards) for batch, rewards in self.scored]
+        logged = dict(self.logged)
+        for metrics in self.metrics:
+            logged |= metrics()
+        return logged, [batch.union(rewards) for batch, rewards in self.scored]
 
 
 @contextmanager
@@ -242,7 +261,9 @@ def open_run(
         handles, (scorers,) = start_roles(
             config, executor, plugins, roles, clock, pools, reads_text=_text_readers(roles, config), extra=[reward]
         )
-        yield Run(config, folder, clock, handles, scorers, loaders or {}, named_scores(rewards, config.reward))
+        groups = PluginGroups(plugins.workers(config), executor, config)
+        names = named_scores(rewards, config.reward)
+        yield Run(config, folder, clock, handles, scorers, groups, loaders or {}, names)
 
 
 def _text_readers(roles: Mapping[str, Role], config: Config) -> set[str]:

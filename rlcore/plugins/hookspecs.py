@@ -28,6 +28,7 @@ from rlcore.plugins.specs import (
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -144,6 +145,17 @@ def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config | None:
     Returns: the config with `cluster.pools` set, or None to leave the answer to the next plugin. The first answer
     counts.
     Errors: the first error stops the command; so does a run for which no plugin has an answer.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
+    """Give workers of the plugin's own class, which an algorithm reaches by `run.group(NAME)`.
+
+    When: once a run or evaluation, when it starts. The workers themselves start at the first `run.group(NAME)`.
+    Returns: one WorkerSpec or a list of them, an empty one where the config does not turn them on.
+    Errors: a name that another plugin has given stops the run.
     """
     raise NotImplementedError
 

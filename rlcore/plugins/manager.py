@@ -28,6 +28,7 @@ from rlcore.plugins.specs import (
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -221,6 +222,16 @@ class PluginManager:
             "pip install -e plugins/rlcore-plugin-plan), or list the pools, as cluster.pools={main: [actor, ref]}"
         )
 
+    def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
+        """Call rlcore_workers; return the specs by name."""
+        found: dict[str, WorkerSpec] = {}
+        for info, call in self._calls("rlcore_workers", config=config):
+            for spec in _checked(info, "rlcore_workers", call(), WorkerSpec):
+                if spec.name in found:
+                    raise _broken(info, f"rlcore_workers() gives the name {spec.name!r}, which another has given already")
+                found[spec.name] = spec
+        return found
+
     def check_config(self, config: Config) -> None:
         """Call rlcore_check_config."""
         self._call_all("rlcore_check_config", config=config)
@@ -298,10 +309,8 @@ class PluginManager:
 
     def _register(self, hook: str, kind: type) -> None:
         for info, call in self._calls(hook):
-            given = call()
-            for spec in given if isinstance(given, (list, tuple)) else [given]:
-                if (fault := checks.spec_fault(hook, spec, kind)) is not None:
-                    raise _broken(info, fault)
+            specs: list[Any] = _checked(info, hook, call(), kind)
+            for spec in specs:
                 if (other := self._givers.get((kind, spec.name))) is not None:
                     raise _broken(info, f"{hook}() gives the name {spec.name!r}, which {other} has given already")
                 self._givers[kind, spec.name] = info
@@ -382,6 +391,15 @@ def _check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
                 f"-p no:{name} blocks nothing: no plugin has that name.{did_you_mean(name, names)} "
                 f"Plugins: {', '.join(names)}"
             )
+
+
+def _checked(info: PluginInfo, hook: str, given: Any, kind: type[S]) -> list[S]:
+    """Return the specs that a hook gave, one or several. Raises PluginError for one of another kind or bad name."""
+    specs = [*given] if isinstance(given, (list, tuple)) else [given]
+    for spec in specs:
+        if (fault := checks.spec_fault(hook, spec, kind)) is not None:
+            raise _broken(info, fault)
+    return specs
 
 
 def _broken(info: PluginInfo, cause: str) -> PluginError:

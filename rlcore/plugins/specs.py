@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlcore.engine.rollout import RolloutEngine, RolloutSetup
     from rlcore.engine.train import TrainEngine, TrainSetup
     from rlcore.protocol import DataProto
+    from rlcore.workers import Worker, WorkerGroup
 
 C = TypeVar("C")
 Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
@@ -198,6 +199,27 @@ class ConfigSpec(Generic[C]):
     name: str
     config_class: type[C]
     check: Callable[[schema.Config], None] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Workers of a plugin's own class in a run: an algorithm reaches them by `run.group(NAME)`.
+
+    worker: a class with methods marked by `rlcore.workers.register`; args: the arguments of its `__init__`. Both travel
+    to the worker processes.
+    handle: makes the result of `run.group(NAME)` from the WorkerGroup and the config; None: the WorkerGroup itself. A
+    handle with a method `end_step() -> Callable[[], Mapping[str, float]]` adds metrics to each step. It is called when
+    the step's last call is made, and the function that it returns when all calls of the step are done.
+    workers: number of processes, each with `cpus_per_worker` cores and `gpus_per_worker` GPUs.
+    """
+
+    name: str
+    worker: type[Worker]
+    args: tuple[Any, ...] = ()
+    handle: Callable[[WorkerGroup, schema.Config], Any] | None = None
+    workers: int = 1
+    cpus_per_worker: int = 1
+    gpus_per_worker: float = 0.0
 
 
 @dataclass(frozen=True)

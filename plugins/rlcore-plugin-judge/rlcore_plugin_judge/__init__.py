@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlcore_plugin_judge.config import JudgeConfig, check
-
 from rlcore import Config, ConfigSpec, WorkerSpec, hookimpl
+from rlcore_plugin_judge.config import JudgeConfig, check
 
 RLCORE_API = 1
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from rlcore_plugin_judge.config import JudgeConfig
 
 from rlcore import Config, DataError, DataProto
 from rlcore.workers import WorkerGroup
+from rlcore_plugin_judge.config import JudgeConfig
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The worker that asks the judge.
 
-It puts bounds on everything: requests at one time, seconds and retries of each, seconds of a whole call. A pair that the
-judge does not decide is counted and gets the configured preference.
+It bounds everything: requests at one time, seconds and retries of each, seconds of a whole call. A pair that the judge
+does not decide is counted and gets the configured preference.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 import torch
-from rlcore_plugin_judge.config import JudgeConfig
 
 from rlcore import ColumnSpec, DataProto, WorkerError
 from rlcore.workers import Dispatch, Worker, register
+from rlcore_plugin_judge.config import JudgeConfig
 
 _log = logging.getLogger(__name__)
 

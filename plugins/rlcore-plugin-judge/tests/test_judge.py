@@ -12,14 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from rlcore.rewards.judge import Judge, JudgeWorker
+from rlcore_plugin_judge.config import JudgeConfig
+from rlcore_plugin_judge.worker import TEMPLATE as DEFAULT
+from rlcore_plugin_judge.worker import JudgeWorker
 
-from rlcore.config import JudgeConfig, check, compose
-from rlcore.config.schema import ClusterConfig
-from rlcore.errors import ConfigError, DataError, WorkerError
-from rlcore.plugins import PluginManager
-from rlcore.protocol import DataProto
+from rlcore import Config, ConfigError, DataError, DataProto, PluginError, PluginManager, WorkerError
+from rlcore.config import ClusterConfig, check, compose
 from rlcore.protocol.glossary import check_fields
+from rlcore.roles.plugin_groups import PluginGroups
 from rlcore.workers import make_executor
 
 TEMPLATE = "{prompt}|{first}|{second}"
@@ -96,6 +96,16 @@ def by_length(prompt, first, second, nth):
     return "A" if len(first) > len(second) else "B" if len(second) > len(first) else "tie"
 
 
+@contextlib.contextmanager
+def judge_of(settings: JudgeConfig, executor: str = "in_process"):
+    """Start a run's judge as `run.group("judge")` does; give its handle."""
+    config = Config("", None, cluster=ClusterConfig(executor=executor), sections={"judge": settings})
+    plugins = PluginManager.load()
+    with make_executor(config.cluster) as started:
+        groups = PluginGroups(plugins.workers(config), started, config)
+        yield groups.get("judge")
+
+
 @pytest.fixture
 def ask(endpoint, tmp_path):
     """Compare pairs of texts as a run does, and return preferences, errors and the step's metrics."""
@@ -103,8 +113,7 @@ def ask(endpoint, tmp_path):
 
     def compare(pairs, **settings):
         plain = {"url": endpoint.url, "model": "m", "template": str(tmp_path / "question.txt"), "both_orders": False}
-        with make_executor(ClusterConfig(executor="in_process")) as executor:
-            judge = Judge(JudgeConfig(**{**plain, **settings}), executor)
+        with judge_of(JudgeConfig(**{**plain, **settings})) as judge:
             compared = judge.compare(batch([first for first, _ in pairs]), batch([second for _, second in pairs]))
             check_fields(compared)
             return compared["preference"].tolist(), compared["judge_error"].tolist(), judge.end_step()()
@@ -140,9 +149,7 @@ def test_without_a_key_none_is_sent_and_the_default_question_holds_the_texts(ask
     assert "Authorization" not in endpoint.headers[0]
     worker = JudgeWorker(JudgeConfig(), "no place", None)
     assert worker.question("p", "f", "s") == "no place"
-    from rlcore.rewards.judge import TEMPLATE as default
-
-    question = JudgeWorker(JudgeConfig(), default, None).question("2+2=", "4", "5")
+    question = JudgeWorker(JudgeConfig(), DEFAULT, None).question("2+2=", "4", "5")
     assert [question.count(f">\n{text}\n</") for text in ("2+2=", "4", "5")] == [1, 1, 1]
 
 
@@ -314,25 +321,24 @@ def test_a_judge_that_is_down_can_stop_the_run(ask, endpoint, nobody):
 
 
 def test_what_cannot_be_compared(endpoint):
-    with make_executor(ClusterConfig(executor="in_process")) as executor:
-        judge = Judge(JudgeConfig(url=endpoint.url, model="m"), executor)
+    with judge_of(JudgeConfig(url=endpoint.url, model="m")) as judge:
         with pytest.raises(DataError, match="2 rows cannot be compared with 1"):
             judge.compare(batch(["a", "b"]), batch(["c"]))
         other = DataProto.from_single_dict({"prompt_text": ["another"], "response_text": ["b"]})
         with pytest.raises(DataError, match="prompt_text"):
             judge.compare(batch(["a"]), other)
         assert judge.end_step()() == {}
-        with pytest.raises(ConfigError, match=r"there is none; set judge\.url"):
-            Judge(JudgeConfig(), executor).compare(batch(["a"]), batch(["b"]))
+    with pytest.raises(
+        PluginError, match=r"no worker group 'judge'.*pip install rlcore-plugin-judge, or set the config"
+    ):
+        judge_of(JudgeConfig()).__enter__()
 
 
-@pytest.mark.ray
-def test_the_judge_is_asked_from_a_worker_on_ray(endpoint, ray_cluster, tmp_path):
+def test_the_judge_is_asked_from_a_worker_on_ray(endpoint, tmp_path):
     endpoint.answer = by_length
     (tmp_path / "question.txt").write_text(TEMPLATE)
     config = JudgeConfig(url=endpoint.url, model="m", template=str(tmp_path / "question.txt"))
-    with make_executor(ClusterConfig(executor="ray")) as executor:
-        judge = Judge(config, executor)
+    with judge_of(config, "ray") as judge:
         compared = judge.compare(batch(["long one"]), batch(["short"]))
         assert compared["preference"].equal(torch.tensor([1.0]))
         assert judge.end_step()() == {"judge/pairs": 1.0, "judge/errors": 0.0}
@@ -341,7 +347,7 @@ def test_the_judge_is_asked_from_a_worker_on_ray(endpoint, ray_cluster, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["judge.model=m"], r"judge\.model = 'm' is asked nowhere"),
+        (["judge.model=m"], r"judge\.model = 'm' is not used"),
         (["judge.url=http://h/v1"], r"judge\.url = 'http://h/v1' needs judge\.model"),
         (["judge.url=h:8000/v1", "judge.model=m"], r"judge\.url = 'h:8000/v1' must be an HTTP address"),
         (["judge.url=http://h:port/v1", "judge.model=m"], "must be an HTTP address"),

@@ -8,7 +8,7 @@ up all calls that follow it, as it does in a real run.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -124,7 +124,7 @@ class Tape(WorkerObserver):
         if call.method.startswith("_read"):
             return None
         batches = list(_batches(call.arguments))
-        needs = self._waited.union(*map(marks_of, batches))
+        needs: set[Any] = self._waited.union(*map(marks_of, batches))
         if call.method in WEIGHTS:  # it has no columns, but the weights that all earlier calls used or made
             needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
