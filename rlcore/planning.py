@@ -30,7 +30,8 @@ from rlcore.rewards.compose import resolve
 from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
-from rlcore.run import Run, open_run, with_reward_model
+from rlcore.roles.settings import resolve_roles
+from rlcore.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
@@ -62,7 +63,7 @@ def run_roles(config: Config, plugins: PluginManager) -> dict[str, Role]:
     """
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     algorithm.check(config)
-    return with_reward_model(algorithm.roles(), config)
+    return resolve_roles(algorithm.roles(), config)
 
 
 def start_roles(

@@ -29,7 +29,9 @@ from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
-from rlcore.run import EndedStep, Run, check_roles, open_run, with_reward_model
+from rlcore.roles.placement import plan
+from rlcore.roles.settings import resolve_roles
+from rlcore.run import EndedStep, Run, check_roles, open_run
 from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
 from rlcore.workers import Future
@@ -45,9 +47,10 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     """
     check(config, plugins)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    roles = with_reward_model(algorithm.roles(), config)
+    roles = resolve_roles(algorithm.roles(), config)
     _check_evaluation(algorithm, roles, config)
     check_roles(roles, config)
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     dataset = plugins.datasets()[config.data.name]
     loaders = _loaders(algorithm, config, plugins)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
@@ -60,7 +63,10 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
             for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
                 log.info("code from %s, sha256 %s", file, digest)
             place = folder.path.resolve()
-            with open_run(config, place, plugins, roles, rewards, loaders=loaders, log_dir=place / "logs") as run:
+            opened = open_run(
+                config, place, plugins, roles, rewards, plans=plans, loaders=loaders, log_dir=place / "logs"
+            )
+            with opened as run:
                 return Trainer(run, algorithm, plugins, loaders, folder, trackers).run()
     finally:
         folder.close()

@@ -87,7 +87,7 @@ class ModelWorker(Worker):
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
-        self._route: WeightRoute | None = None
+        self.route: WeightRoute | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -124,7 +124,7 @@ class ModelWorker(Worker):
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            self._route = choose_route(self.train, self.rollout, generation, groups)
+            self.route = choose_route(self.train, self.rollout, generation, groups)
 
     def _start_sampling(self) -> None:
         """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
@@ -136,7 +136,7 @@ class ModelWorker(Worker):
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
-        self._route = Received(self.rollout)
+        self.route = Received(self.rollout)
 
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
@@ -169,11 +169,11 @@ class ModelWorker(Worker):
     @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
-        if self.rollout is None or self._route is None:
+        if self.rollout is None or self.route is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
-        if not self._route.is_current:
+        if not self.route.is_current:
             with self._timed("sync"):
-                self._route.bring()
+                self.route.bring()
         if self.setup.engine.offload:
             self._offload_all()
         with self._timed("generate"):
@@ -192,7 +192,7 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def switch_bytes(self) -> dict[str, int]:
         """Return the counts of Meter over this rank's weight switches; {} for a role that does not generate."""
-        return {} if self._route is None else self._route.meter.report()
+        return {} if self.route is None else self.route.meter.report()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -257,9 +257,9 @@ class ModelWorker(Worker):
         Workers that only sample copy them. Raises DataError naming the parameters that do not fit.
         """
         sent = RemoteWeights(weights)
-        if isinstance(self._route, Received):
+        if isinstance(self.route, Received):
             with self._timed("sync"):
-                self._route.receive(sent)
+                self.route.receive(sent)
             return
         with self._timed("follow"):
             self.train.load(sent, sent.shapes, tau)

@@ -151,10 +151,10 @@ def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config | None:
 
 @_spec
 def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
-    """Give workers of the plugin's own class, which an algorithm reaches by `run.group(NAME)`.
+    """Give workers of the plugin's own, for algorithms to call through `run.group(NAME)`.
 
-    When: once a run or evaluation, when it starts. The workers themselves start at the first `run.group(NAME)`.
-    Returns: one WorkerSpec or a list of them, an empty one where the config does not turn them on.
+    When: once a run, before its workers start. Import the worker's libraries in the worker, not in the plugin module.
+    Returns: one WorkerSpec or a list of them, empty where the config asks for none.
     Errors: a name that another plugin has given stops the run.
     """
     raise NotImplementedError

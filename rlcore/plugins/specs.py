@@ -202,15 +202,24 @@ class ConfigSpec(Generic[C]):
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """Workers of a plugin's own class in a run: an algorithm reaches them by `run.group(NAME)`.
+class TrackerSpec:
+    """A tracker: `create(config: Config, run_dir: Path)` returns an `rlcore.trackers.Tracker`."""
 
-    worker: a class with methods marked by `rlcore.workers.register`; args: the arguments of its `__init__`. Both travel
-    to the worker processes.
-    handle: makes the result of `run.group(NAME)` from the WorkerGroup and the config; None: the WorkerGroup itself. A
-    handle with a method `end_step() -> Callable[[], Mapping[str, float]]` adds metrics to each step. It is called when
-    the step's last call is made, and the function that it returns when all calls of the step are done.
-    workers: number of processes, each with `cpus_per_worker` cores and `gpus_per_worker` GPUs.
+    name: str
+    create: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Workers of a plugin's own, in processes beside those of the roles: `run.group(NAME)`.
+
+    worker: the class, a subclass of `rlcore.workers.Worker`; args: its arguments, the same for every rank.
+    handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
+    WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
+    function: it waits for the step's results and returns metrics by name.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each.
+
+    The processes start at the first `run.group(NAME)` of a run, and stop with the run.
     """
 
     name: str
@@ -220,14 +229,6 @@ class WorkerSpec:
     workers: int = 1
     cpus_per_worker: int = 1
     gpus_per_worker: float = 0.0
-
-
-@dataclass(frozen=True)
-class TrackerSpec:
-    """A tracker: `create(config: Config, run_dir: Path)` returns an `rlcore.trackers.Tracker`."""
-
-    name: str
-    create: Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ class PluginGroups:
         self.started: list[WorkerGroup] = []
 
     def get(self, name: str) -> Any:
-        """Return a group, or the handle that its plugin makes of it. Raises PluginError for a name that nobody gives."""
+        """Return a group, or the handle that its plugin makes of it. Raises PluginError for an unknown name."""
         if name not in self._handles:
             if name not in self._specs:
                 raise PluginError(
                     f"this run has no worker group {name!r}.{did_you_mean(name, self._specs)} Its groups: "
-                    f"{', '.join(self._specs) or 'none'}. A plugin brings them: pip install rlcore-plugin-{name}, or set "
+                    f"{', '.join(self._specs) or 'none'}. Plugins bring them: pip install rlcore-plugin-{name}, or set "
                     "the config keys that turn it on"
                 )
             self._handles[name] = self._start(self._specs[name])

@@ -1,7 +1,7 @@
-"""What a forward without gradient takes: log-probs, values, scores; and moving weights from one role to another.
+"""The seconds of a forward without gradient (log-probs, values, scores), and of moving weights between roles.
 
-It is the forward of rlcore_plugin_plan.training: a third of an update's operations, two all-reduces a layer where there are
-tensor shards, one gather of sharded weights, and the pipeline's bubble.
+A forward is the one of `training`: a third of an update's operations, two all-reduces a layer with tensor shards, one
+gather of sharded weights, and the pipeline's bubble.
 """
 
 from __future__ import annotations

@@ -14,6 +14,20 @@ from rlcore.errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Entries of transformers' tensor-parallel plans that are understood; embeddings are left whole on every rank."""
+FULL_ATTENTION = frozenset({"full_attention"})
+"""The `attention_kinds` of a model whose every token attends to all tokens before it, at any length."""
+
+
+def attention_kinds(config: Any) -> frozenset[str]:
+    """Return the kinds of attention of a transformers config's decoder layers, in transformers' words.
+
+    `layer_types` names them. Without it all layers are alike, with a sliding window if the config has one in use.
+    """
+    text = config.get_text_config()
+    if kinds := getattr(text, "layer_types", None):
+        return frozenset(kinds)
+    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    return frozenset({"sliding_attention"}) if windowed else FULL_ATTENTION
 
 
 def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
@@ -70,9 +84,7 @@ class ModelShape:
                 "intermediate_size": int(text.intermediate_size),
             }
         layers = int(text.num_hidden_layers)
-        windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-        kinds = set(getattr(text, "layer_types", None) or (["sliding"] if windowed else ["full_attention"]))
-        if not getattr(text, "base_model_pp_plan", None) or kinds != {"full_attention"}:
+        if not getattr(text, "base_model_pp_plan", None) or attention_kinds(config) != FULL_ATTENTION:
             why.append("pipeline stages need decoder layers of full attention")
             layers = 1
         return ModelShape(layers, divided, "; ".join(why))

@@ -17,7 +17,8 @@ from itertools import chain
 from rlcore.config import check as check_config
 from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.plugins import PluginManager
-from rlcore.run import Run, check_roles, with_reward_model
+from rlcore.roles.settings import resolve_roles
+from rlcore.run import Run, check_roles
 from rlcore.testing.algorithm import loss_checks
 from rlcore.testing.algorithm.suite import KILLED_AT, AlgorithmSuite, FinishedRun, contents
 from rlcore.testing.algorithm.watch import Changes, function_name, plain_function
@@ -35,7 +36,7 @@ def config(suite: AlgorithmSuite) -> str:
     config = compose([f"algo={suite.name}", *suite.settings], plugins)
     check_config(config, plugins)
     roles = suite.spec.algorithm(config.algo).roles()
-    check_roles(with_reward_model(roles, config), config)
+    check_roles(resolve_roles(roles, config), config)
     if from_yaml(to_yaml(config), plugins) != config:
         raise CheckFailed("the config that is saved with a run is not the same when it is read back")
     fields = len(dataclasses.fields(suite.spec.algorithm.config_class))

@@ -113,11 +113,11 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
         plain.sync(worker.train.export(torch.float32), worker.train.version, worker.train.shapes)
         figures = off(worker, plain)
         found["rounds"].append({**figures, "wrong": wrong_weights(worker, shards), "version": worker.rollout.version})
-    kept = worker._reshard.meter
-    found["held"], found["parameters"] = kept.held, sum(p.nbytes for p in worker.rollout.hf.parameters())
+    kept = worker.switch_bytes()
+    found["held"], found["parameters"] = kept["held"], sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
     divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.cuts.items() if cut.dim is not None]
-    found["received"], found["divided"] = kept.received / len(found["rounds"]), 4 * sum(divided)
+    found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
     return found
 
 

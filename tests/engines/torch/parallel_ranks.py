@@ -36,17 +36,17 @@ from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.parameters import reshard
 
-spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
-conftest = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(conftest)
+spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).parents[2] / "engine_models.py")
+engine_models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(engine_models)
 
 LR = {"sgd": 0.05, "adamw": 1e-4}
 parameters.MESSAGE = 5000  # elements, so that whole copies average their gradients in several messages
 # 15 rows in groups of 3, so that dp places get unequal shares; then a single row, so that all but one get none.
 BATCHES = [
-    conftest.random_batch(5, 3, seed=1),
-    conftest.random_batch(1, 1, seed=2),
-    conftest.random_batch(3, 2, seed=3),
+    engine_models.random_batch(5, 3, seed=1),
+    engine_models.random_batch(1, 1, seed=2),
+    engine_models.random_batch(3, 2, seed=3),
 ]
 ACROSS = "qwen3-tied"
 """The model whose training goes on under another layout."""
