@@ -73,7 +73,10 @@ def _plugin_command(name: str, argv: list[str], options: argparse.Namespace) -> 
     commands = _load(options).commands()
     if name not in commands:
         names = [*_COMMANDS, *commands]
-        raise ConfigError(f"{name!r} is no command.{did_you_mean(name, names)} Commands: {', '.join(names)}")
+        raise ConfigError(
+            f"unknown command {name!r}.{did_you_mean(name, names)} Commands: {', '.join(names)}. A plugin may bring "
+            f"another: pip install rlcore-plugin-{name}"
+        )
     return commands[name].main(argv)
 
 
@@ -390,7 +393,8 @@ def _complete(argv: list[str]) -> int:
         words = line.split()
         if len(words) < 2 or (len(words) == 2 and not line[-1].isspace()):
             prefix = words[1] if len(words) == 2 else ""
-            print(" ".join(name for name in _COMMANDS if name.startswith(prefix)))
+            of_plugins = [entry.name.partition(".")[2] for entry in installed() if entry.name.startswith("command.")]
+            print(" ".join(name for name in [*_COMMANDS, *of_plugins] if name.startswith(prefix)))
             return 0
         # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
         skipped = 3 if words[1] == "eval" else 2
