@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlcore.assets import model_path
     from rlcore.engine.collectives import Ranks
-    from rlcore.engine.parallel.layout import Cut, Layout
+    from rlcore.engine.parallel.layout import Layout, ShardSpec
     from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of, load_model_config
     from rlcore.engine.random_state import random_state, set_random_state
     from rlcore.engine.responses import end_tokens, ends_with_stop
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "rlcore.assets": ["model_path"],
     "rlcore.engine.collectives": ["Ranks"],
-    "rlcore.engine.parallel.layout": ["Cut", "Layout"],
+    "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
     "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of", "load_model_config"],
     "rlcore.engine.random_state": ["random_state", "set_random_state"],
     "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
@@ -42,7 +42,6 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "ENGINE_STATE",
     "Approve",
-    "Cut",
     "Finish",
     "GenerationLayout",
     "Importance",
@@ -53,6 +52,7 @@ __all__ = [
     "RolloutSetup",
     "Sampling",
     "Shapes",
+    "ShardSpec",
     "TrainEngine",
     "TrainSetup",
     "UpdateItem",
