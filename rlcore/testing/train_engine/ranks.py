@@ -59,7 +59,8 @@ def _in_two_processes(job: _Job) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one import serves all processes
+    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"])
     started = [context.Process(target=_rank_main, args=(rank, port, job, os.getcwd())) for rank in range(2)]
     for process in started:
         process.start()

@@ -128,9 +128,7 @@ def expect_near(got: Weights, want: Weights, start: Weights, what: str, toleranc
         raise CheckFailed(f"{what}: it has other parameters: {', '.join(sorted(set(got) ^ set(want))[:5])}")
     off, name = difference(got, want, start)
     if not off <= tolerance:
-        raise CheckFailed(
-            f"{what}: the update of {name} is off by {off:.2g} of its norm; at most {tolerance} is allowed"
-        )
+        raise CheckFailed(f"{what}: the update of {name} is off by {off:.2g} of its norm; allowed: {tolerance:g}")
     return off
 
 
