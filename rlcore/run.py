@@ -19,7 +19,6 @@ from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
-from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
@@ -28,7 +27,7 @@ from rlcore.roles.plugin_groups import PluginGroups, group_requests
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT
 from rlcore.roles.settings import REWARD_MODEL
 from rlcore.roles.start import start_roles
-from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
+from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
@@ -57,19 +56,17 @@ class Run:
         clock: StepClock,
         roles: Mapping[str, RoleHandle],
         rewards: WorkerGroup,
-        judge: Judge,
+        plugin_groups: PluginGroups,
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
-        plugin_groups: PluginGroups | None = None,
     ) -> None:
         self.config, self.dir = config, folder
         self.roles = dict(roles)
         self._loaders = loaders
         self._clock = clock
         self._rewards = rewards
-        self._judge = judge
+        self._plugin_groups = plugin_groups
         self._named_scores = named_scores
-        self._plugin_groups = plugin_groups or PluginGroups({}, {}, config)
         self._logged: dict[str, float] = {}
         self._scored: list[tuple[DataProto, DataProto]] = []
 
@@ -145,16 +142,6 @@ class Run:
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
 
-    def judge(self, first: DataProto, second: DataProto) -> DataProto:
-        """Return which response the judge at `judge.url` prefers, row by row: `preference` (fp32) and `judge_error`.
-
-        1: that of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text` of
-        both, and returns at once. What the judge does not answer in time or not at all has `judge_error`, the
-        preference that `judge.on_error` names, and a place in the metric judge/errors. Raises ConfigError without a
-        judge, and DataError for batches of unequal prompts.
-        """
-        return self._judge.compare(first, second)
-
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
 
@@ -197,8 +184,7 @@ class Run:
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        outstanding += self._judge.outstanding()
-        return EndedStep(logged, scored, outstanding, [self._judge.end_step(), *self._plugin_groups.end_step()])
+        return EndedStep(logged, scored, outstanding, self._plugin_groups.end_step())
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
@@ -246,6 +232,7 @@ def open_run(
     placement: Placement | None = None,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
+    executor: Executor | None = None,
 ) -> Iterator[Run]:
     """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
@@ -253,16 +240,18 @@ def open_run(
     placement: the run's pools; None: they are planned here, which raises ConfigError for pools that cannot be.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes a file of its own.
+    executor: starts the workers; None: the one of `cluster.executor`.
 
     Raises the errors of starting.
     """
     placement = placement or Placement.of(config, roles, plugins)
-    executor = make_executor(
-        config.cluster,
-        log_dir=log_dir,
-        by_value_modules=plugins.by_value_modules,
-        distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
-    )
+    if executor is None:
+        executor = make_executor(
+            config.cluster,
+            log_dir=log_dir,
+            by_value_modules=plugins.by_value_modules,
+            distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
+        )
     with executor:
         # All pools first, as the cluster has to hold them together.
         pools = [(planned, planned.open(executor)) for planned in placement.pools]
@@ -273,9 +262,8 @@ def open_run(
         extra = [reward, *group_requests(placement.groups, pools)]
         handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra)
         scorers = groups.pop(REWARD_WORKERS)
-        names, judge = named_scores(rewards, config.reward), Judge(config.judge, executor)
-        own = PluginGroups(placement.groups, groups, config)
-        yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, names, own)
+        own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
+        yield Run(config, folder, clock, handles, scorers, own, loaders or {}, names)
 
 
 def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:

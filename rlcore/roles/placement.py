@@ -10,7 +10,7 @@ from rlcore.config import Config
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role, TrainEngineSpec, WorkerSpec
 from rlcore.roles.pool_checks import check_pools
-from rlcore.roles.pools import REWARD_WORKERS, PoolPlan, pool_settings
+from rlcore.roles.pools import REWARD_WORKERS, PoolPlan, PoolSettings, read_pools
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -45,8 +45,10 @@ def plan_pools(
     if config.cluster.pools == "auto":
         raise ConfigError("cluster.pools=auto is planned by `rlcore train`; here, write what `rlcore plan` found best")
     groups = groups or {}
-    listed = config.cluster.pools or ({"main": [*roles]} if roles else {})
-    pools = [_planned(name, spelled, config, groups) for name, spelled in listed.items()]
+    listed = read_pools(config)
+    if not listed and roles:
+        listed = {"main": PoolSettings([*roles])}
+    pools = [_planned(name, settings, config, groups) for name, settings in listed.items()]
     if not any(REWARD_WORKERS in pool.roles for pool in pools):
         pools.append(PoolPlan(REWARD_WORKERS, (REWARD_WORKERS,), config.reward.workers))
     placed = {name for pool in pools for name in pool.groups}
@@ -57,8 +59,7 @@ def plan_pools(
     return pools
 
 
-def _planned(name: str, spelled: Any, config: Config, groups: Mapping[str, WorkerSpec]) -> PoolPlan:
-    asked = pool_settings(name, spelled)
+def _planned(name: str, asked: PoolSettings, config: Config, groups: Mapping[str, WorkerSpec]) -> PoolPlan:
     cluster = config.cluster
     # Defaults of a pool with models; a pool of reward functions or plugins' workers only is as large as if unlisted.
     workers, cpus, gpus = cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker
@@ -84,11 +85,10 @@ def _planned(name: str, spelled: Any, config: Config, groups: Mapping[str, Worke
 def restrict_to_roles(config: Config, roles: Mapping[str, Role]) -> Config:
     """Return a copy of the config restricted to these (frozen) roles, e.g. for evaluation."""
     kept: dict[str, Any] = {}
-    pools = {} if config.cluster.pools == "auto" else config.cluster.pools
-    for name, spelled in pools.items():
-        wanted = [role for role in pool_settings(name, spelled).roles if role in roles or role == REWARD_WORKERS]
-        if wanted:
-            kept[name] = {**(spelled if isinstance(spelled, Mapping) else {}), "roles": wanted}
+    for name, pool in read_pools(config).items():
+        if wanted := [role for role in pool.roles if role in roles or role == REWARD_WORKERS]:
+            given = {key: value for key, value in vars(pool).items() if value is not None}
+            kept[name] = {**given, "roles": wanted}
     layouts = {name: layout for name, layout in config.engine.layouts.items() if name in roles}
     return replace(
         config,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlcore.config import option
+from rlcore.config import Config, option
 from rlcore.config.build import build
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role
@@ -75,9 +75,16 @@ OpenPool = tuple[PoolPlan, ResourcePool]
 """A planned pool, and its places."""
 
 
-def pool_settings(name: str, spelled: Any) -> PoolSettings:
-    """Return the settings of a pool as `cluster.pools` spells them. Raises ConfigError where they cannot be read."""
-    where = f"cluster.pools.{name}"
+def read_pools(config: Config) -> dict[str, PoolSettings]:
+    """Return the pools that `cluster.pools` lists, by name; none if it is empty or `auto`.
+
+    Raises ConfigError for a pool that cannot be read.
+    """
+    listed = {} if config.cluster.pools == "auto" else config.cluster.pools
+    return {name: _read_pool(spelled, f"cluster.pools.{name}") for name, spelled in listed.items()}
+
+
+def _read_pool(spelled: Any, where: str) -> PoolSettings:
     if not isinstance(spelled, (list, tuple, Mapping)):
         raise ConfigError(
             f"{where} = {spelled!r} must be a list of roles, as [actor, ref], or a mapping, as "
