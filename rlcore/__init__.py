@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from rlcore.protocol import DataProto, Ragged
+    from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
@@ -52,6 +53,7 @@ _HOMES = {
         "hookimpl",
     ],
     "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
@@ -67,12 +69,15 @@ __all__ = [
     "CommandSpec",
     "Config",
     "ConfigError",
+    "CriticHandle",
     "DataError",
     "DataProto",
     "DatasetSpec",
     "PluginError",
+    "PolicyHandle",
     "RLCoreError",
     "Ragged",
+    "RewardHandle",
     "RewardSpec",
     "Role",
     "RoleKind",

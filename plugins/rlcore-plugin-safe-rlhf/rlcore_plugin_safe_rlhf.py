@@ -39,8 +39,10 @@ from rlcore import (
     AlgorithmSpec,
     Config,
     ConfigError,
+    CriticHandle,
     DataProto,
     Ragged,
+    RewardHandle,
     Role,
     Run,
     hookimpl,
@@ -216,7 +218,8 @@ class SafeRLHF(Algorithm):
         batch = self._with_cost(run, batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(run.critic.values(batch))
-        batch = batch.union(run.cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
+        cost_critic = run.role("cost_critic", CriticHandle)
+        batch = batch.union(cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
         reads = ["scores", "safe_rlhf_cost", "response_mask", "values", "safe_rlhf_cost_values"]
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
@@ -228,7 +231,7 @@ class SafeRLHF(Algorithm):
     def _with_cost(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with `safe_rlhf_cost`, fp32 [rows], after moving lambda by its mean."""
         if self.config.cost_function is None:
-            batch = batch.union(run.cost_model.score(batch, name="safe_rlhf_cost"))
+            batch = batch.union(run.role("cost_model", RewardHandle).score(batch, name="safe_rlhf_cost"))
         else:
             file, _, function = self.config.cost_function.rpartition(":")
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]

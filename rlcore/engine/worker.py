@@ -58,7 +58,7 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 class RoleSetup:
     """All that a model worker needs to start: the role, its configs, and who makes its engines.
 
-    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
+    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
 
@@ -70,7 +70,7 @@ class RoleSetup:
     create_rollout: Callable[..., RolloutEngine]
     seed: int
     total_steps: int
-    by_text: bool = False
+    reads_text: bool = False
     samples_only: bool = False
 
 
@@ -113,7 +113,7 @@ class ModelWorker(Worker):
         if self.world_size > 1:
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
-        if setup.by_text:
+        if setup.reads_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
             groups = ProcessGroups(self.rank)

@@ -33,8 +33,9 @@ from rlcore.plan.profile import STORED, Profile, dump
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
-from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, plan
+from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def _small(config: Config, gpus: float) -> Config:
     return replace(config, **parts)
 
 
-def _start(executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]) -> list[RoleHandle]:
+def _start(
+    executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]
+) -> list[PolicyHandle]:
     """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     config = replace(config, cluster=replace(config.cluster, pools=pools))
@@ -110,7 +113,7 @@ def _start(executor: Executor, config: Config, plugins: PluginManager, workers: 
         (planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD_WORKERS,)
     ]
     handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
-    return list(handles.values())
+    return [handle for handle in handles.values() if isinstance(handle, PolicyHandle)]
 
 
 class _Prober(Worker):
@@ -181,7 +184,7 @@ def _likelihood(out: Outputs, batch: Mapping[str, Any], config: Any) -> dict[str
     return {"likelihood": objective(-masked_sum(out.log_probs, mask), mask.sum())}
 
 
-def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, float]:
+def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, float]:
     """Return the median seconds of each kind of call with FEW and with MANY rows a role, all roles at the same time."""
     times: dict[str, float] = {}
     for rows in (FEW, MANY):
@@ -191,7 +194,7 @@ def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, floa
         for batch in batches:
             batch.materialize()
         kept = [batch.select(["prompts", "responses", "response_mask"], ["uid"], []) for batch in batches]
-        runs: dict[str, Callable[[RoleHandle, DataProto], Any]] = {
+        runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
             "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
             "log_probs": lambda handle, batch: handle.log_probs(batch),
             "update": lambda handle, batch: handle.update(batch, loss=_likelihood),
@@ -228,7 +231,7 @@ def _prompts(rows: int, config: Config) -> DataProto:
 
 
 def _with_role_figures(
-    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[RoleHandle]
+    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[PolicyHandle]
 ) -> Profile:
     """Return the profile with the figures of a role on one device."""
     times = _short_runs(handles, config)

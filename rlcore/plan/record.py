@@ -31,8 +31,9 @@ from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import named_scores
-from rlcore.roles.handles import StepClock, start_roles
+from rlcore.roles.handles import StepClock
 from rlcore.roles.placement import plan
+from rlcore.roles.start import start_roles
 from rlcore.run import Run, with_reward_model
 from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
 from rlcore.workers.dispatch import Dispatch

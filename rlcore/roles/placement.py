@@ -111,7 +111,7 @@ def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
     )
 
 
-def only(config: Config, roles: Mapping[str, Role]) -> Config:
+def restrict_to_roles(config: Config, roles: Mapping[str, Role]) -> Config:
     """Return the config with pools for these roles alone, for who runs some of a run's roles, none of them training."""
     kept: dict[str, Any] = {}
     listed = {} if config.cluster.pools == "auto" else config.cluster.pools

@@ -22,7 +22,7 @@ from rlcore.assets import TINY
 from rlcore.config import check, compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
-from rlcore.plugins import PluginManager
+from rlcore.plugins import CRITIC, PluginManager
 from rlcore.roles.handles import RoleHandle
 from rlcore.run import check_roles
 
@@ -382,7 +382,7 @@ def test_without_the_kl_there_is_no_reference(take_steps):
 
 def test_roles_say_where_the_critic_starts_and_how_fast_it_learns():
     roles = PPO(PPOConfig(critic_model="folder", critic_lr=0.5)).roles()
-    assert (roles["critic"].kind, roles["critic"].model, roles["critic"].lr) == ("critic", "folder", 0.5)
+    assert (roles["critic"].kind, roles["critic"].model, roles["critic"].lr) == (CRITIC, "folder", 0.5)
     assert (roles["actor"].trains, roles["actor"].generates, roles["ref"].trains) == (True, True, False)
 
 

@@ -14,7 +14,7 @@ from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, make_executor
 from rlcore.workers.executor import ProcessRequest
@@ -53,7 +53,9 @@ def actors(ray_cluster, model_folder):
         groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()
-        yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
+        yield {
+            name: PolicyHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()
+        }
 
 
 def steps(actor, prompts):

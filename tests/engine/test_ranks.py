@@ -14,7 +14,7 @@ from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -89,7 +89,7 @@ def actors(ray_cluster, model_folder):
                 executor.resource_pool(), ClassWithInitArgs(ProbedWorker, setup), name=f"actor{len(handles)}"
             )
             group.start()
-            handles.append(RoleHandle("actor", ACTOR, group, config, StepClock(step=1)))
+            handles.append(PolicyHandle("actor", ACTOR, group, config, StepClock(step=1)))
         yield handles
 
 
@@ -288,7 +288,7 @@ def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, ass
     config = Config(algorithm="grpo", algo=GRPOConfig(kl_coef=0.1))
 
     def handle(group):
-        return RoleHandle("actor", ACTOR, group, config, StepClock(step=1))
+        return PolicyHandle("actor", ACTOR, group, config, StepClock(step=1))
 
     one = make_executor(ClusterConfig(executor="in_process", workers=1))
     two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[sys.modules[__name__]])
@@ -336,7 +336,7 @@ def test_a_state_saved_after_a_forward_is_whole(fresh, random_batch, tmp_path):
 
 def test_roles_say_what_they_cannot_do(fresh, random_batch):
     frozen = dataclasses.replace(ACTOR, trains=False, generates=False)
-    handle = RoleHandle("ref", frozen, fresh[0].group, fresh[0]._config, StepClock())
+    handle = PolicyHandle("ref", frozen, fresh[0].group, fresh[0]._config, StepClock())
     with pytest.raises(DataError, match="'ref' is frozen; declare it with Role"):
         handle.update(random_batch(), loss=grpo_loss)
     with pytest.raises(DataError, match="'ref' does not generate"):
@@ -345,7 +345,7 @@ def test_roles_say_what_they_cannot_do(fresh, random_batch):
     wrong["advantages"] = wrong["advantages"].double()
     with pytest.raises(DataError, match=r"column 'advantages' is .*; the glossary says"):
         fresh[0].update(wrong, loss=grpo_loss)
-    with pytest.raises(DataError, match=r"update\(epochs=0\): there must be at least 1"):
+    with pytest.raises(DataError, match=r"update\(epochs=0\): it must be at least 1"):
         fresh[0].update(random_batch(), loss=grpo_loss, epochs=0)
     with pytest.raises(DataError, match="needs a loss"):
         fresh[0].update(random_batch())

@@ -13,7 +13,7 @@ from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import HANDLES, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -75,7 +75,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
             for group in groups.values():
                 group.start()
             clock = StepClock(step=1)
-            handles.append({name: RoleHandle(name, ROLES[name], groups[name], config, clock) for name in ROLES})
+            handles.append(
+                {name: HANDLES[ROLES[name].kind](name, ROLES[name], groups[name], config, clock) for name in ROLES}
+            )
         yield handles
 
 

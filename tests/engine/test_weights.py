@@ -14,8 +14,8 @@ from rlcore.engines.torch import state
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.roles.handles import RoleHandle, StepClock
-from rlcore.roles.rollout_pool import RolloutCopy
+from rlcore.roles.handles import PolicyHandle, StepClock
+from rlcore.roles.rollout_pool import RolloutPool
 from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
@@ -66,7 +66,7 @@ def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(r
             group.start()
         beside["actor"].shake()
         for group, leader in ((beside["average"], None), (apart, beside["actor"])):
-            follower = RoleHandle("average", ROLES["average"], group, config, clock, leader=leader)
+            follower = PolicyHandle("average", ROLES["average"], group, config, clock, leader=leader)
             before = group.weights()[0]
             seen.append([])
             for share in (0.3, 1.0):
@@ -159,12 +159,12 @@ def play(ahead: int, steps: int, synced: tuple[int, ...] = ()) -> list[int]:
         trained, sampling = (
             executor.worker_group(executor.resource_pool(), ClassWithInitArgs(OneNumber)) for _ in range(2)
         )
-        copy = RolloutCopy(sampling, WeightExporter(trained, torch.float32), ahead)
+        copy = RolloutPool(sampling, WeightExporter(trained, torch.float32), ahead)
         for step in range(1, steps + 1):
-            copy.before_generate(step)
+            copy.prepare(step)
             used.append(sampling.held())
             trained.train(step)
-            copy.changed()
+            copy.mark_stale()
             copy.end_step(step)
             if step in synced:
                 copy.sync()

@@ -13,7 +13,7 @@ from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.builtin import create_fsdp, create_hf, rlcore_check_config
 from rlcore.errors import ConfigError
 from rlcore.plugins import Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import plan
 from rlcore.workers import ClassWithInitArgs, make_executor
 
@@ -102,7 +102,7 @@ def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, mode
         with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:
             group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(ModelWorker, setup))
             group.start()
-            out = RoleHandle("actor", ACTOR, group, config, StepClock(step=1)).generate(prompts)
+            out = PolicyHandle("actor", ACTOR, group, config, StepClock(step=1)).generate(prompts)
             found.append([row.tolist() for row in out["responses"].to_list()])
             assert out["uid"].tolist() == prompts["uid"].tolist()
             assert (group.mesh.size("micro_dp"), group.mesh.size("dp")) == (workers // shards, 1)
