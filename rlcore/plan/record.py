@@ -323,7 +323,7 @@ def _noted(result: DataProto | None, number: int, tape: Tape) -> DataProto | Non
         return None
     noted = result[:]
     for name, column in result.table.columns.items():
-        here = column.here() if isinstance(column, RemoteColumn) else column
+        here = column.fetch() if isinstance(column, RemoteColumn) else column
         block = RecordedBlock(here, number, tape)
         noted.table.bind(name, RemoteColumn.of_block(here.spec(), block, len(here)))
     return noted

@@ -23,8 +23,8 @@ from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.ray_call import EncodedCall, encode_calls
+from rlcore.workers.ray_future import RayFuture
 from rlcore.workers.ray_nodes import what_ray_has
-from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
@@ -78,7 +78,7 @@ class RayProcesses(Processes):
         self._inline_bytes = inline_bytes
         self._declared_runs: dict[tuple[int, int], Any] = {}
         self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._under_way: list[weakref.ref[RayPending]] = []
+        self._under_way: list[weakref.ref[RayFuture]] = []
         self._env = {**(env or {}), **process_environment(pool)}
         try:
             self._create(log_dir.absolute() if log_dir else None, distributions or {})
@@ -148,7 +148,7 @@ class RayProcesses(Processes):
         for role, made in classes.items():
             sent = ray.put((made.cls, made.args, made.kwargs))
             refs = {host.make.remote(role, sent): rank for rank, host in enumerate(self.hosts)}
-            started.append(RayPending(self, role, "__init__", refs))
+            started.append(RayFuture(self, role, "__init__", refs))
         for pending in started:
             pending.wait()
 
@@ -160,7 +160,7 @@ class RayProcesses(Processes):
         method: str,
         calls: Sequence[Call | None],
         declared: Sequence[DeclaredResult | None] | None = None,
-    ) -> RayPending:
+    ) -> RayFuture:
         """Send the call. What several ranks get is put into Ray's object store once."""
         if self._stragglers is not None:
             refs = list(self._stragglers.ranks)
@@ -181,7 +181,7 @@ class RayProcesses(Processes):
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
             raise failure from error
-        pending = RayPending(self, role, method, refs_sent, columns)
+        pending = RayFuture(self, role, method, refs_sent, columns)
         self._under_way = [*(weakref.ref(earlier) for earlier in self.under_way()), weakref.ref(pending)]
         return pending
 
@@ -199,7 +199,7 @@ class RayProcesses(Processes):
         reply, *columns = refs if names else [refs]
         return reply, dict(zip(names, columns, strict=True))
 
-    def under_way(self) -> list[RayPending]:
+    def under_way(self) -> list[RayFuture]:
         """Return the calls whose results nobody has waited for yet, in order."""
         return [pending for known in self._under_way if (pending := known()) is not None and not pending.is_settled]
 
@@ -212,10 +212,10 @@ class RayProcesses(Processes):
         skipped = set(but)
         return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in skipped}
 
-    def spans(self) -> RayPending:
+    def spans(self) -> RayFuture:
         """See Processes."""
         refs = {host.spans.remote(): rank for rank, host in enumerate(self.hosts)}
-        return RayPending(self, self.name, "spans", refs)
+        return RayFuture(self, self.name, "spans", refs)
 
     def ping_one(self, rank: int) -> list[Any]:
         """Return a reference to the answer of one rank, which it gives after all calls so far; none after shutdown."""

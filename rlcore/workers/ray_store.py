@@ -54,14 +54,14 @@ class RankResult:
         self._loaded = False
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the result has been received."""
         return self._loaded or (self._pending is not None and self._pending.succeeded)
 
     @property
-    def is_made(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the call has ended; away from the controller, whether its result has been received."""
-        return self.is_here or (self._pending is not None and (self._pending.was_read or self._pending.done()))
+        return self.is_local or (self._pending is not None and (self._pending.was_read or self._pending.done()))
 
     def get(self) -> Any:
         """Wait and return the result; raises what the call raised, or WorkerError when it is lost."""
@@ -140,7 +140,7 @@ class PendingBlock(Block):
     `ref` is value number `number` of those that the call returns beside its reply, where that is known beforehand.
     """
 
-    is_pending = True
+    must_resolve = True
 
     def __init__(self, reply: RankResult, name: str, number: int = 0, ref: Any = None) -> None:
         self._reply, self._name = reply, name
@@ -155,14 +155,14 @@ class PendingBlock(Block):
         self._reply.forget()
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the call's reply has been received."""
-        return self._column is not None or self._reply.is_here
+        return self._column is not None or self._reply.is_local
 
     @property
-    def is_made(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the call has ended, as far as this process can know."""
-        return self._reply.is_made
+        return self._reply.is_ready
 
     def load(self, others: Sequence[Block]) -> None:
         """Wait for all replies together."""
@@ -175,9 +175,9 @@ class PendingBlock(Block):
             if self._column is None:
                 self.keep(result)
         column = self._column
-        if isinstance(column, RemoteColumn) and self.count_in is not None:
+        if isinstance(column, RemoteColumn) and self.fetch_counter is not None:
             for block in column.blocks:
-                block.count_in = self.count_in
+                block.fetch_counter = self.fetch_counter
         assert isinstance(column, Column)
         return column
 
@@ -212,7 +212,7 @@ class RayBlock(Block):
         self._column: Column | None = None
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the rows were fetched."""
         return self._column is not None
 
@@ -228,7 +228,7 @@ class RayBlock(Block):
         first, rows = self._rows.start, self._rows.stop - self._rows.start
         nbytes = self.nbytes * (end - start) // max(1, rows)
         part = RayBlock(self.kept, nbytes, slice(first + start, first + end))
-        part.count_in = self.count_in
+        part.fetch_counter = self.fetch_counter
         return part
 
     def same_as(self, other: Block) -> bool:
@@ -254,8 +254,8 @@ class RayBlock(Block):
         for block in blocks:
             assert block.kept.column is not None
             block._column = block.kept.column if block._rows is None else block.kept.column.take(block._rows)
-            if block.count_in is not None and id(block.kept) in fetched:
-                block.count_in[block.kept.name] += block.nbytes
+            if block.fetch_counter is not None and id(block.kept) in fetched:
+                block.fetch_counter[block.kept.name] += block.nbytes
 
     def column(self) -> Column:
         """Return the rows."""

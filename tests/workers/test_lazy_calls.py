@@ -73,7 +73,7 @@ class Reader(Worker):
     def pulled(self, batch):
         """Return the bytes that this rank fetched of `wide`, and those of the rows that it was sent."""
         column = batch.table.column("wide")
-        column.here()
+        column.fetch()
         return sum(block.nbytes for block in column.blocks), batch.view("wide").nbytes
 
 

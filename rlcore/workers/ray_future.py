@@ -23,7 +23,7 @@ POLL_SECONDS = 2.0
 """While a call is awaited: time between looks at the processes that it does not wait for."""
 
 
-class RayPending(PendingCall):
+class RayFuture(PendingCall):
     """One method call under way; `refs` are the results to come, with their ranks.
 
     `columns` are the references of each result's columns that may be large, by name, for what WorkerHost.run_declared
