@@ -15,7 +15,10 @@ from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.plugins import Role
 from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
@@ -66,7 +69,17 @@ def model_workers(executor: Executor, folder: Path, workers: int, *, samples_onl
     """Start an actor's workers, or those of its copy that samples."""
     role, model = Role(trains=True, generates=samples_only), ModelConfig(path=str(folder))
     setup = RoleSetup(
-        role, model, EngineConfig(), RolloutConfig(), create_fsdp, create_hf, 0, 1, samples_only=samples_only
+        role,
+        model,
+        EngineConfig(),
+        RolloutConfig(),
+        create_torch,
+        create_hf,
+        TorchConfig(),
+        HFConfig(),
+        0,
+        1,
+        samples_only=samples_only,
     )
     name = "sampling" if samples_only else "trained"
     group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(ModelWorker, setup), name)

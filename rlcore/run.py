@@ -236,7 +236,7 @@ def open_run(
     ConfigError for roles that cannot be, and the errors of starting.
     """
     check_roles(roles, config)
-    plans = plan(config, roles)
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     executor = make_executor(
         config.cluster,
         log_dir=log_dir,

@@ -18,6 +18,7 @@ from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
@@ -56,10 +57,10 @@ def held(engine: TorchEngine) -> int:
 def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
     """Return what this rank holds, and of all ranks the seconds and bytes of each step but the first."""
     pp, tp, dp, shard = layout
-    config = EngineConfig(pp=pp, tp=tp, dp=dp, shard=shard, lr=1e-4, micro_batch_rows=4)
+    config = EngineConfig(pp=pp, tp=tp, dp=dp, lr=1e-4, micro_batch_rows=4)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     engine = TorchEngine(
-        TrainSetup(ModelConfig(path=folder), config, config=None, ranks=ranks, trains=True, total_steps=10)
+        TrainSetup(ModelConfig(path=folder), config, TorchConfig(shard=shard), ranks=ranks, trains=True, total_steps=10)
     )
     batch = rows()
     mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]

@@ -16,8 +16,8 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.device import prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
-from rlcore.engine.rollout import RolloutEngine, Sampling
-from rlcore.engine.train import TrainEngine
+from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import row_names
 from rlcore.engine.weights.generation import GenerationLayout
@@ -56,8 +56,9 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """All that a model worker needs to start: the role, its configs, and who makes its engines.
+    """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
 
+    `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
     `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
@@ -66,8 +67,10 @@ class RoleSetup:
     model: ModelConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    create_train: Callable[..., TrainEngine]
-    create_rollout: Callable[..., RolloutEngine]
+    create_train: Callable[[TrainSetup[Any]], TrainEngine]
+    create_rollout: Callable[[RolloutSetup[Any]], RolloutEngine]
+    train_config: Any
+    rollout_config: Any
     seed: int
     total_steps: int
     reads_text: bool = False
@@ -84,7 +87,7 @@ class ModelWorker(Worker):
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
-        self._route: WeightRoute | None = None
+        self.route: WeightRoute | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -99,14 +102,17 @@ class ModelWorker(Worker):
         torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
         self.train = setup.create_train(
-            model=setup.model,
-            engine=setup.engine,
-            ranks=self.ranks,
-            trains=setup.role.trains,
-            kind=setup.role.kind,
-            new_head=setup.role.may_start_headless,
-            temperature=setup.rollout.temperature,
-            total_steps=setup.total_steps,
+            TrainSetup(
+                model=setup.model,
+                engine=setup.engine,
+                config=setup.train_config,
+                ranks=self.ranks,
+                trains=setup.role.trains,
+                kind=setup.role.kind,
+                new_head=setup.role.may_start_headless,
+                temperature=setup.rollout.temperature,
+                total_steps=setup.total_steps,
+            )
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
@@ -118,7 +124,7 @@ class ModelWorker(Worker):
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            self._route = choose_route(self.train, self.rollout, generation, groups)
+            self.route = choose_route(self.train, self.rollout, generation, groups)
 
     def _start_sampling(self) -> None:
         """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
@@ -130,20 +136,22 @@ class ModelWorker(Worker):
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
-        self._route = Received(self.rollout)
+        self.route = Received(self.rollout)
 
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
-        setup = self.setup
-        sharded: dict[str, Any] = {}
-        if generation.tp > 1:
-            sharded = {
-                "tensor_group": groups.own(generation.groups("tp")),
-                "engine_order": generation.engine_order,
-            }
+        setup, sharded = self.setup, generation.tp > 1
         return setup.create_rollout(
-            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
+            RolloutSetup(
+                model=setup.model,
+                rollout=setup.rollout,
+                config=setup.rollout_config,
+                device=self.device,
+                shared=shared,
+                tensor_group=groups.own(generation.groups("tp")) if sharded else None,
+                engine_order=generation.engine_order if sharded else (),
+            )
         )
 
     @contextmanager
@@ -161,11 +169,11 @@ class ModelWorker(Worker):
     @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
-        if self.rollout is None or self._route is None:
+        if self.rollout is None or self.route is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
-        if not self._route.is_current:
+        if not self.route.is_current:
             with self._timed("sync"):
-                self._route.bring()
+                self.route.bring()
         if self.setup.engine.offload:
             self._offload_all()
         with self._timed("generate"):
@@ -184,7 +192,7 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def switch_bytes(self) -> dict[str, int]:
         """Return the counts of Meter over this rank's weight switches; {} for a role that does not generate."""
-        return {} if self._route is None else self._route.meter.report()
+        return {} if self.route is None else self.route.meter.report()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -249,9 +257,9 @@ class ModelWorker(Worker):
         Workers that only sample copy them. Raises DataError naming the parameters that do not fit.
         """
         sent = RemoteWeights(weights)
-        if isinstance(self._route, Received):
+        if isinstance(self.route, Received):
             with self._timed("sync"):
-                self._route.receive(sent)
+                self.route.receive(sent)
             return
         with self._timed("follow"):
             self.train.load(sent, sent.shapes, tau)

@@ -71,10 +71,10 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
 def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     """Return the profile of the devices found, measured."""
     both = found.count > 1
-    size, work = size_of(config.model), Workload.of(config)
+    size, work = size_of(config.model), Workload.of(config, plugins)
     profile = replace(found.profile, per_machine=found.count)
     gpus = 0.0 if profile.cpu else 1.0
-    small = _small(config, gpus)
+    small = _small(config, plugins, gpus)
     times: dict[Layout, Mapping[str, float]] = {}
     with make_executor(small.cluster) as executor:
         profile = _with_rates(profile, executor, both, gpus, work)
@@ -92,14 +92,18 @@ def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     return replace(profile, sources=sources)
 
 
-def _small(config: Config, gpus: float) -> Config:
-    parts: dict[str, Any] = {
-        "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, layouts={}),
-        "rollout": replace(config.rollout, min_tokens=config.rollout.response_len, tp=1, batch_size=MANY),
-        "cluster": replace(config.cluster, pools={}, gpus_per_worker=gpus),
-        "trainer": replace(config.trainer, rollouts_ahead=0),
-    }
-    return replace(config, **parts)
+def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
+    train = plugins.train_engines()[config.engine.name].capabilities.settings
+    slots = plugins.rollout_engines()[config.rollout.name].capabilities.slots_key
+    return config.with_values(
+        {
+            **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.layouts": {}},
+            **({train["shard"]: 0} if "shard" in train else {}),
+            **{"rollout.min_tokens": config.rollout.response_len, "rollout.tp": 1},
+            **({slots: MANY} if slots is not None else {}),
+            **{"cluster.pools": {}, "cluster.gpus_per_worker": gpus, "trainer.rollouts_ahead": 0},
+        }
+    )
 
 
 def _start(

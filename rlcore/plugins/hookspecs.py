@@ -22,11 +22,13 @@ import pluggy
 from rlcore.plugins.specs import (
     AlgorithmSpec,
     CommandSpec,
+    ConfigSpec,
     DatasetSpec,
     RewardSpec,
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -100,6 +102,18 @@ def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
 
 
 @_spec
+def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
+    """Give sections of the config, for keys that belong to no engine and no algorithm.
+
+    When: once, when plugins are loaded, before the config is composed.
+    Returns: one ConfigSpec or a list of them. Its keys are `NAME.*`, and every config has them while the plugin is
+    installed. An engine's own keys come with its spec, an algorithm's with its class.
+    Errors: a name that another plugin has given, or that rlcore's own config has, stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
 def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
     """Give trackers, for `tracker.use`.
 
@@ -118,6 +132,17 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
     `command.NAME`, from which `rlcore --help` lists it without importing it.
     Errors: a name that is taken or not declared stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
+    """Give workers of the plugin's own, for algorithms to call through `run.group(NAME)`.
+
+    When: once a run, before its workers start. Import the worker's libraries in the worker, not in the plugin module.
+    Returns: one WorkerSpec or a list of them, empty where the config asks for none.
+    Errors: a name that another plugin has given stops the run.
     """
     raise NotImplementedError
 

@@ -22,11 +22,13 @@ from rlcore.plugins.local import load_file
 from rlcore.plugins.specs import (
     AlgorithmSpec,
     CommandSpec,
+    ConfigSpec,
     DatasetSpec,
     RewardSpec,
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _REGISTRATIONS: dict[str, type] = {
     "rlcore_datasets": DatasetSpec,
     "rlcore_rollout_engines": RolloutEngineSpec,
     "rlcore_train_engines": TrainEngineSpec,
+    "rlcore_configs": ConfigSpec,
     "rlcore_trackers": TrackerSpec,
     "rlcore_commands": CommandSpec,
 }
@@ -71,7 +74,13 @@ class PluginInfo:
 
 def installed() -> list[EntryPoint]:
     """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (_distribution(entry)[0] != "rlcore", entry.name))
+    return sorted(entry_points(group=GROUP), key=lambda entry: (not _is_own(entry), entry.name))
+
+
+def own_engines() -> PluginManager:
+    """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
+    others = [entry.name for entry in installed() if not (_is_own(entry) and entry.name.startswith("engine."))]
+    return PluginManager.load([f"no:{name}" for name in others])
 
 
 class PluginManager:
@@ -142,6 +151,7 @@ class PluginManager:
             (TrainEngineSpec, config.engine.name),
             *((RewardSpec, name) for name in rewards),
             *((TrackerSpec, name) for name in config.tracker.use),
+            *((ConfigSpec, name) for name, spec in self.configs().items() if _is_set(config, spec)),
         }
         names = {giver.name for key, giver in self._givers.items() if key in chosen}
         return [info for info in self._infos.values() if info.name in names]
@@ -166,6 +176,17 @@ class PluginManager:
         """Return the train engines by name."""
         return self._specs[TrainEngineSpec]
 
+    def configs(self) -> Mapping[str, ConfigSpec]:
+        """Return the config sections of plugins by name."""
+        return self._specs[ConfigSpec]
+
+    def sections(self) -> Mapping[str, type]:
+        """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
+        found = {name: spec.config_class for name, spec in self.configs().items()}
+        for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
+            found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
+        return found
+
     def trackers(self) -> Mapping[str, TrackerSpec]:
         """Return the trackers by name."""
         return self._specs[TrackerSpec]
@@ -189,6 +210,16 @@ class PluginManager:
         }
 
     # Life-cycle hooks.
+
+    def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
+        """Call rlcore_workers; return the workers of plugins by name."""
+        found: dict[str, WorkerSpec] = {}
+        givers: dict[str, PluginInfo] = {}
+        for info, spec in self._given("rlcore_workers", WorkerSpec, config=config):
+            if spec.name in found:
+                raise _taken(info, "rlcore_workers", spec.name, givers[spec.name])
+            found[spec.name], givers[spec.name] = spec, info
+        return found
 
     def check_config(self, config: Config) -> None:
         """Call rlcore_check_config."""
@@ -266,15 +297,20 @@ class PluginManager:
             _log.info("loaded %s, sha256 %s", info, sha256)
 
     def _register(self, hook: str, kind: type) -> None:
-        for info, call in self._calls(hook):
+        for info, spec in self._given(hook, kind):
+            if (other := self._givers.get((kind, spec.name))) is not None:
+                raise _taken(info, hook, spec.name, other)
+            self._givers[kind, spec.name] = info
+            self._specs[kind][spec.name] = spec
+
+    def _given(self, hook: str, kind: type, **arguments: Any) -> Iterator[tuple[PluginInfo, Any]]:
+        """Call a hook that gives specs; yield each spec, checked, with its plugin."""
+        for info, call in self._calls(hook, **arguments):
             given = call()
             for spec in given if isinstance(given, (list, tuple)) else [given]:
                 if (fault := checks.spec_fault(hook, spec, kind)) is not None:
                     raise _broken(info, fault)
-                if (other := self._givers.get((kind, spec.name))) is not None:
-                    raise _broken(info, f"{hook}() gives the name {spec.name!r}, which {other} has given already")
-                self._givers[kind, spec.name] = info
-                self._specs[kind][spec.name] = spec
+                yield info, spec
 
     def _check_promise(self, info: PluginInfo) -> None:
         """Check that an entry point gives the algorithm or command of its name: `--help` lists them without import."""
@@ -324,9 +360,18 @@ class PluginManager:
             call()
 
 
+def _is_set(config: Config, spec: ConfigSpec) -> bool:
+    """Whether a config has values in a plugin's section that are not the defaults."""
+    return config.sections.get(spec.name, spec.config_class()) != spec.config_class()
+
+
 def _distribution(entry: EntryPoint) -> tuple[str, str]:
     # Typed optional, but always set on the entry points that entry_points() gives.
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return _distribution(entry)[0] == "rlcore"
 
 
 def _import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:
@@ -346,6 +391,10 @@ def _check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
 
 def _broken(info: PluginInfo, cause: str) -> PluginError:
     return PluginError(f"{info}: {cause}\nTo go on without it: -p no:{info.name}")
+
+
+def _taken(info: PluginInfo, hook: str, name: str, other: PluginInfo) -> PluginError:
+    return _broken(info, f"{hook}() gives the name {name!r}, which {other} has given already")
 
 
 def _cause(error: BaseException) -> str:

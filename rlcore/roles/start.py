@@ -79,6 +79,8 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, reads_
         rollout=own.rollout,
         create_train=plugins.train_engines()[own.engine.name].create,
         create_rollout=plugins.rollout_engines()[own.rollout.name].create,
+        train_config=own.sections.get(f"engine.{own.engine.name}"),
+        rollout_config=own.sections.get(f"rollout.{own.rollout.name}"),
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
         reads_text=reads_text,

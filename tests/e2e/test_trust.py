@@ -21,7 +21,7 @@ def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
         "engine.lr=0",
         "trainer.total_steps=20",
         "cluster.workers=2",
-        "engine.shard=0",
+        "engine.torch.shard=0",
         "trainer.samples_per_step=64",
     ]
     run = train_here(tmp_path / "run", *SMALL, *settings)

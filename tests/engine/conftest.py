@@ -8,9 +8,11 @@ import torch
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainSetup
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
+OWN = set(TorchConfig.__dataclass_fields__)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -82,8 +84,8 @@ def make_engine(model_folder):
         return TorchEngine(
             TrainSetup(
                 ModelConfig(path=str(model_folder(kind))),
-                EngineConfig(**options),
-                config=None,
+                EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
+                TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
                 ranks=Ranks(),
                 trains=trains,
                 temperature=temperature,

@@ -32,6 +32,7 @@ from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.parameters import reshard
 
@@ -70,12 +71,15 @@ class Case:
 def engine_of(case: Case, rank: int) -> TorchEngine:
     world = case.pp * case.tp * case.dp
     rows = 3 if case.shard else 6  # copies of the weights go through several micro-batches before they add up
-    config = EngineConfig(
-        pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=rows
-    )
+    config = EngineConfig(pp=case.pp, tp=case.tp, dp=case.dp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
     engine = TorchEngine(
         TrainSetup(
-            ModelConfig(path=case.folder), config, config=None, ranks=Ranks(rank, world), trains=True, total_steps=10
+            ModelConfig(path=case.folder),
+            config,
+            TorchConfig(shard=case.shard),
+            ranks=Ranks(rank, world),
+            trains=True,
+            total_steps=10,
         )
     )
     whole = case.pp == case.tp == 1 and (case.dp == 1 or case.shard == 1)

@@ -10,7 +10,10 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
@@ -36,7 +39,19 @@ def config_of(folder, **engine):
 
 def worker_of(config):
     return ClassWithInitArgs(
-        ModelWorker, RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+        ModelWorker,
+        RoleSetup(
+            ACTOR,
+            config.model,
+            config.engine,
+            config.rollout,
+            create_torch,
+            create_hf,
+            TorchConfig(),
+            HFConfig(),
+            0,
+            10,
+        ),
     )
 
 

@@ -10,7 +10,10 @@ from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -76,7 +79,9 @@ def actors(ray_cluster, model_folder):
         rollout=RolloutConfig(response_len=12),
         engine=EngineConfig(lr=1e-3, clip_grad=0.0, micro_batch_rows=3),
     )
-    setup = RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+    setup = RoleSetup(
+        ACTOR, config.model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     import sys
 
     here = sys.modules[__name__]
@@ -280,9 +285,11 @@ def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, ass
     import sys
 
     model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
-    plain = RoleSetup(ACTOR, model, engine, RolloutConfig(response_len=6), create_fsdp, create_hf, 0, 10)
+    plain = RoleSetup(
+        ACTOR, model, engine, RolloutConfig(response_len=6), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     other = dataclasses.replace(
-        plain, engine=dataclasses.replace(engine, padding_free=False, activation_checkpointing=True, layerwise_above=0)
+        plain, train_config=TorchConfig(padding_free=False, activation_checkpointing=True, layerwise_above=0)
     )
     half = dataclasses.replace(plain, model=dataclasses.replace(model, dtype="bf16"))
     config = Config(algorithm="grpo", algo=GRPOConfig(kl_coef=0.1))

@@ -10,7 +10,10 @@ from transformers import AutoModelForSequenceClassification
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import HANDLES, StepClock
@@ -62,7 +65,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
     hf.save_pretrained(folder)
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
-    plain = RoleSetup(Role(), config.model, engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
+    plain = RoleSetup(
+        Role(), config.model, engine, RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     classes = {
         name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(plain, role=role)) for name, role in ROLES.items()
     }

@@ -12,6 +12,7 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.model import load_scalar_model
 from rlcore.errors import ConfigError, DataError
@@ -45,8 +46,8 @@ def make(folder, kind, *, trains=True, padding_free=True, **options):
     return TorchEngine(
         TrainSetup(
             ModelConfig(path=str(folder)),
-            EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, "padding_free": padding_free, **options}),
-            config=None,
+            EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, **options}),
+            TorchConfig(padding_free=padding_free),
             ranks=Ranks(),
             trains=trains,
             kind=kind,

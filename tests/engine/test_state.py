@@ -11,6 +11,7 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.errors import CheckpointError
 
@@ -87,7 +88,11 @@ def test_parking_frees_the_device(model_folder, random_batch):
     device = torch.device("cuda", 0)
     engine = TorchEngine(
         TrainSetup(
-            ModelConfig(path=str(model_folder())), EngineConfig(), config=None, ranks=Ranks(device=device), trains=True
+            ModelConfig(path=str(model_folder())),
+            EngineConfig(),
+            TorchConfig(),
+            ranks=Ranks(device=device),
+            trains=True,
         )
     )
     step(engine, random_batch())

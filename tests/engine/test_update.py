@@ -321,10 +321,11 @@ def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, ran
     from rlcore.config import EngineConfig, ModelConfig
     from rlcore.engine.collectives import Ranks
     from rlcore.engine.train import TrainSetup
+    from rlcore.engines.torch.config import TorchConfig
     from rlcore.engines.torch.engine import TorchEngine
 
     model = ModelConfig(path=str(model_folder()), dtype="bf16")
-    engine = TorchEngine(TrainSetup(model, EngineConfig(lr=1e-3), config=None, ranks=Ranks(), trains=True))
+    engine = TorchEngine(TrainSetup(model, EngineConfig(lr=1e-3), TorchConfig(), ranks=Ranks(), trains=True))
     off = (
         engine.compute(random_batch(), ["log_probs"])["log_probs"].values
         - make_engine().compute(random_batch(), ["log_probs"])["log_probs"].values

@@ -9,8 +9,11 @@ import torch
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -49,7 +52,18 @@ def shapes_of(weights):
 
 def setup_of(folder) -> RoleSetup:
     engine = EngineConfig(lr=1e-2)
-    return RoleSetup(Role(), ModelConfig(path=str(folder)), engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
+    return RoleSetup(
+        Role(),
+        ModelConfig(path=str(folder)),
+        engine,
+        RolloutConfig(),
+        create_torch,
+        create_hf,
+        TorchConfig(),
+        HFConfig(),
+        0,
+        10,
+    )
 
 
 @pytest.mark.ray

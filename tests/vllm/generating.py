@@ -28,7 +28,10 @@ from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.weights.transfer import pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_vllm
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.vllm.config import VLLMConfig
+from rlcore.engines.vllm.plugin import create_vllm
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
@@ -64,9 +67,11 @@ def make_worker(context: WorkerContext, folder: str, tp: int, shards: int, lr: f
         Role(trains=True, generates=kind.get("generates", True)),
         ModelConfig(path=folder),
         EngineConfig(tp=tp, lr=lr),
-        RolloutConfig(name="vllm", tp=shards, kv_cache_mb=32),
-        create_fsdp,
+        RolloutConfig(name="vllm", tp=shards),
+        create_torch,
         create_vllm,
+        TorchConfig(),
+        VLLMConfig(kv_cache_mb=32),
         seed=0,
         total_steps=10,
         samples_only=kind.get("samples_only", False),

@@ -14,6 +14,20 @@ from rlcore.errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Entries of transformers' tensor-parallel plans that are understood; embeddings are left whole on every rank."""
+FULL_ATTENTION = frozenset({"full_attention"})
+"""The `attention_kinds` of a model whose every token attends to all tokens before it, at any length."""
+
+
+def attention_kinds(config: Any) -> frozenset[str]:
+    """Return the kinds of attention of a transformers config's decoder layers, in transformers' words.
+
+    `layer_types` names them. Without it all layers are alike, with a sliding window if the config has one in use.
+    """
+    text = config.get_text_config()
+    if kinds := getattr(text, "layer_types", None):
+        return frozenset(kinds)
+    windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    return frozenset({"sliding_attention"}) if windowed else FULL_ATTENTION
 
 
 def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
@@ -38,13 +52,7 @@ def layout_of(engine: EngineConfig, workers: int) -> Layout:
             f"{asked} does not fit {workers} workers: pp * tp * dp must be their number. Set cluster.workers={needed}, "
             "or engine.dp=0 for as many places as there are workers for"
         )
-    layout = Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
-    if engine.shard and layout.dp % engine.shard:
-        allowed = ", ".join(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0)
-        raise ConfigError(
-            f"engine.shard={engine.shard} does not divide the {layout.dp} data-parallel places; allowed: 0, {allowed}"
-        )
-    return layout
+    return Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,7 @@ class ModelShape:
                 "intermediate_size": int(text.intermediate_size),
             }
         layers = int(text.num_hidden_layers)
-        windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-        kinds = set(getattr(text, "layer_types", None) or (["sliding"] if windowed else ["full_attention"]))
-        if not getattr(text, "base_model_pp_plan", None) or kinds != {"full_attention"}:
+        if not getattr(text, "base_model_pp_plan", None) or attention_kinds(config) != FULL_ATTENTION:
             why.append("pipeline stages need decoder layers of full attention")
             layers = 1
         return ModelShape(layers, divided, "; ".join(why))
@@ -111,15 +117,13 @@ def _shape_of(path: str, trust_remote_code: bool) -> ModelShape:
     return ModelShape.of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True))
 
 
-def check_layout(model: ModelConfig, engine: EngineConfig, layout: Layout) -> None:
+def check_model_layout(model: ModelConfig, layout: Layout) -> None:
     """Raise ConfigError, listing those that it can, when a model cannot take a layout.
 
     A folder that cannot be read here is left to the workers, which check again.
     """
     if layout.pp == layout.tp == 1:
         return
-    if layout.pp > 1 and not engine.padding_free:
-        raise ConfigError("engine.pp above 1 needs engine.padding_free=true: stages hand on packed rows")
     try:
         shape = _shape_of(model.path, model.trust_remote_code)
     except (OSError, ValueError):

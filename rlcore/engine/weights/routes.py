@@ -14,7 +14,7 @@ from rlcore.engine.rollout import RolloutEngine
 from rlcore.engine.train import TrainEngine
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import Meter, ProcessGroups
-from rlcore.engine.weights.reshard import HybridFlow, Reshard
+from rlcore.engine.weights.reshard import Reshard
 from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.errors import DataError
 
@@ -119,6 +119,6 @@ def choose_route(
     is_cut = train.layout.pp * train.layout.tp > 1
     if is_cut and (rollout.adopts or generation.tp > 1):
         return Resharded(
-            rollout, train, HybridFlow(generation, train.cuts, groups, dtype=train.dtype, device=train.ranks.device)
+            rollout, train, Reshard(generation, train.cuts, groups, dtype=train.dtype, device=train.ranks.device)
         )
     return Gathered(rollout, train)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlcore.engine.parallel.layout import Cut
-from rlcore.engine.parallel.model_shape import check_layout, layout_of
+from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig, check_layout
 from rlcore.engines.torch.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engines.torch.offload import Offloader
 from rlcore.engines.torch.parameters import Parameters, reshard
@@ -33,13 +34,15 @@ from rlcore.protocol import DataProto
 class TorchEngine(TrainEngine):
     """`engine=torch`: a Hugging Face model, spread over the ranks as `engine` says, with AdamW if it trains."""
 
-    def __init__(self, setup: TrainSetup[Any]) -> None:
+    def __init__(self, setup: TrainSetup[TorchConfig]) -> None:
         layout = layout_of(setup.engine, setup.ranks.world_size)
-        super().__init__(setup, layout, setup.engine.shard)
-        check_layout(setup.model, setup.engine, layout)
+        super().__init__(setup, layout, setup.config.shard)
+        self.own = setup.config
+        check_model_layout(setup.model, layout)
+        check_layout(self.own, layout)
         self.model = self._load_model(setup)
         self.model.requires_grad_(setup.trains)
-        if setup.trains and setup.engine.activation_checkpointing:
+        if setup.trains and self.own.activation_checkpointing:
             self._checkpoint_activations()
         self.parameters = Parameters(self.model, self.mesh)
         self.root: nn.Module = self.model
@@ -53,13 +56,11 @@ class TorchEngine(TrainEngine):
         self.optimizer: torch.optim.Optimizer | None = self._adamw() if setup.trains else None
         self._offloader = Offloader(self.root, self.optimizer, self.ranks.device, weights=self.shared_module is None)
 
-    def _load_model(self, setup: TrainSetup[Any]) -> PackedModel:
-        engine, device = setup.engine, setup.ranks.device
+    def _load_model(self, setup: TrainSetup[TorchConfig]) -> PackedModel:
+        own, device = setup.config, setup.ranks.device
         if self.kind.is_language_model:
-            return load_causal_lm(
-                setup.model, padding_free=engine.padding_free, chunk=engine.logits_chunk, device=device
-            )
-        return load_scalar_model(setup.model, new_head=setup.new_head, padding_free=engine.padding_free, device=device)
+            return load_causal_lm(setup.model, padding_free=own.padding_free, chunk=own.logits_chunk, device=device)
+        return load_scalar_model(setup.model, new_head=setup.new_head, padding_free=own.padding_free, device=device)
 
     def _checkpoint_activations(self) -> None:
         self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -76,7 +77,7 @@ class TorchEngine(TrainEngine):
         keep = False if self._pipeline is not None else None
         # A large model is sharded layer by layer, so that one layer is whole at a time. A small one is sharded in one
         # piece, which takes one gather in place of a dozen.
-        if sum(math.prod(shape) for shape in self.shapes.values()) > self.config.layerwise_above:
+        if sum(math.prod(shape) for shape in self.shapes.values()) > self.own.layerwise_above:
             layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
             for module in self.model.modules():
                 if type(module).__name__ in layers:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
 from rlcore.errors import ConfigError
 from rlcore.ops import chunked_log_probs, token_log_probs
@@ -266,10 +267,7 @@ def _plain_attention(config: ModelConfig, device: torch.device) -> str:
 
 def _packing_applies(hf: Any) -> bool:
     """Whether packing can be right at all lengths: the probe's rows are too short to see a sliding window."""
-    config = hf.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if kinds != {"full_attention"} or (windowed and not getattr(config, "layer_types", None)):
+    if attention_kinds(hf.config) != FULL_ATTENTION:
         log.info("%s attends in other ways than full attention: rows are padded", type(hf).__name__)
         return False
     if hf.config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):

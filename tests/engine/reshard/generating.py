@@ -18,8 +18,11 @@ from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
 from rlcore.engines.hf.rollout import HFRollout
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
@@ -57,8 +60,10 @@ def make_worker(context: WorkerContext, folder: str, pp: int, tp: int, shards: i
         ModelConfig(path=folder),
         EngineConfig(pp=pp, tp=tp, lr=1e-2),
         RolloutConfig(tp=shards),
-        create_fsdp,
+        create_torch,
         create_hf,
+        TorchConfig(),
+        HFConfig(),
         seed=0,
         total_steps=10,
         **options,
@@ -108,11 +113,11 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
         plain.sync(worker.train.export(torch.float32), worker.train.version, worker.train.shapes)
         figures = off(worker, plain)
         found["rounds"].append({**figures, "wrong": wrong_weights(worker, shards), "version": worker.rollout.version})
-    kept = worker._reshard.meter
-    found["held"], found["parameters"] = kept.held, sum(p.nbytes for p in worker.rollout.hf.parameters())
+    kept = worker.switch_bytes()
+    found["held"], found["parameters"] = kept["held"], sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
     divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.cuts.items() if cut.dim is not None]
-    found["received"], found["divided"] = kept.received / len(found["rounds"]), 4 * sum(divided)
+    found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
     return found
 
 

@@ -15,7 +15,7 @@ from rlcore.engine.update.microbatch import column_values
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.row_groups import row_groups
-from rlcore.testing.watch import Item
+from rlcore.testing.algorithm.watch import Item
 
 TOLERANCE = 1e-4
 """Largest relative difference of two fp32 numbers that should be equal; sums in another order come to some 1e-6."""
