@@ -1,4 +1,4 @@
-"""One call under way on the ranks of a group on Ray: what it gives, and how long to wait for it."""
+"""One call that runs on the ranks of a group on Ray: its results, and the failures that can keep it from ending."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.remote import RemoteColumn, RowMap
 from rlcore.protocol.table import Table
 from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.group import PendingCall
-from rlcore.workers.ray_store import PendingBlock, RankResult, load_results
+from rlcore.workers.future import Future
+from rlcore.workers.ray_results import PendingBlock, RankResult, load_results
 
 if TYPE_CHECKING:
     from rlcore.workers.ray_group import RayProcesses
 
 POLL_SECONDS = 2.0
-"""While a call is awaited: time between looks at the processes that it does not wait for."""
+"""While a call is awaited: seconds between checks of processes that it does not wait for directly."""
 
 
-class RayFuture(PendingCall):
-    """One method call under way; `refs` are the results to come, with their ranks.
+class RayFuture(Future):
+    """A method call on Ray; `refs` maps the reference of each reply to its rank.
 
-    `columns` are the references of each result's columns that may be large, by name, for what WorkerHost.run_declared
-    gives; None for a result of WorkerHost.run. Without it they are plain results.
+    `columns` maps a reply's reference to the references of its columns that may be large, by name, for replies of
+    WorkerHost.run_declared; to None for replies of WorkerHost.run. Without `columns`, replies are plain values.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class RayFuture(PendingCall):
         self._method = method
         self._refs = dict(refs)
         self._columns = columns
+        # Weak references: a batch that nobody keeps must not keep its columns.
         self._pending_blocks: list[tuple[int, weakref.ref[PendingBlock]]] = []
-        self._fine: set[Any] = set()
+        self._succeeded_refs: set[Any] = set()
 
     def done(self) -> bool:
         """Whether every rank has finished."""
@@ -54,31 +55,41 @@ class RayFuture(PendingCall):
             or not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
         )
 
-    def declared_batch(self, rank: int, declared: DeclaredResult) -> DataProto:
-        """Return what a rank will return, by reference."""
-        ref = next(ref for ref, of_rank in self._refs.items() if of_rank == rank)
-        columns = (self._columns or {})[ref]
-        known = columns or {}
-        number_of = {name: number for number, name in enumerate(known)}
-        reply = RankResult(ref, f"{self._role} rank {rank}, in {self._method}(),", columns is not None, self, rank)
+    def declared_batches(self, declared: Sequence[DeclaredResult | None]) -> list[DataProto | None] | None:
+        """See Future; None if the declared result of a called rank is unknown."""
+        batches: list[DataProto | None] = [None] * self._processes.world_size
+        results = [(ref, rank, declared[rank]) for ref, rank in self._refs.items()]
+        if any(result is None for _, _, result in results):
+            return None
+        for ref, rank, result in results:
+            assert result is not None
+            batches[rank] = self._declared_batch(ref, rank, result)
+        return batches
+
+    def _declared_batch(self, ref: Any, rank: int, declared: DeclaredResult) -> DataProto:
+        large = (self._columns or {})[ref]
+        column_refs = large or {}
+        numbers = {name: number for number, name in enumerate(column_refs)}
+        result = RankResult(ref, f"{self._method}() of {self._role} rank {rank}", large is not None, self, rank)
         row_map = RowMap.of_block(declared.rows)
         table = Table()
-        for name, form in declared.columns.items():
-            promise = PendingBlock(reply, name, number_of.get(name, 0), known.get(name))
-            self._pending_blocks.append((rank, weakref.ref(promise)))
-            table.columns[name] = RemoteColumn(form, [promise], row_map)
+        for name, spec in declared.columns.items():
+            block = PendingBlock(result, name, numbers.get(name, 0), column_refs.get(name))
+            self._pending_blocks.append((rank, weakref.ref(block)))
+            table.columns[name] = RemoteColumn(spec, [block], row_map)
         return DataProto._of(table)
 
     def wait(self) -> list[Any]:
         """Return the results by rank, or raise the first failure, even if other ranks never finish.
 
-        Of a call whose result was promised each promise gets its column, and nothing else of it is held here.
+        After `declared_batches`, gives each PendingBlock its column, and returns None for every rank: the future does
+        not keep the results.
         """
-        outputs = self._outputs_of_ranks()
+        outputs = self._wait_for_ranks()
         if self._pending_blocks:
             for rank, known in self._pending_blocks:
-                if (promise := known()) is not None:
-                    promise.keep(outputs[rank])
+                if (block := known()) is not None:
+                    block.keep(outputs[rank])
             self._pending_blocks.clear()
             self._refs.clear()
             self._columns = None
@@ -86,53 +97,61 @@ class RayFuture(PendingCall):
         return outputs
 
     def has_failed(self) -> bool:
-        """Whether a rank has raised already; waits for nothing."""
+        """Whether a rank has raised already. Never waits."""
         if self.is_settled:
             return False
         ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
         for ref in ready:
-            if ref not in self._fine:
+            if ref not in self._succeeded_refs:
                 try:
                     self._values([ref])
-                except Exception:  # raised by whoever waits for this call
+                except Exception:  # raised later, by the caller that waits for this call
                     return True
-                self._fine.add(ref)
+                self._succeeded_refs.add(ref)
         return False
 
-    def _outputs_of_ranks(self) -> list[Any]:
-        """Return the results by rank, or raise the first failure.
-
-        Processes that this call does not wait for are pinged, as it may hang because one of them died: a rank of its
-        own group, or of another that is to make its inputs or has the turn before it. Or because an earlier call, which
-        nobody waits for yet, failed on one rank and holds up the others.
-        """
-        processes = self._processes
-        outputs: list[Any] = [None] * processes.world_size
+    def _wait_for_ranks(self) -> list[Any]:
+        """Return the results by rank, or raise the first failure."""
+        outputs: list[Any] = [None] * self._processes.world_size
         waiting = dict(self._refs)
         pings: dict[Any, tuple[RayProcesses, int]] = {}
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
             if not ready:
-                processes.check()
-                for others in processes.all_started():
-                    for earlier in others.under_way():
-                        if earlier is not self and earlier.has_failed():
-                            earlier.get()
-                asked = {*pings.values(), *((processes, rank) for rank in waiting.values())}
-                for others in processes.all_started():
-                    fresh = others.ping(rank for asker, rank in asked if asker is others)
-                    pings |= {ref: (others, rank) for ref, rank in fresh.items()}
-            try:
-                for ref, value in zip(ready, self._values(ready), strict=True):
-                    outputs[waiting[ref]] = value
-                waiting = {ref: rank for ref, rank in waiting.items() if ref not in set(ready)}
-            except Exception:  # of one of them; one by one says whose, and raises it
-                for ref in ready:
-                    self._one(ref, waiting.pop(ref), waiting)
-                raise
+                self._look_for_failures(waiting, pings)
+            self._receive(ready, waiting, outputs)
             for ref in ray.wait(list(pings), num_returns=len(pings), timeout=0)[0] if pings else ():
-                self._pinged(ref, *pings.pop(ref), waiting)
+                self._check_ping(ref, *pings.pop(ref), waiting)
         return outputs
+
+    def _look_for_failures(self, waiting: Mapping[Any, int], pings: dict[Any, tuple[RayProcesses, int]]) -> None:
+        """Raise a failure elsewhere that may keep this call from ending, and ping all processes not pinged yet.
+
+        A rank may hang because another process died: a rank of its own group, a producer of its inputs, or a process
+        with an earlier turn on its place. Or an earlier, still unread call failed on one rank and blocks the others.
+        """
+        self._processes.check()
+        for processes in self._processes.all_started():
+            for earlier in processes.running():
+                if earlier is not self and earlier.has_failed():
+                    earlier.outputs()
+        watched = {*pings.values(), *((self._processes, rank) for rank in waiting.values())}
+        for processes in self._processes.all_started():
+            new = processes.ping(but=[rank for owner, rank in watched if owner is processes])
+            pings |= {ref: (processes, rank) for ref, rank in new.items()}
+
+    def _receive(self, ready: Sequence[Any], waiting: dict[Any, int], outputs: list[Any]) -> None:
+        """Move ready results from `waiting` to `outputs`, or raise the failure of one of them."""
+        try:
+            for ref, value in zip(ready, self._values(ready), strict=True):
+                outputs[waiting[ref]] = value
+        except Exception:
+            # Read them one by one: the first failure is raised with the name of its rank.
+            for ref in ready:
+                self._read(ref, waiting.pop(ref), waiting)
+            raise
+        for ref in ready:
+            del waiting[ref]
 
     def _values(self, refs: Sequence[Any]) -> list[Any]:
         values = ray.get(list(refs))
@@ -141,19 +160,19 @@ class RayFuture(PendingCall):
         columns = [self._columns[ref] for ref in refs]
         return load_results(values, [None if known is None else list(known.values()) for known in columns])
 
-    def _one(self, ref: Any, rank: int, waiting: Mapping[Any, int]) -> None:
+    def _read(self, ref: Any, rank: int, waiting: Mapping[Any, int]) -> None:
         try:
             self._values([ref]) if ref in self._refs else ray.get(ref)
         except Exception as error:
             raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
 
-    def _pinged(self, ref: Any, others: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
-        if others is self._processes:
-            self._one(ref, rank, waiting)
+    def _check_ping(self, ref: Any, processes: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
+        if processes is self._processes:
+            self._read(ref, rank, waiting)
             return
         try:
             ray.get(ref)
         except RayActorError as error:
-            if others.is_usable:  # else it was told before
+            if processes.is_usable:  # else its death has been reported already
                 call = f"{self._role}.{self._method}()"
-                raise others.failure(error, rank, others.name, call, {}) from None
+                raise processes.failure(error, rank, processes.name, call, {}) from None
