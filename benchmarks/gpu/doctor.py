@@ -67,13 +67,14 @@ def main(argv: Sequence[str] | None = None) -> bool:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         env = environment(Path(scratch))
-        found = run_parts(list(dict.fromkeys(["models", *names])), size, folder, env)
-    for name, text in found.failed.items():
-        print(f"\n=== {name} FAILED ===\n{text}")
-    for name, seconds in found.seconds.items():
-        state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
-        print(f"{name:<12} {seconds:6.1f} s  {state}")
-    held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+        wanted = list(dict.fromkeys(["models", *names]))
+        found = run_parts(wanted, size, folder.absolute(), env, where=Path(scratch))
+        for name, text in found.failed.items():
+            print(f"\n=== {name} FAILED ===\n{text}")
+        for name, seconds in found.seconds.items():
+            state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
+            print(f"{name:<12} {seconds:6.1f} s  {state}")
+        held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
     return held and not found.failed
 
 
@@ -83,24 +84,28 @@ def _has_card() -> bool:
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network."""
+    """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network.
+
+    The parts run in `scratch`: in the checkout its sources would hide what is installed.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     try:
         importlib.metadata.version("rlcore")
     except importlib.metadata.PackageNotFoundError:
         site, copy = scratch / "site", scratch / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "*.egg-info", "tests", "__pycache__")
+        ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)  # as setuptools writes into what it builds
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
         plugins = map(str, sorted((copy / "plugins").glob("*/")))
         subprocess.run([*command, "--target", str(site), str(copy), *plugins], check=True)
-        paths.insert(0, str(site))
+        (site / "benchmarks").symlink_to(ROOT / "benchmarks")
+        paths[0] = str(site)
         sys.path.insert(0, str(site))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
 
 
-def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, str]) -> Findings:
-    """Run each part in a process of its own."""
+def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, str], where: Path) -> Findings:
+    """Run each part in a process of its own, in the folder `where`."""
     found = Findings()
     for name in names:
         out, log = folder / f"{name}.json", folder / f"{name}.log"
@@ -110,7 +115,7 @@ def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, s
         start, ended = time.perf_counter(), True
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, env=dict(env), cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+                command, env=dict(env), cwd=where, stdout=file, stderr=file, start_new_session=True
             )
             try:
                 process.wait(PARTS[name][1])
