@@ -11,8 +11,8 @@ and with the ratio r_it = pi(y_it) / pi_old(y_it) of token t of response i, the 
 where KL_it estimates KL(pi || pi_ref) from the sampled token (k1, k2 or k3; kl_coef=0: no reference is started) and
 M is the mean over all tokens of the mini-batch (loss_mean=token), the mean over responses of each response's own mean
 (loss_mean=sequence, the paper's form), or the sum over all tokens divided by responses times rollout.response_len
-(loss_mean=constant), which no response's length can change. Dr. GRPO: divide_by_std=false, loss_mean=constant,
-kl_coef=0.
+(loss_mean=constant), a divisor that does not depend on the responses' lengths. Dr. GRPO: divide_by_std=false,
+loss_mean=constant, kl_coef=0.
 """
 
 from __future__ import annotations
@@ -49,18 +49,15 @@ class GRPOConfig:
 
 @needs("log_probs", "entropy")
 def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dict[str, Term]:
-    """Return the terms of the loss in the module's docstring; tokens with response_mask 0 take no part."""
+    """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     advantages = batch["advantages"][:, None]
-    log_ratio = out.log_probs - batch["old_log_probs"]
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -(ratio * advantages).minimum(clipped * advantages)
+    surrogate, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
 
     terms = {
-        "policy": objective(*total_and_count(loss, batch, config)),
+        "policy": objective(*total_and_count(-surrogate, batch, config)),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-        "clipped": metric(masked_sum((clipped * advantages < ratio * advantages).float(), mask), mask.sum()),
+        "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
     }
     if config.kl_coef > 0:
@@ -90,7 +87,7 @@ class GRPO(Algorithm):
         return {**actor, "ref": Role()} if self.config.kl_coef > 0 else actor
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when a step has fewer prompts than mini-batches, which would leave some without any."""
+        """Raise ConfigError when a step has fewer prompts than mini-batches: some mini-batches would be empty."""
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "

@@ -1,8 +1,8 @@
 """Online DPO: direct preference optimisation (arXiv 2305.18290) on pairs of the current policy's samples (2402.04792).
 
-For each prompt, n responses are sampled from the current policy. Two of them are compared by their scores, or by a
-judge that reads both; of two that are not tied, one is chosen (w) and one rejected (l). With the log-ratio of a whole
-response to the reference, summed over its tokens with response_mask 1, and the difference of a pair's two,
+For each prompt, n responses are sampled from the current policy. Two responses are compared by their scores, or by a
+judge that reads both; unless they tie, the better is chosen (w) and the other rejected (l). Let h be the log-ratio of a
+whole response to the reference, summed over its tokens with response_mask 1, and D the difference within a pair,
 
     h(y) = sum_t log pi(y_t) - log pi_ref(y_t)                D = h(y_w) - h(y_l)
 
@@ -12,14 +12,13 @@ the policy minimises the mean over all pairs of the mini-batch of (1 - label_smo
     ipo       f(D) = (D - 1 / (2 beta))^2                     IPO, arXiv 2310.12036, equation 17
     hinge     f(D) = max(0, 1 - beta D)                       SLiC-HF, arXiv 2305.10425, on log-ratios
 
-where label_smoothing is the share of preferences that are taken to be wrong. beta h(y) is the response's implicit
-reward; the metrics `margin` and `accuracy` are the mean of beta D and the share of pairs with D > 0
-(half of those with D = 0).
+where label_smoothing is the assumed share of wrong preferences. beta h(y) is the response's implicit reward; the metric
+`margin` is the mean of beta D, and `accuracy` the share of pairs with D > 0 (a pair with D = 0 counts half).
 
-Pairs of a prompt: `all` compares each two of its responses, `random` one two of them, and `best_worst` takes the
-response that wins most comparisons of `all` against the one that wins fewest (a tie is half a win), which by scores are
-the highest and the lowest. The reference is frozen, or copied from the policy after every reference_every steps, or
-moved by reference_share of the way to it after each step.
+Pairs of a prompt: `all` compares every two of its responses, and `random` one random two. `best_worst` pairs the
+response that wins most comparisons of `all` with the one that wins fewest (a tie is half a win); by scores these are
+the highest and the lowest. The reference is frozen, or copied from the policy every reference_every steps, or after
+each step moved towards the policy by the share reference_share of the difference.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rlcore.ops import Outputs, Term, group_index, masked_sum, metric, needs, no
 RLCORE_API = 1
 
 ROUNDING = 1e-4
-"""Nats: implicit rewards that differ by less are equal, as before the first update, and count as half accurate."""
+"""Nats: a difference below this, as before the first update, is a tie and counts as half accurate."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,20 @@ class OnlineDPOConfig:
 
     group_size: int = option(2, "responses per prompt", min=2)
     pairs: Literal["best_worst", "all", "random"] = option(
-        "best_worst", "which two of a prompt's responses make a pair"
+        "best_worst", "which two of a prompt's responses form a pair"
     )
     judge: Literal["scores", "pairwise"] = option(
-        "scores", "who prefers: the reward's scores, or the judge at judge.url, which reads both responses"
+        "scores", "source of preferences: the reward's scores, or the judge at judge.url, which reads both responses"
     )
     loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", "loss of a pair")
-    beta: float = option(0.1, "how strongly the policy is held to the reference", min=1e-6)
-    label_smoothing: float = option(0.0, "share of preferences taken to be wrong, below 0.5", min=0.0, max=0.5)
+    beta: float = option(0.1, "strength of the pull to the reference", min=1e-6)
+    label_smoothing: float = option(0.0, "assumed share of wrong preferences, below 0.5", min=0.0, max=0.5)
     reference: Literal["frozen", "copied", "averaged"] = option(
-        "frozen", "the reference: the model of the start, a copy of the policy every few steps, or its moving average"
+        "frozen", "the reference: the initial model, a copy of the policy every few steps, or its moving average"
     )
     reference_every: int = option(10, "steps between copies of the policy (reference=copied)", min=1)
     reference_share: float = option(
-        0.01, "way to the policy that the reference goes after each step (reference=averaged)", min=0.0, max=1.0
+        0.01, "share of the policy in the moving average at each step (reference=averaged)", min=0.0, max=1.0
     )
     epochs: int = option(1, "passes over each step's pairs", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
@@ -83,7 +82,7 @@ def preference_loss(difference: Tensor, config: OnlineDPOConfig) -> Tensor:
 def online_dpo_loss(out: Outputs, batch: Mapping[str, Any], config: OnlineDPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring.
 
-    Rows with equal `dpo_pair` are a pair, wherever they stand; `dpo_side` is 1 for the chosen and -1 for the rejected.
+    Rows with equal `dpo_pair` form a pair, in any order; `dpo_side` is 1 for the chosen and -1 for the rejected row.
     """
     mask, side = batch["response_mask"], batch["dpo_side"]
     ratio = masked_sum(out.log_probs - batch["ref_log_probs"], mask, dim=-1)
@@ -103,16 +102,16 @@ def online_dpo_loss(out: Outputs, batch: Mapping[str, Any], config: OnlineDPOCon
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Comparisons of two rows each: `preference` [comparisons] is 1 for `first`, 0 for `second`, 0.5 for a tie."""
+    """Comparisons of two rows: `preference` [comparisons] is 1 if `first` wins, 0 if `second` wins, 0.5 for a tie."""
 
     first: Tensor
     second: Tensor
     preference: Tensor
 
     def best_against_worst(self, groups: Sequence[Sequence[int]]) -> Comparisons:
-        """Return one comparison for each group: its row with the most wins against its row with the fewest.
+        """Return one comparison per group: the row with the most wins against the row with the fewest.
 
-        The earlier row where several have as many; a tie where all have.
+        Among rows with equally many wins the earlier is taken; if all have equally many, the comparison is a tie.
         """
         wins = torch.zeros(max(row for group in groups for row in group) + 1)
         wins.index_add_(0, self.first, self.preference).index_add_(0, self.second, 1 - self.preference)
@@ -122,7 +121,7 @@ class Comparisons:
         return Comparisons(first, second, torch.where(wins[first] > wins[second], 1.0, 0.5))
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the chosen and the rejected row of each comparison that is no tie."""
+        """Return the chosen and the rejected row of each comparison that is not a tie."""
         decided = self.preference != 0.5
         first_wins = self.preference > 0.5
         chosen = torch.where(first_wins, self.first, self.second)
@@ -131,7 +130,7 @@ class Comparisons:
 
 
 def random_twos(groups: Sequence[Sequence[int]], names: Sequence[int]) -> list[tuple[int, int]]:
-    """Return two rows of each group, drawn by the group's name, a key of `noise_key`: all twos are as likely."""
+    """Return two rows per group, uniformly drawn; a group's name, a key from `noise_key`, decides its draw."""
     numbers = uniform_noise(torch.tensor(names), 0, 1)[:, 0].tolist()
     twos = [list(combinations(rows, 2)) for rows in groups]
     return [two[int(number * len(two))] for two, number in zip(twos, numbers, strict=True)]
@@ -149,13 +148,15 @@ class OnlineDPO(Algorithm):
         return {"actor": Role(trains=True, generates=True), "ref": Role(follows=follows)}
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for settings under which no pair could be made, or none could teach anything."""
+        """Raise ConfigError for settings that yield no pairs, or pairs without any information."""
         if config.rollout.temperature == 0:
-            raise ConfigError("rollout.temperature=0 gives a prompt equal responses, of which none is better; raise it")
+            raise ConfigError(
+                "rollout.temperature=0 makes a prompt's responses equal, so none can be preferred; set it above 0"
+            )
         if self.config.judge == "pairwise" and config.judge.url is None:
             raise ConfigError("algo.judge=pairwise asks a judge: set judge.url and judge.model, or algo.judge=scores")
         if self.config.label_smoothing == 0.5:
-            raise ConfigError("algo.label_smoothing=0.5 takes every preference for a coin toss; make it less than 0.5")
+            raise ConfigError("algo.label_smoothing=0.5 treats every preference as a coin toss; set it below 0.5")
         size = self.config.group_size
         most = config.data.batch_size * (size * (size - 1) // 2 if self.config.pairs == "all" else 1)
         if self.config.mini_batches > most:
@@ -170,7 +171,7 @@ class OnlineDPO(Algorithm):
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
         batch = batch.union(run.reward(batch))
         rows = torch.cat(self.choose(run, batch))
-        # A response may be in several pairs; the reference reads it once.
+        # A response may be in several pairs; the reference computes its log-probs once.
         distinct, place = rows.unique(return_inverse=True)
         responses = batch[distinct.tolist()]
         responses = responses.union(run.ref.log_probs(responses, name="ref_log_probs"))
@@ -192,7 +193,7 @@ class OnlineDPO(Algorithm):
         return metrics
 
     def choose(self, run: Run, batch: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the chosen and the rejected row of each pair, int64 [pairs] each, and log how many there are."""
+        """Return the chosen and the rejected row of each pair, int64 [pairs] each, and log the number of pairs."""
         uid = batch["uid"]
         group = group_index(uid)
         groups = [(group == number).nonzero()[:, 0].tolist() for number in range(int(group.max()) + 1)]
@@ -217,10 +218,10 @@ class OnlineDPO(Algorithm):
             scores = batch["scores"]
             if not scores.isfinite().all():
                 rows = (~scores.isfinite()).nonzero()[:, 0].tolist()
-                raise DataError(f"scores of rows {rows} are {scores[rows].tolist()}; a comparison needs finite ones")
+                raise DataError(f"scores of rows {rows} are {scores[rows].tolist()}; a comparison needs finite scores")
             preference = 0.5 + 0.5 * (scores[first] - scores[second]).sign()
             failed = batch["reward_error"]
-            preference[failed[first] | failed[second]] = 0.5  # a failed reward says nothing of its response
+            preference[failed[first] | failed[second]] = 0.5  # a failed reward tells nothing about its response
         return Comparisons(torch.tensor(first), torch.tensor(second), preference)
 
 

@@ -1,8 +1,8 @@
 """PPO: proximal policy optimisation (arXiv 1707.06347), as used on language models by InstructGPT (arXiv 2203.02155).
 
-The policy samples responses, each scored as a whole; s is the score. A response's actions are its tokens t = 1..T with
-response_mask 1, and what stands between them is skipped. With KL_t estimated from the sampled token (kl_estimator), an
-action has the reward
+The policy samples responses; s is the score of a whole response. A response's actions are its tokens t = 1..T with
+response_mask 1; tokens with response_mask 0 between them are skipped. With KL_t estimated from the sampled token
+(kl_estimator), an action has the reward
 
     r_t = [t = T] s - kl_coef KL_t(pi_old || pi_ref)               (without the KL for kl_in=loss and kl_in=none)
 
@@ -10,15 +10,15 @@ The critic's V_t expects the return before action t is chosen. By GAE (arXiv 150
 
     delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
-then A is given mean 0 and variance 1 over the actions of the whole batch (whiten). With q_t = pi(y_t) / pi_old(y_t) and
-M the mean over the actions of a mini-batch, the actor and the critic minimise
+then A is normalised to mean 0 and variance 1 over the actions of the whole batch (whiten). With q_t = pi(y_t) /
+pi_old(y_t) and M the mean over the actions of a mini-batch, the actor and the critic minimise
 
     L_actor  = - M[ min(q_t A_t, clip(q_t, 1 - clip_low, 1 + clip_high) A_t) ] - entropy_coef M[ H_t ]
     L_critic = M[ max((V'_t - R_t)^2, (clip(V'_t, V_t - value_clip, V_t + value_clip) - R_t)^2) ] / 2
 
-kl_in=loss adds kl_coef M[ KL_t(pi || pi_ref) ] to L_actor. dual_clip=c (arXiv 1912.09729): where A_t < 0, what stands
-in the first M is at least c A_t. kl_controller=adaptive (arXiv 1909.08593, section 2.2): after a step, K its mean KL of
-a response, kl_coef is multiplied by 1 + kl_gain clip(K / kl_target - 1, -0.2, 0.2).
+kl_in=loss adds kl_coef M[ KL_t(pi || pi_ref) ] to L_actor. dual_clip=c (arXiv 1912.09729): where A_t < 0, the min in
+the first M is raised to at least c A_t. kl_controller=adaptive (arXiv 1909.08593, section 2.2): after a step whose mean
+KL per response is K, kl_coef is multiplied by 1 + kl_gain clip(K / kl_target - 1, -0.2, 0.2).
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class PPOConfig:
     samples: int = option(1, "responses per prompt", min=1)
     epochs: int = option(1, "passes over each rollout, of the actor and of the critic", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
-    gamma: float = option(1.0, "discount of what comes a token later", min=0.0, max=1.0)
+    gamma: float = option(1.0, "discount per token", min=0.0, max=1.0)
     lam: float = option(0.95, "GAE's lambda: 0 trusts the critic's next value, 1 the sampled return", min=0.0, max=1.0)
-    whiten: bool = option(True, "give advantages mean 0 and variance 1 over the batch")
+    whiten: bool = option(True, "normalise advantages to mean 0 and variance 1 over the batch")
     clip_low: float = option(0.2, "the ratio is clipped at 1 - clip_low", min=0.0, max=1.0)
     clip_high: float = option(0.2, "the ratio is clipped at 1 + clip_high", min=0.0)
-    dual_clip: float = option(0.0, "most that the ratio counts where the advantage is negative; 0: no bound", min=0.0)
+    dual_clip: float = option(0.0, "bound on the ratio where the advantage is negative; 0: no bound", min=0.0)
     entropy_coef: float = option(0.0, "weight of the entropy bonus", min=0.0)
-    value_clip: float = option(0.2, "how far values may move from those before the update; 0: no clipping", min=0.0)
+    value_clip: float = option(0.2, "bound on the change of values in an update; 0: no clipping", min=0.0)
     kl_in: Literal["reward", "loss", "none"] = option("reward", "where the KL to the frozen reference is a penalty")
-    kl_coef: float = option(0.01, "weight of the KL, or where the controller starts; 0: no reference", min=0.0)
+    kl_coef: float = option(0.01, "weight of the KL, or the controller's start value; 0: no reference", min=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "how the KL is estimated from the sampled tokens")
     kl_controller: Literal["fixed", "adaptive"] = option("fixed", "whether kl_coef is steered towards kl_target")
-    kl_target: float = option(6.0, "KL of a response that the adaptive controller steers to, in nats", min=1e-6)
+    kl_target: float = option(6.0, "target of the adaptive controller: KL per response, in nats", min=1e-6)
     kl_gain: float = option(0.1, "speed of the adaptive controller", min=0.0, max=1.0)
     critic_model: str | None = option(None, "folder that the critic starts from (default: model.path)")
     critic_lr: float | None = option(None, "peak learning rate of the critic (default: engine.lr)", min=0.0)
-    critic_warmup: int = option(0, "first steps, in which the critic alone learns", min=0)
+    critic_warmup: int = option(0, "number of first steps in which only the critic learns", min=0)
 
     @property
     def uses_kl(self) -> bool:
@@ -100,13 +100,11 @@ def shift_and_scale(batch: DataProto, *, mean: float, std: float) -> dict[str, R
 
 @needs("log_probs", "entropy")
 def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dict[str, Term]:
-    """Return the terms of L_actor in the module's docstring; tokens with response_mask 0 take no part."""
+    """Return the terms of L_actor in the module's docstring; tokens with response_mask 0 are ignored."""
     mask, advantages = batch["response_mask"], batch["advantages"]
     count = mask.sum()
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = (ratio * advantages).minimum(clipped * advantages)
-    terms = {"clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), count)}
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
+    terms = {"clipped": metric(masked_sum(clipped.float(), mask), count)}
     if config.dual_clip > 0:
         bound = config.dual_clip * advantages
         below = (advantages < 0) & (gain < bound)
@@ -130,16 +128,12 @@ def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dic
 @needs("values")
 def critic_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dict[str, Term]:
     """Return the terms of L_critic in the module's docstring; tokens with response_mask 0 take no part."""
-    mask, before, returns = batch["response_mask"], batch["values"], batch["returns"]
+    mask, returns = batch["response_mask"], batch["returns"]
     count = mask.sum()
-    error = (out.values - returns).square()
-    loss = error
-    if config.value_clip > 0:
-        near = before + (out.values - before).clamp(-config.value_clip, config.value_clip)
-        loss = error.maximum((near - returns).square())
+    error, clipped = out.clipped_value_error(batch["values"], returns, config.value_clip)
     return {
-        "value_loss": objective(masked_sum(loss, mask) / 2, count),
-        "clipped": metric(masked_sum((loss > error).float(), mask), count),
+        "value_loss": objective(masked_sum(error, mask) / 2, count),
+        "clipped": metric(masked_sum(clipped.float(), mask), count),
         "value": metric(masked_sum(out.values, mask), count),
         "return": metric(masked_sum(returns, mask), count),
     }
@@ -162,7 +156,7 @@ class PPO(Algorithm):
         return {**roles, "ref": Role()} if self.config.uses_kl else roles
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for settings that contradict each other, or under which the actor would never learn."""
+        """Raise ConfigError for contradictory settings, and for a warm-up as long as the run."""
         algo = self.config
         rows = config.data.batch_size * algo.samples
         if algo.mini_batches > rows:
@@ -172,8 +166,8 @@ class PPO(Algorithm):
             )
         if algo.critic_warmup >= config.trainer.total_steps:
             raise ConfigError(
-                f"algo.critic_warmup is {algo.critic_warmup} of trainer.total_steps={config.trainer.total_steps}: the "
-                f"actor would never learn; make it less than {config.trainer.total_steps}"
+                f"algo.critic_warmup={algo.critic_warmup} covers all trainer.total_steps={config.trainer.total_steps}: "
+                f"the actor would never learn; make it less than {config.trainer.total_steps}"
             )
         if 0 < algo.dual_clip <= 1:
             raise ConfigError(f"algo.dual_clip is {algo.dual_clip}; it must be above 1, or 0 for no bound")
@@ -184,16 +178,16 @@ class PPO(Algorithm):
             )
         if algo.kl_in == "loss" and algo.kl_estimator == "k1":
             raise ConfigError(
-                "algo.kl_estimator=k1 has no gradient in expectation, so it is no penalty in the loss "
-                "(algo.kl_in=loss); take k2 or k3"
+                "algo.kl_estimator=k1 has zero expected gradient, so it penalises nothing in the loss "
+                "(algo.kl_in=loss); use k2 or k3"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the KL's controller."""
+        """Return the state of the KL controller."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the state of the KL's controller."""
+        """Restore the state of the KL controller."""
         self.kl_coef = state["kl_coef"]
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
@@ -210,11 +204,11 @@ class PPO(Algorithm):
         of_actor: Mapping[str, Any] = {}
         if run.step > self.config.critic_warmup:
             of_actor = run.actor.update(batch, loss=actor_loss, epochs=epochs, mini_batches=mini_batches)
-        # Both are under way before either is read: on two pools they run at the same time.
+        # Both updates have started before either result is read, so on two pools they run at the same time.
         return {f"critic/{name.rpartition('/')[2]}": value for name, value in of_critic.items()} | dict(of_actor)
 
     def _with_advantages(self, run: Run, batch: DataProto) -> DataProto:
-        """Return the batch with `rewards`, `advantages` and `returns`, which are made where the rows are."""
+        """Return the batch with `rewards`, `advantages` and `returns`, computed where the rows are."""
         config = self.config
         kl_coef = self.kl_coef if config.kl_in == "reward" else 0.0
         reads = ["scores", "response_mask", *(["old_log_probs", "ref_log_probs"] if config.uses_kl else [])]
@@ -228,7 +222,7 @@ class PPO(Algorithm):
         to_scale = partial(shift_and_scale, mean=mean, std=std)
         batch = batch.union(batch.map(to_scale, reads=["ppo_advantages", "response_mask"]))
         spread = batch.masked_moments("returns", "response_mask").var
-        # returns - values is what GAE gave, whatever lambda is.
+        # For every lambda, returns - values equals the GAE advantages.
         run.log(**{"critic/explained_variance": 1 - moments.var / spread if spread > 0 else 0.0})
         if config.uses_kl:
             batch["ppo_kl_coef"] = torch.full((len(batch),), self.kl_coef)  # for kl_in=loss, which sees no controller
@@ -236,7 +230,7 @@ class PPO(Algorithm):
         return batch
 
     def _steer(self, run: Run, batch: DataProto) -> None:
-        """Log the KL of a response and its weight, and let the controller choose the next step's."""
+        """Log the mean KL per response and its weight, and let the controller choose the next step's weight."""
         moments = batch.masked_moments("ppo_kl", "response_mask")
         kl = moments.mean * moments.count / len(batch) if moments.count else 0.0
         run.log(**{"ppo/kl": kl, "ppo/kl_coef": self.kl_coef})

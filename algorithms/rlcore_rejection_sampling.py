@@ -1,4 +1,4 @@
-"""Rejection sampling: supervised learning on the best of what the policy samples (RAFT, arXiv 2304.06767; best-of-n).
+"""Rejection sampling: supervised learning on the policy's best samples (RAFT, arXiv 2304.06767; best-of-n).
 
 For each prompt x, n responses y_1..y_n are sampled from the current policy and scored. Kept are
 
@@ -6,12 +6,12 @@ For each prompt x, n responses y_1..y_n are sampled from the current policy and 
     keep=top_k        of those (threshold=null: of all) the k with the highest scores; among equals, the earlier sample
 
 A response that repeats an earlier one of its prompt, token for token, is dropped before the k are chosen, so the kept
-are distinct. One whose reward function failed is never kept. With K the kept responses of a mini-batch and m_t the
+ones are distinct. One whose reward function failed is never kept. With K the kept responses of a mini-batch and m_t the
 response_mask, the policy minimises the mean negative log-likelihood of their tokens,
 
     L = - sum_{y in K} sum_t m_t log pi(y_t | x, y_<t) / sum_{y in K} sum_t m_t
 
-at the rollout temperature, `epochs` times over. Whatever is kept is also a row of RUN/kept.jsonl.
+at the rollout temperature, in `epochs` passes. Each kept response is also a row of RUN/kept.jsonl.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RejectionSamplingConfig:
 
 
 def choose(batch: DataProto, *, threshold: float | None, top_k: int | None) -> dict[str, Tensor]:
-    """Return bool [rows] `rejection_kept` and `rejection_repeat`, which marks what is dropped as a duplicate.
+    """Return `rejection_kept` and `rejection_repeat` (dropped as a duplicate), both bool [rows].
 
     Reads `uid`, `responses`, `scores` and `reward_error`; needs all rows of a uid at once.
     """
@@ -77,7 +77,7 @@ def choose(batch: DataProto, *, threshold: float | None, top_k: int | None) -> d
 
 @needs("log_probs", "entropy")
 def imitation_loss(out: Outputs, batch: Mapping[str, Any], config: RejectionSamplingConfig) -> dict[str, Term]:
-    """Return L of the module's docstring as `nll`; tokens with response_mask 0 take no part."""
+    """Return L of the module's docstring as `nll`; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     return {
         "nll": objective(-masked_sum(out.log_probs, mask), mask.sum()),
@@ -97,7 +97,7 @@ class RejectionSampling(Algorithm):
         self.empty_steps = 0
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for settings under which the choice would be none."""
+        """Raise ConfigError for settings under which there is nothing to choose between."""
         algo = self.config
         if algo.keep == "top_k" and algo.top_k >= algo.samples and algo.threshold is None:
             raise ConfigError(
@@ -106,20 +106,20 @@ class RejectionSampling(Algorithm):
             )
         if config.rollout.temperature == 0 and algo.samples > 1:
             raise ConfigError(
-                f"rollout.temperature=0 makes all algo.samples={algo.samples} responses of a prompt the same; "
+                f"rollout.temperature=0 makes all algo.samples={algo.samples} responses of a prompt equal; "
                 "set it above 0, or algo.samples=1"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far kept.jsonl is written, and how many steps kept nothing."""
+        """Return the length of kept.jsonl in bytes, and the number of steps that kept nothing."""
         return {"kept_bytes": self.kept_bytes, "empty_steps": self.empty_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state of a `state_dict`."""
         self.kept_bytes, self.empty_steps = state["kept_bytes"], state["empty_steps"]
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
-        """Run one step and return the update's metrics and those of the choice."""
+        """Run one step and return the metrics of the update and of the choice."""
         batch = run.actor.generate(prompts.repeat(self.config.samples))
         batch = batch.union(run.reward(batch))
         chooser = partial(choose, threshold=self._threshold(run.config), top_k=self._top_k)
@@ -148,10 +148,10 @@ class RejectionSampling(Algorithm):
         return self.config.threshold
 
     def _write(self, path: Path, kept: DataProto, step: int) -> None:
-        """Add the kept responses to the file, right behind the rows that this run has counted.
+        """Append the kept responses to the file after the first `kept_bytes` bytes, which this run has counted.
 
-        What stands behind those was written by steps that a resumed run repeats, so it goes. The rows are on disk when
-        this returns: a checkpoint never counts any that are not there.
+        Any rows after those come from steps that a resumed run repeats, so they are deleted. The new rows are on disk
+        when this returns, so that a checkpoint never counts missing rows.
         """
         prompts = kept["prompt_text"].tolist()
         if "prompt_messages" in kept:

@@ -144,7 +144,7 @@ def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[floa
     words = [
         *("algo=ppo", "algo.mini_batches=8", "algo.kl_coef=0.1", f"model.path={folder}", f"reward.model={folder}"),
         *("model.dtype=bf16", "data.batch_size=1024", "data.prompt_len=1024", "rollout.response_len=1024"),
-        *("engine.activation_checkpointing=true", "engine.micro_batch_tokens=8192"),
+        *("engine.torch.activation_checkpointing=true", "engine.micro_batch_tokens=8192"),
     ]
     problem = problem_of(compose(words, plugins), plugins, (Devices(load("a100-80g"), gpus),))
     times = []

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.plugins import Role
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
 
 POOLS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -66,7 +69,17 @@ def model_workers(executor: Executor, folder: Path, workers: int, *, samples_onl
     """Start an actor's workers, or those of its copy that samples."""
     role, model = Role(trains=True, generates=samples_only), ModelConfig(path=str(folder))
     setup = RoleSetup(
-        role, model, EngineConfig(), RolloutConfig(), create_fsdp, create_hf, 0, 1, samples_only=samples_only
+        role,
+        model,
+        EngineConfig(),
+        RolloutConfig(),
+        create_torch,
+        create_hf,
+        TorchConfig(),
+        HFConfig(),
+        0,
+        1,
+        samples_only=samples_only,
     )
     name = "sampling" if samples_only else "trained"
     group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(ModelWorker, setup), name)
@@ -79,7 +92,7 @@ def by_rlcore(folder: Path, trained: int, sampling: int) -> list[float]:
     with make_executor(ClusterConfig(executor="ray", workers=trained + sampling)) as executor:
         actor = model_workers(executor, folder, trained, samples_only=False)
         copy = model_workers(executor, folder, sampling, samples_only=True)
-        sender = Sender(actor, torch.float32)
+        sender = WeightExporter(actor, torch.float32)
         return seconds(lambda: copy.take_weights(sender.send()).get())
 
 

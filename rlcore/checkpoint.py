@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, synced to disk, then renamed, so that a half-written one is never picked up."""
+"""Checkpoints: written under another name, synced to disk, then renamed, so that a partial one is never loaded."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint by its folder's name."""
+    """Return the step in a checkpoint folder's name; CheckpointError for any other name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path} is not a checkpoint; those are called step_NUMBER")
+        raise CheckpointError(f"{path} is not a checkpoint; a checkpoint's folder is called step_NUMBER")
     return int(match.group(1))
 
 
 def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep: int) -> Path:
-    """Write checkpoint `step` into `folder` and return its path; keep the newest `keep` (0: all).
+    """Write checkpoint `step` into `folder` and return its path; then delete all but the newest `keep` (0: keep all).
 
-    `write` puts its files into the folder that it gets and returns the trainer's state. Raises CheckpointError when the
-    disk refuses; the earlier checkpoints are then still there.
+    `write(path)` writes its files into `path` and returns the trainer's state. Raises CheckpointError when the disk
+    refuses; earlier checkpoints stay intact.
     """
     final = folder / f"step_{step:08d}"
     aside = folder / (_ASIDE + final.name)
@@ -46,7 +46,7 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         for stale in folder.glob(_ASIDE + "*"):
             shutil.rmtree(stale)
         if final.is_dir() and not (final / STATE).is_file():
-            shutil.rmtree(final)  # a partial copy, of no use to anybody
+            shutil.rmtree(final)  # a partial copy, which nothing can load
         aside.mkdir()
         state = write(aside)
         (aside / STATE).write_text(_as_json(state))
@@ -66,7 +66,7 @@ def _as_json(state: dict[str, Any]) -> str:
         return json.dumps(state)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the state of the run cannot be written as JSON: {error}; Algorithm.state_dict must return plain values"
+            f"the state of the run cannot be written as JSON: {error}; Algorithm.state_dict must return JSON values"
         ) from error
 
 
@@ -77,7 +77,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE} holds a {type(state).__name__}, not the state of a trainer")
+        raise CheckpointError(f"{path / STATE} holds a {type(state).__name__}; expected the trainer's state, an object")
     return state
 
 

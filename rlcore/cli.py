@@ -222,7 +222,7 @@ def _plugins(argv: list[str]) -> int:
     _add_plugin_options(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for test: what NAME needs set")
-    parser.add_argument("words", nargs="*", metavar="test NAME", help="run the conformance suite over an algorithm")
+    parser.add_argument("words", nargs="*", metavar="test NAME", help="run the conformance suite over a plugin")
     options = parser.parse_intermixed_args(argv)
     if options.words:
         return _test_plugin(options)
@@ -240,17 +240,17 @@ def _plugins(argv: list[str]) -> int:
 
 
 def _test_plugin(options: argparse.Namespace) -> int:
-    """Print an algorithm's report card; 1 when a check fails."""
+    """Print a plugin's report card; 1 when a check fails."""
     if options.words[0] != "test" or len(options.words) != 2:
-        raise ConfigError(f"rlcore plugins {' '.join(options.words)!r} cannot be; write rlcore plugins test NAME")
+        raise ConfigError("usage: rlcore plugins test NAME")
     from tempfile import TemporaryDirectory
 
-    from rlcore.testing.suite import Suite
+    from rlcore.testing.suites import open_suite
 
     name = options.words[1]
     with (
         TemporaryDirectory(prefix="rlcore-test-") as folder,
-        Suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
+        open_suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
     ):
         results = []
         for result in suite.results():
@@ -295,14 +295,12 @@ def _config(argv: list[str]) -> int:
     from rlcore.config import check
 
     check(config, plugins)
-    engine = config.engine
-    laid_out = engine.pp > 1 or engine.tp > 1 or engine.dp > 0 or engine.shard > 0
-    if config.algorithm and (config.cluster.pools or config.trainer.rollouts_ahead or laid_out):
+    if config.algorithm and config.cluster.pools != "auto":
         from rlcore.roles.placement import plan
         from rlcore.run import with_reward_model
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
-        plan(config, with_reward_model(roles, config))
+        plan(config, with_reward_model(roles, config), plugins.train_engines()[config.engine.name])
     return _print_config(config)
 
 
@@ -368,11 +366,16 @@ def _show_keys(usage: str, parser: argparse.ArgumentParser, options: argparse.Na
     name = next((word.removeprefix("algo=") for word in options.overrides if word.startswith("algo=")), None)
     sections: dict[str, type] = {}
     if name is not None:
-        sections["algo"] = _load(options).algorithm(name).algorithm.config_class
+        plugins = _load(options)
+        sections["algo"] = plugins.algorithm(name).algorithm.config_class
+        sections |= plugins.sections()
     lines = [f"usage: rlcore {usage} [OPTION ...] [OVERRIDE ...]\n", parser.format_help().partition("\n\n")[2]]
     lines.append(f"{_groups()}\n")
     if name is None:
-        lines.append(f"algo: the algorithm's own keys, shown by rlcore {usage} algo=NAME --help")
+        lines.append(
+            "algo, engine.NAME, rollout.NAME: the keys of the algorithm, the engines and other plugins, shown by "
+            f"rlcore {usage} algo=NAME --help"
+        )
     _show("\n".join([*lines, text({**sections, **SECTIONS})]))
     return 0
 
@@ -409,9 +412,12 @@ def _groups() -> str:
 
 
 def _complete(argv: list[str]) -> int:
-    """Hand shell completion to hydra, with the installed algorithms' names from metadata; no plugin is imported."""
+    """Hand shell completion to hydra, with the installed algorithms' names from metadata.
+
+    Of plugins only the modules of rlcore's own engines are imported, for their config keys.
+    """
     from rlcore.config.compose import hydra_nodes, schema_node
-    from rlcore.plugins import installed
+    from rlcore.plugins import installed, own_engines
 
     arguments = [argument for argument in argv if "=" in argument]
     if any(argument.startswith("query=") for argument in arguments):
@@ -424,7 +430,7 @@ def _complete(argv: list[str]) -> int:
         # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
         skipped = 3 if words[1] == "eval" else 2
         os.environ["COMP_LINE"] = " ".join([words[0], *words[skipped:]]) + (" " if line[-1].isspace() else "")
-    nodes = schema_node()
+    nodes = schema_node(own_engines().sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
     with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)
@@ -435,7 +441,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model: rlcore train algo=NAME [OVERRIDE ...]", _train),
     "plan": ("find the best placement and layouts: rlcore plan algo=NAME cluster.gpus=64 [OVERRIDE ...]", _plan),
     "eval": ("measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]", _eval),
-    "plugins": ("list the installed plugins and where they come from; test NAME: check an algorithm", _plugins),
+    "plugins": ("list the installed plugins and where they come from; test NAME: check one", _plugins),
     "new-plugin": ("write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]", _new_plugin),
     "config": ("compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]", _config),
 }

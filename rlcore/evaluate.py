@@ -19,7 +19,7 @@ from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import resolve
-from rlcore.roles.placement import only
+from rlcore.roles.placement import restrict_to_roles
 from rlcore.run import Run, open_run
 
 
@@ -97,7 +97,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     dataset = plugins.datasets()[config.data.name]
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    with open_run(only(config, roles), target.resolve(), plugins, roles, rewards) as run:
+    with open_run(restrict_to_roles(config, roles), target.resolve(), plugins, roles, rewards) as run:
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<16} {value:.4g}")

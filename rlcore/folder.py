@@ -1,4 +1,4 @@
-"""The run folder: made new, resumed when unfinished and equal, refused otherwise; what is written into it and when."""
+"""The run folder: created, or resumed if its run is unfinished and its config equal, or else refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITING = ".writing"
 
 
 class RunFolder:
-    """An open run folder; `resume_from` is the checkpoint to go on from, or None for a run from its start."""
+    """An open, locked run folder; `resume_from` is the checkpoint to resume from, None for a run from its start."""
 
     def __init__(self, path: Path, resume_from: Path | None, lock: IO[str]) -> None:
         self.path, self.resume_from = path, resume_from
@@ -31,35 +31,35 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json in one piece."""
+        """Write summary.json atomically; CheckpointError when the disk refuses."""
         try:
             _write_whole(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             raise CheckpointError(f"{self.path / SUMMARY} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Let go of the folder's lock."""
+        """Release the folder's lock."""
         self._lock.close()
 
 
 def default_path(config: Config) -> Path:
-    """Return runs/ALGO-TIME, or the config's own `run.dir`."""
+    """Return `run.dir`, or runs/ALGO-TIME when it is not set."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()
     return Path("runs") / f"{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
-    """Make the folder and write config.yaml and versions.json, or get ready to resume what is there.
+    """Create the folder with config.yaml and versions.json, or prepare to resume the run in it.
 
-    A folder in which a run was stopped before its first step or evaluation starts anew.
+    A run that was stopped before its first step or evaluation starts anew.
 
-    Raises ConfigError for a folder that cannot be made or written, that another process is using, that holds a finished
-    run or something else than a run, or whose config differs (naming the keys).
+    Raises ConfigError when the folder cannot be created or written, when another process is using it, when it holds a
+    finished run or files other than a run's, or when its config differs (naming the keys).
     """
     existing = path / CONFIG
     try:
@@ -78,24 +78,25 @@ def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
             raise
     except OSError as error:
         raise ConfigError(
-            f"the run folder {path} cannot be written: {error.strerror or error}; free space or rights, or set run.dir"
+            f"the run folder {path} cannot be written: {error.strerror or error}; free disk space, allow writing, "
+            "or set run.dir"
         ) from error
     found = checkpoints(path / "checkpoints")
     return RunFolder(path, found[-1] if found else None, lock)
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether a file can be left over from a run that was stopped while it made its folder."""
+    """Whether a file may be left over from a run that was stopped while creating its folder."""
     return file.name in (".lock", VERSIONS) or file.name.endswith(WRITING)
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is anything of a run that another config could not go on with."""
+    """Whether the folder holds results that only the same config may continue."""
     return any((path / name).exists() for name in ("checkpoints", "metrics.jsonl", SUMMARY))
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically: it exists whole or not at all."""
     aside = path.with_name(path.name + WRITING)
     with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
@@ -111,7 +112,7 @@ def _lock(path: Path) -> IO[str]:
     except BlockingIOError:
         lock.close()
         raise ConfigError(
-            f"run.dir={path} is in use by another rlcore process; wait for it or take another folder"
+            f"run.dir={path} is in use by another rlcore process; wait for it, or give another folder"
         ) from None
     return lock
 
@@ -129,37 +130,37 @@ def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
     if differing := same_run(saved, config):
         raise ConfigError(
             f"run.dir={path} holds an unfinished run with another config; differing: {', '.join(differing[:10])}. "
-            f"Resume it with its own values (rlcore train --config {path / CONFIG} run.dir={path}), or give another "
+            f"Resume it with its own config (rlcore train --config {path / CONFIG} run.dir={path}), or give another "
             "folder"
         )
 
 
 def require_plugins(path: Path, plugins: Installed) -> None:
-    """Raise PluginError when a plugin that the run in a folder needs is not there, saying what to install.
+    """Raise PluginError, naming the package to install, when a plugin that the folder's run needs is missing.
 
-    What is no run folder needs none.
+    Returns silently when the folder has no readable versions.json.
     """
     try:
         needed = json.loads((path / VERSIONS).read_text(encoding="utf-8"))["plugins"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # versions.json is an account for people; what else is wrong with the folder is found when it is opened
+        return  # versions.json is for people; opening the folder reports its other faults
     there = {plugin.name: plugin.state for plugin in plugins.list()}
     for plugin in needed:
         name, state = plugin["name"], there.get(plugin["name"])
         if state == "loaded":
             continue
         if state == "blocked":
-            remedy = f"which -p no:{name} leaves out; leave out that option"
+            remedy = f"which -p no:{name} blocks; remove that option"
         elif plugin["distribution"] is None:
             remedy = f"a local file; give it again with -p {plugin['file']}"
         else:
             wanted = f"{plugin['distribution']}=={plugin['version']}"
-            remedy = f"which is not installed any more: pip install {wanted}"
+            remedy = f"which is no longer installed: pip install {wanted}"
         raise PluginError(f"the run {path} was made with the plugin {name!r}, {remedy}")
 
 
 def versions(config: Config, plugins: Installed) -> dict[str, Any]:
-    """Return what the run was made with: Python, the platform, the distributions that matter, and its plugins."""
+    """Return the versions behind a run: Python, the platform, argv, the main distributions, and its plugins."""
     names = (
         "rlcore",
         "torch",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,14 +21,17 @@ from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
-from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
+from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
 
+
+H = TypeVar("H", bound=RoleHandle)
 
 REWARD_MODEL = "reward_model"
 """The role that `reward.model` adds to an algorithm's own."""
@@ -37,8 +40,14 @@ REWARD_MODEL = "reward_model"
 class Run:
     """The models of a run as `run.ROLE`, its reward as `run.reward`, its config, folder and step.
 
-    `config`: the whole typed config. `dir`: the run folder. `step`: from 1; 0 before the first.
+    `config`: the whole typed config. `dir`: the run folder. `step`: from 1; 0 before the first. A type checker knows
+    the kinds of the roles below, as they are usually named; for others `run.role(NAME, CriticHandle)` states the kind.
     """
+
+    actor: PolicyHandle
+    ref: PolicyHandle
+    critic: CriticHandle
+    reward_model: RewardHandle
 
     def __init__(
         self,
@@ -75,6 +84,20 @@ class Run:
             )
         return roles[name]
 
+    def role(self, name: str, handle_class: type[H]) -> H:
+        """Return the handle of role `name`, which must be of this class: PolicyHandle, CriticHandle or RewardHandle.
+
+        Raises NoRoleError for a role that is not there, or of another kind.
+        """
+        handle = self.__getattr__(name)
+        if not isinstance(handle, handle_class):
+            raise NoRoleError(
+                f"role {name!r} is a {handle.role.kind}, so its handle is no {handle_class.__name__}; "
+                f"ask for run.role({name!r}, {HANDLES[handle.kind].__name__}), or declare it with "
+                f"Role(kind={handle_class.kind!r})"
+            )
+        return handle
+
     def reward(self, batch: DataProto, *, record: bool = True) -> DataProto:
         """Return each row's `scores` (fp32), `reward_error` and `reward_detail`; with several rewards `score/NAME` too.
 
@@ -102,7 +125,7 @@ class Run:
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
-        by_model = self.roles[REWARD_MODEL].score(batch)
+        by_model = self.role(REWARD_MODEL, RewardHandle).score(batch)
         if not settings.functions and settings.path is None:
             nothing = {"reward_error": torch.zeros(len(batch), dtype=torch.bool), "reward_detail": [None] * len(batch)}
             return DataProto.from_single_dict({"scores": by_model["scores"] * settings.model_weight, **nothing})
@@ -213,7 +236,7 @@ def open_run(
     ConfigError for roles that cannot be, and the errors of starting.
     """
     check_roles(roles, config)
-    plans = plan(config, roles)
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
     executor = make_executor(
         config.cluster,
         log_dir=log_dir,
@@ -226,15 +249,15 @@ def open_run(
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
         reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
-        clock, by_text = StepClock(), _by_text(roles, config)
+        clock = StepClock()
         handles, (scorers,) = start_roles(
-            config, executor, plugins, roles, clock, pools, by_text=by_text, extra=[reward]
+            config, executor, plugins, roles, clock, pools, reads_text=_text_readers(roles, config), extra=[reward]
         )
         judge = Judge(config.judge, executor)
         yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
 
 
-def _by_text(roles: Mapping[str, Role], config: Config) -> set[str]:
+def _text_readers(roles: Mapping[str, Role], config: Config) -> set[str]:
     """Return the reward models to which the actor's token ids mean nothing, as their tokenizer is another."""
     return {
         name

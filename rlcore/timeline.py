@@ -1,4 +1,4 @@
-"""The timeline of a run: who ran when, as metrics of each step and as a trace for Perfetto or chrome://tracing."""
+"""The timeline of a run: each role's calls, as metrics of each step and as a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from rlcore.workers import Span
 
-BESIDE = ("seconds", "_read_mesh")
-"""Calls by which the controller asks workers about themselves: no work, and not shown."""
+BOOKKEEPING = ("seconds", "_read_mesh")
+"""Methods that only tell the controller about the workers; the timeline leaves them out."""
 CONTROLLER = 0
-"""The trace's process number of the controller, whose spans are the steps."""
+"""The controller's process number in the trace; its spans are the steps."""
 
 
 def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
-    """Return when each role's method first began and last ended, in seconds from `start`, and how much overlapped.
+    """Return each method's first start and last end, in seconds from `start`, and the overlap of the roles.
 
-    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds in which some process was at work; timeline/overlap:
-    the share of these in which processes of two or more roles were.
+    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds during which at least one process worked;
+    timeline/overlap: the share of those during which processes of two or more roles worked.
     """
-    spans = [span for span in spans if span.method not in BESIDE and span.ended > start]
+    spans = [span for span in spans if span.method not in BOOKKEEPING and span.ended > start]
     metrics: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.began):
         name = f"timeline/{span.role}.{span.method}"
@@ -45,10 +45,10 @@ def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
 
 
 class Trace:
-    """A file of Chrome's trace events in the array form, whose last bracket may be missing: a run that died has one.
+    """A file of Chrome's trace events in array form, which may lack its last bracket: a killed run's file opens too.
 
-    Each worker process is a track; a span shows what ran, and a paler one before it how long it waited for its inputs.
-    A resumed run goes on in the same file.
+    Each worker process is a track. A span shows a call, and a paler span before it the wait for the call's inputs. A
+    resumed run appends to the same file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Trace:
             path.write_text("[\n", encoding="utf-8")
 
     def add(self, step: int, start: float, end: float, spans: Sequence[Span]) -> None:
-        """Write one step, which the controller began and ended at these times, and what the workers did in it."""
+        """Append one step, with the controller's start and end times, and the workers' spans in it."""
         events = [*self._events(step, start, end, spans)]
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(event) + ",\n" for event in events)
@@ -68,8 +68,8 @@ class Trace:
             self._named.add(CONTROLLER)
             yield _name(CONTROLLER, "controller")
         yield _event(CONTROLLER, step % 2, f"step {step}", "step", start, end)  # events of one line may not overlap
-        for span in (span for span in spans if span.method not in BESIDE):
-            process = zlib.crc32(f"{span.host}:{span.pid}".encode())  # pids alone may be those of several nodes
+        for span in (span for span in spans if span.method not in BOOKKEEPING):
+            process = zlib.crc32(f"{span.host}:{span.pid}".encode())  # two nodes may have the same pid
             if process not in self._named:
                 self._named.add(process)
                 yield _name(process, f"{span.role} rank {span.rank} ({span.pid} on {span.host})")

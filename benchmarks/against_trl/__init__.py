@@ -201,7 +201,9 @@ def quickstart() -> bool:
         sides = [
             Side(TRL, 1),
             Side("rlcore in process, 1 core", 1, ["cluster=in_process"]),
-            Side("rlcore on Ray, 2 workers, 2 cores", 2, ["cluster=local", "cluster.workers=2", "engine.shard=1"]),
+            Side(
+                "rlcore on Ray, 2 workers, 2 cores", 2, ["cluster=local", "cluster.workers=2", "engine.torch.shard=1"]
+            ),
         ]
         found = alternate(work, sides, rounds=5)
     peer, alone, ray = (statistics.median(rates(found[side.name])) for side in sides)

@@ -12,10 +12,11 @@ import payload
 import side
 import torch
 
+from rlcore.compat import RayWorkerGroup
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.remote import RemoteColumn
-from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, Worker, register
 
 PRODUCERS = 4
 MICRO_BATCH = 64

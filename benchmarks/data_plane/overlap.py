@@ -16,8 +16,9 @@ import torch
 from rlcore.config import compose
 from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
-from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.handles import CriticHandle, PolicyHandle, StepClock
 from rlcore.roles.placement import plan
+from rlcore.roles.start import start_roles
 from rlcore.workers import make_executor
 
 ROLES = {"ref": Role(), "critic": Role(kind=CRITIC, trains=True)}
@@ -47,7 +48,7 @@ def main(folder: str) -> None:
         side.serve({"call": lambda rounds: call(roles["ref"], roles["critic"], rounds)})
 
 
-def call(ref: RoleHandle, critic: RoleHandle, rounds: int) -> dict[str, list[float]]:
+def call(ref: PolicyHandle, critic: CriticHandle, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each way, `rounds` times in turn."""
     batch = rows()
     ways = {

@@ -16,8 +16,9 @@ import side
 import torch
 from by_reference import to_tensors
 
+from rlcore.compat import RayWorkerGroup
 from rlcore.protocol import DataProto, Ragged
-from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, RayWorkerGroup, Worker, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, RayResourcePool, Worker, register
 
 WORKERS = 8
 

@@ -14,10 +14,12 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import state
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 4, 16, 48
@@ -44,7 +46,7 @@ def received() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def held(engine: FSDPEngine) -> int:
+def held(engine: TorchEngine) -> int:
     """Return the bytes of this rank's weights and moments, in fp32, and as many for gradients as for weights."""
     assert engine.optimizer is not None
     weights = sum(state.local(parameter).nbytes for _, parameter in engine.parameters.here())
@@ -55,9 +57,11 @@ def held(engine: FSDPEngine) -> int:
 def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
     """Return what this rank holds, and of all ranks the seconds and bytes of each step but the first."""
     pp, tp, dp, shard = layout
-    config = EngineConfig(pp=pp, tp=tp, dp=dp, shard=shard, lr=1e-4, micro_batch_rows=4)
+    config = EngineConfig(pp=pp, tp=tp, dp=dp, lr=1e-4, micro_batch_rows=4)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    engine = FSDPEngine(ModelConfig(path=folder), config, ranks=ranks, trains=True, total_steps=10)
+    engine = TorchEngine(
+        TrainSetup(ModelConfig(path=folder), config, TorchConfig(shard=shard), ranks=ranks, trains=True, total_steps=10)
+    )
     batch = rows()
     mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]
     seconds, sent = [], []

@@ -15,19 +15,18 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from strategies import STRATEGIES, ConsecutiveGroups, flat_pieces
 from torch import Tensor
 
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.weights.generation import GenerationLayout
-from rlcore.engine.weights.meter import Meter, ProcessGroups
-from rlcore.engine.weights.reshard import STRATEGIES, HybridFlow, flat_pieces, gather_data_parallel
+from rlcore.engine.weights.meter import ProcessGroups
 
 LAYOUTS = [
     (Layout(1, 8, 1), 1, 2),
@@ -42,8 +41,6 @@ LAYOUTS = [
     (Layout(2, 4, 1), 1, 4),
 ]
 """Training, and the stages and tensor shards of generation."""
-SHARDED = [(Layout(1, 4, 2), 1, 2), (Layout(1, 2, 4), 1, 1), (Layout(2, 2, 2), 2, 1)]
-"""The same with training shards that are cut along dp as well."""
 LAYERS, VOCABULARY = 4, 300
 
 
@@ -139,27 +136,18 @@ def kernel_bytes() -> int:
     return total
 
 
-def put(reshard: HybridFlow, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Have training shards live in their slots, as an engine that trains there would; return those."""
-    slots = reshard.slots
-    for name, slot in slots.items():
-        slot.copy_(shards[name])
-    return slots
-
-
 def measure(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups, rounds: int) -> dict[str, dict]:
     """Reshard so many times, each after an update, by every strategy in turn; return the figures of each.
 
     Bytes are those of the last time, all being alike. The strategies beside HybridFlow's have the vanilla grouping.
     """
-    layouts = {name: replace(layout, vanilla=name != "hybridflow") for name in STRATEGIES}
+    consecutive = ConsecutiveGroups(layout.training, layout.pp, layout.tp)
+    layouts = {name: layout if name == "hybridflow" else consecutive for name in STRATEGIES}
     reshards = {name: STRATEGIES[name](layouts[name], cuts, groups, bucket_bytes=2**22) for name in STRATEGIES}
     figures: dict[str, dict] = {name: {"seconds": [], "wrong": []} for name in STRATEGIES}
     for version in range(rounds):
         for name, reshard in reshards.items():
             shards = training_shards(name, layout, cuts, version)
-            if isinstance(reshard, HybridFlow):
-                shards = put(reshard, shards)
             reshard.meter.received = reshard.meter.copied = 0
             dist.barrier()
             kernel, start = kernel_bytes(), time.perf_counter()
@@ -180,62 +168,14 @@ def measure(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGr
     return figures
 
 
-def measure_sharded(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict[str, Any]:
-    """Reshard from FSDP shards along dp that live in the buffer: what the extra gather takes, and the rest as ever."""
-    training = layout.training
-    size = training.pp * training.tp
-    along_dp = groups.own([range(start, training.world_size, size) for start in range(size)])
-    reshard = HybridFlow(layout, cuts, groups)
-    extra = Meter()
-    place = training.place(groups.rank)
-    bad: list[str] = []
-    for version in range(2):
-        put(reshard, training_shards("hybridflow", layout, cuts, version))
-        for run in reshard.slot_runs.values():
-            for index, piece in enumerate(flat_pieces(len(run), along_dp.ranks)):
-                if index != place.dp:
-                    run[piece.start : piece.stop] = float("nan")
-        extra.received = reshard.meter.received = 0
-        gather_data_parallel(reshard, along_dp, extra)
-        bad += wrong(reshard.gather(reshard.slots.items()), layout, cuts, version)
-    return {
-        "extra": extra.received,
-        "received": reshard.meter.received,
-        "peak": reshard.meter.peak + extra.peak,
-        "wrong": bad,
-    }
-
-
-def row_major(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups) -> dict[str, Any]:
-    """Reshard for an engine that wants rows together, from shards in memory of their own."""
-    reshard = HybridFlow(layout, cuts, groups)
-    shards = training_shards("hybridflow", layout, cuts, 5)
-    strided = [name for name, shard in reshard.gather(shards.items(), row_major=True) if not shard.is_contiguous()]
-    adopted = reshard.meter.copied
-    bad = wrong(reshard.gather(reshard.slots.items(), row_major=True), layout, cuts, 5)
-    return {
-        "strided": strided,
-        "copied": reshard.meter.copied - adopted,
-        "redundant": reshard.redundant_bytes(shards),
-        "peak": reshard.meter.peak,
-        "held": reshard.meter.held,
-        "wrong": bad,
-    }
-
-
 def run(width: int, rounds: int, groups: ProcessGroups) -> dict[str, Any]:
     """Run all cases and return what this rank found."""
-    found: dict[str, Any] = {"layouts": [], "others": [], "sharded": []}
+    found: dict[str, Any] = {"layouts": [], "others": []}
     for training, stages, shards in LAYOUTS:
         layout = GenerationLayout(training, stages, shards)
         numbers = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
         found["layouts"].append(numbers | measure(layout, decoder_cuts(width, training.pp), groups, rounds))
         found["others"].append(numbers | measure(layout, other_cuts(width, training.pp), groups, 1))
-    for training, stages, shards in SHARDED:
-        layout = GenerationLayout(training, stages, shards)
-        numbers = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
-        found["sharded"].append(numbers | measure_sharded(layout, decoder_cuts(width, training.pp), groups))
-    found["row_major"] = row_major(GenerationLayout(Layout(1, 4, 2), 1, 2), decoder_cuts(width, 1), groups)
     return found
 
 

@@ -2,13 +2,13 @@
 
 For each prompt, G responses are sampled from the current policy pi_old and scored. Four things differ from GRPO:
 
-Dynamic sampling (section 3.2). A group whose scores are all equal teaches nothing and is dropped; further prompts are
-drawn and sampled until the step has data.batch_size groups, or has done max_rounds rounds of sampling. Then it trains
-on the groups that it has, dapo/missing_groups says how many are lacking, and a warning is logged; groups beyond the
-full batch are left out (dapo/surplus_groups).
+Dynamic sampling (section 3.2). A group whose scores are all equal teaches nothing and is dropped. Further prompts are
+sampled until the step has data.batch_size groups or has done max_rounds rounds. If groups are missing after the last
+round, the step trains on those that it has, and logs dapo/missing_groups and a warning. Groups beyond the full batch
+are left out (dapo/surplus_groups).
 
 Overlong shaping (section 3.4). With L = rollout.response_len and a buffer of B = overlong_buffer * L tokens at its end,
-the score s_i of a response of |y_i| tokens is punished softly,
+a response of |y_i| tokens with the score s_i gets a soft length penalty,
 
     R_i = s_i + overlong_penalty * clip((L - B - |y_i|) / B, -1, 0)              A_i = (R_i - mean(R)) / (std(R) + 1e-6)
 
@@ -45,21 +45,21 @@ class DAPOConfig:
     clip_high: float = option(0.28, "the ratio is clipped at 1 + clip_high", min=0.0)
     max_rounds: int = option(10, "most rounds of sampling in a step; 1: equal groups are dropped, not replaced", min=1)
     overlong_buffer: float = option(
-        0.2, "last share of rollout.response_len, over which the punishment of length grows; 0: none", min=0.0, max=1.0
+        0.2, "last share of rollout.response_len, over which the length penalty grows; 0: no penalty", min=0.0, max=1.0
     )
-    overlong_penalty: float = option(1.0, "what the score of a response of full length loses", min=0.0)
+    overlong_penalty: float = option(1.0, "length penalty of a response of full length", min=0.0)
     epochs: int = option(1, "passes over each rollout", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
 
 def differing(scores: Tensor, group_size: int) -> Tensor:
-    """Return bool [rows]: whether the row's group, `group_size` rows that follow, has `scores` [rows] that differ."""
+    """Return bool [rows]: whether `scores` [rows] differ within the row's group of `group_size` consecutive rows."""
     groups = scores.view(-1, group_size)
     return (groups != groups[:, :1]).any(1).repeat_interleave(group_size)
 
 
-def overlong_punishment(lengths: Tensor, limit: int, share: float) -> Tensor:
-    """Return 0 to -1, fp32 [rows]: how far `lengths` reach into the last `share` of `limit` tokens (eq. 13)."""
+def overlong_penalty(lengths: Tensor, limit: int, share: float) -> Tensor:
+    """Return fp32 [rows], 0 to -1: the part of the last `share` of `limit` tokens that `lengths` fill (eq. 13)."""
     buffer = share * limit
     if buffer == 0:
         return torch.zeros(len(lengths))
@@ -68,22 +68,20 @@ def overlong_punishment(lengths: Tensor, limit: int, share: float) -> Tensor:
 
 @needs("log_probs", "entropy")
 def dapo_loss(out: Outputs, batch: Mapping[str, Any], config: DAPOConfig) -> dict[str, Term]:
-    """Return the terms of the loss in the module's docstring; tokens with response_mask 0 take no part."""
+    """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     advantages = batch["advantages"][:, None]
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = (ratio * advantages).minimum(clipped * advantages)
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
     return {
         "policy": objective(-masked_sum(gain, mask), mask.sum()),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-        "clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), mask.sum()),
+        "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
     }
 
 
 class DAPO(Algorithm):
-    """One step: sample until the batch is full of groups that differ, shape their scores, update the actor."""
+    """One step: sample until the batch is full of groups with differing scores, shape the scores, update the actor."""
 
     config_class = DAPOConfig
     config: DAPOConfig
@@ -91,7 +89,9 @@ class DAPO(Algorithm):
     def check(self, config: Config) -> None:
         """Raise ConfigError when groups could never differ, or there are more mini-batches than groups."""
         if config.rollout.temperature == 0:
-            raise ConfigError("rollout.temperature=0 makes a group's responses equal, so no group is kept; raise it")
+            raise ConfigError(
+                "rollout.temperature=0 makes a group's responses equal, so no group is kept; set it above 0"
+            )
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "
@@ -103,17 +103,17 @@ class DAPO(Algorithm):
         batch = self._full_batch(run, prompts)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         config = self.config
-        punishment = config.overlong_penalty * overlong_punishment(
+        penalty = config.overlong_penalty * overlong_penalty(
             batch["response_length"], run.config.rollout.response_len, config.overlong_buffer
         )
-        run.log(**{"dapo/overlong": float(punishment.mean()) if len(batch) else 0.0})
-        batch["advantages"] = group_advantages(batch["scores"] + punishment, batch["uid"])
+        run.log(**{"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
+        batch["advantages"] = group_advantages(batch["scores"] + penalty, batch["uid"])
         return run.actor.update(
             batch, loss=dapo_loss, epochs=config.epochs, mini_batches=config.mini_batches, keep_together="uid"
         )
 
     def _full_batch(self, run: Run, prompts: DataProto) -> DataProto:
-        """Return data.batch_size scored groups whose scores differ, or as many as max_rounds rounds gave."""
+        """Return data.batch_size scored groups whose scores differ, or fewer after max_rounds rounds."""
         wanted = run.config.data.batch_size
         kept: list[DataProto] = []
         groups = dropped = 0
@@ -129,7 +129,7 @@ class DAPO(Algorithm):
         missing = max(wanted - groups, 0)
         if missing:
             log.warning(
-                "step %d trains on %d of %d groups: in %d rounds of sampling the scores of all others were equal",
+                "step %d trains on %d of %d groups: in %d rounds of sampling all other groups had equal scores",
                 *(run.step, groups, wanted, len(kept)),
             )
         run.log(**{"dapo/rounds": len(kept), "dapo/dropped_groups": dropped})

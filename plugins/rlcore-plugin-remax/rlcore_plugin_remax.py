@@ -1,9 +1,9 @@
 """ReMax: REINFORCE with the greedy response's score as the baseline (arXiv 2310.10505).
 
-For each prompt x a response y is sampled and scored, s(x, y); the greedy response, the likeliest token at each place,
-is a second rollout that is scored too, s(x, greedy). It needs no critic, and it does not depend on y, so the gradient's
-expectation stays the same. Each token gets what the whole response is better by, and the KL to the reference from it
-on, with KL_t = log pi(y_t) - log pi_ref(y_t):
+For each prompt x a response y is sampled and scored, s(x, y). A second rollout takes the likeliest token at each
+position; its score s(x, greedy) is the baseline. The baseline needs no critic and does not depend on y, so it leaves
+the expected gradient unchanged. A token's advantage is the response's score above the baseline, minus the KL to the
+reference summed from that token on, with KL_t = log pi(y_t) - log pi_ref(y_t):
 
     A_t = s(x, y) - s(x, greedy) - kl_coef * sum_{u >= t} KL_u          L = - mean over y of [ sum_t A_t log pi(y_t) ]
 """
@@ -25,12 +25,12 @@ RLCORE_API = 1
 class ReMaxConfig:
     """Settings of ReMax."""
 
-    samples: int = option(1, "responses per prompt, beside the greedy one", min=1)
+    samples: int = option(1, "sampled responses per prompt, in addition to the greedy one", min=1)
     kl_coef: float = option(0.01, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
 
 
 def remax_advantages(batch: DataProto, *, kl_coef: float) -> dict[str, Ragged]:
-    """Return `advantages` in the module's docstring, 0 on tokens with response_mask 0.
+    """Return `advantages` as in the module's docstring, 0 on tokens with response_mask 0.
 
     Reads `scores`, `remax_baseline`, `response_mask` and, with a `kl_coef`, `old_log_probs` and `ref_log_probs`.
     """
@@ -45,7 +45,7 @@ def remax_advantages(batch: DataProto, *, kl_coef: float) -> dict[str, Ragged]:
 
 @needs("log_probs", "entropy")
 def remax_loss(out: Outputs, batch: Mapping[str, Any], config: ReMaxConfig) -> dict[str, Term]:
-    """Return the loss in the module's docstring; tokens with response_mask 0 take no part."""
+    """Return the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     terms = {
         "policy": objective(-masked_sum(batch["advantages"] * out.log_probs, mask), len(mask)),
@@ -58,7 +58,7 @@ def remax_loss(out: Outputs, batch: Mapping[str, Any], config: ReMaxConfig) -> d
 
 
 class ReMax(Algorithm):
-    """One step: sample, take the greedy responses too, score both, update the actor by the difference."""
+    """One step: sample responses and generate greedy ones, score both, update the actor by the difference."""
 
     config_class = ReMaxConfig
     config: ReMaxConfig
@@ -69,7 +69,7 @@ class ReMax(Algorithm):
         return {**actor, "ref": Role()} if self.config.kl_coef > 0 else actor
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when samples would be greedy too, so that no response could be better than the baseline."""
+        """Raise ConfigError when samples would be greedy too: every advantage would be 0."""
         if config.rollout.temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 samples the greedy response, which is ReMax's baseline: every advantage would "
@@ -81,7 +81,7 @@ class ReMax(Algorithm):
         batch = run.actor.generate(prompts.repeat(self.config.samples))
         greedy = run.actor.generate(prompts, temperature=0.0)
         batch = batch.union(run.reward(batch))
-        # Not recorded: the step's reward and length metrics are those of the samples.
+        # record=False: the step's reward and length metrics cover only the samples.
         baseline = run.reward(greedy, record=False)["scores"]
         run.log(**{"remax/greedy_score": float(baseline.mean())})
         batch["remax_baseline"] = baseline.repeat_interleave(self.config.samples)

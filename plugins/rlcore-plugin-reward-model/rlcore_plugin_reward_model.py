@@ -5,8 +5,8 @@ linear head in place of its vocabulary gives each a score r(x, y), read at the l
 
     L = - M[ log sigmoid(r(x, y+) - r(x, y-)) ] + center M[ (r(x, y+) + r(x, y-))^2 ]
 
-where M is the mean over pairs. The first term sees differences only; with center > 0 the second keeps the scores
-around 0 (arXiv 2312.09244). An evaluation scores the held-out pairs: `accuracy` is the share of them whose chosen
+where M is the mean over pairs. The first term depends only on differences; with center > 0 the second keeps the scores
+around 0 (arXiv 2312.09244). An evaluation scores the held-out pairs: `accuracy` is the share of pairs whose chosen
 response scores higher, `margin` the mean difference.
 """
 
@@ -49,9 +49,9 @@ class RewardModelConfig:
 
 
 def pairs(prompts: DataProto, run: Run) -> DataProto:
-    """Return two rows for each prompt, first all chosen, then all rejected responses.
+    """Return two rows per prompt: first all chosen, then all rejected responses.
 
-    Gives `reward_model_pair` int64 [rows], the number of a row's pair, and `reward_model_chosen` bool [rows].
+    Adds `reward_model_pair` int64 [rows], the number of a row's pair, and `reward_model_chosen` bool [rows].
     """
     sides = [prompts.union(run.encode(prompts, side)) for side in SIDES]
     both = DataProto.concat(sides)
@@ -61,7 +61,7 @@ def pairs(prompts: DataProto, run: Run) -> DataProto:
 
 
 def by_pair(scores: Tensor, batch: Mapping[str, Any] | DataProto) -> tuple[Tensor, Tensor]:
-    """Return the scores [rows] of the chosen and of the rejected responses, each [pairs], pair by pair."""
+    """Return the `scores` [rows] of the chosen and of the rejected responses, each [pairs], ordered by pair."""
     order = batch["reward_model_pair"].argsort(stable=True)
     chosen = batch["reward_model_chosen"][order]
     return scores[order][chosen], scores[order][~chosen]
@@ -69,7 +69,7 @@ def by_pair(scores: Tensor, batch: Mapping[str, Any] | DataProto) -> tuple[Tenso
 
 @needs("scores")
 def bradley_terry(out: Outputs, batch: Mapping[str, Any], config: RewardModelConfig) -> dict[str, Term]:
-    """Return the terms of the loss in the module's docstring, and accuracy and margin of the pairs."""
+    """Return the terms of the loss in the module's docstring, and the pairs' accuracy and margin."""
     chosen, rejected = by_pair(out.scores, batch)
     count = batch["reward_model_chosen"].sum()
     margin = chosen - rejected
@@ -94,7 +94,7 @@ class RewardModel(Algorithm):
         return {"reward_model": Role(trains=True, kind=REWARD)}
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when a step has fewer pairs than mini-batches, which would leave some without any."""
+        """Raise ConfigError when a step has fewer pairs than mini-batches: some mini-batches would be empty."""
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "
@@ -107,15 +107,15 @@ class RewardModel(Algorithm):
             if not isinstance(row.get(side), str):
                 raise DataError(
                     f"column {side!r} holds {row.get(side)!r:.80}, not a response; its columns are {', '.join(row)}. "
-                    "A preference pair is a prompt and two texts, `chosen` and `rejected`"
+                    "A preference pair needs a prompt and two texts, `chosen` and `rejected`"
                 )
         if row["chosen"] == row["rejected"]:
-            raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; leave the pair out")
+            raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; remove the pair")
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = pairs(prompts, run)
-        # A model reads no more of a response than rollout.response_len tokens.
+        # Responses are cut to rollout.response_len tokens.
         run.log(at_limit=float((batch["responses"].lengths == run.config.rollout.response_len).double().mean()))
         return run.reward_model.update(
             batch, loss=bradley_terry, mini_batches=self.config.mini_batches, keep_together="reward_model_pair"

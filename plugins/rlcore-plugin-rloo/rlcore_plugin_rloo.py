@@ -38,14 +38,14 @@ def response_rewards(batch: DataProto, *, kl_coef: float) -> dict[str, Tensor]:
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Return each of `rewards` [rows] minus the mean of the others in its group, `group_size` rows that follow."""
+    """Return each of `rewards` [rows] minus the mean of the others in its group of `group_size` consecutive rows."""
     groups = rewards.double().view(-1, group_size)  # fp64: equal rewards must give exactly 0
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return (groups - others).flatten().float()
 
 
 def rloo_loss(out: Outputs, batch: Mapping[str, Any], config: RLOOConfig) -> dict[str, Term]:
-    """Return the loss in the module's docstring; tokens with response_mask 0 take no part."""
+    """Return the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     log_prob = masked_sum(out.log_probs, mask, dim=-1)
     return {

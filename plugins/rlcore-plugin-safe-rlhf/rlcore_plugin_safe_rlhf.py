@@ -1,8 +1,8 @@
 """Safe RLHF: PPO that raises the reward while the mean cost stays below a limit (arXiv 2310.12773).
 
-Each response has a score s and a cost c, the higher the worse, by a cost model or a reward function. The cost's weight
-lambda is a Lagrangian multiplier. It grows while the step's mean cost is above the limit and falls while it is below
-(section 3.3, with the ascent in log space, so that it stays positive):
+Each response has a score s and a cost c (higher is worse); the cost comes from a cost model or a reward function. The
+cost's weight lambda is a Lagrangian multiplier. It grows while the step's mean cost is above the limit and falls while
+it is below (section 3.3, with the ascent in log space, so that it stays positive):
 
     log lambda <- min(log lambda + lambda_lr * lambda * (mean(c) - cost_limit), log lambda_max)
 
@@ -11,9 +11,9 @@ penalty lowers the reward and half raises the cost, so that its weight in A does
 
     r_t = [t = T] s - kl_coef / 2 * KL_t                 c_t = [t = T] c + kl_coef / 2 * KL_t
 
-Two critics, V for the reward and V^c for the cost, give by GAE (arXiv 1506.02438) the advantages and returns A^r, R and
-A^c, R^c. With q_t = pi(y_t) / pi_old(y_t), M the mean over the actions of a mini-batch and P the mean over the response
-tokens of demonstrations from a further data set, in one optimizer step,
+There are two critics, V for the reward and V^c for the cost. GAE (arXiv 1506.02438) gives their advantages and returns
+A^r, R and A^c, R^c. With q_t = pi(y_t) / pi_old(y_t), M the mean over the actions of a mini-batch and P the mean over
+the response tokens of demonstrations from a further data set (both terms of L_actor share each optimizer step),
 
     A_t     = (A^r_t - lambda A^c_t) / (1 + lambda)
     L_actor = - M[ min(q_t A_t, clip(q_t, 1 - clip, 1 + clip) A_t) ] - ptx_coef P[ log pi(z_t) ]
@@ -39,8 +39,10 @@ from rlcore import (
     AlgorithmSpec,
     Config,
     ConfigError,
+    CriticHandle,
     DataProto,
     Ragged,
+    RewardHandle,
     Role,
     Run,
     hookimpl,
@@ -53,22 +55,22 @@ RLCORE_API = 1
 
 @dataclass(frozen=True)
 class SafeRLHFConfig:
-    """Settings of Safe RLHF; either `cost_model` or `cost_function` says what the cost is."""
+    """Settings of Safe RLHF. The cost comes from either `cost_model` or `cost_function`."""
 
     samples: int = option(1, "responses per prompt", min=1)
     cost_model: str | None = option(None, "folder of a model with one label that gives the cost of a response")
     cost_function: str | None = option(
-        None, "the one of reward.functions, there with the weight 0, whose scores are the cost"
+        None, "name in reward.functions, with the weight 0 there, of the function whose scores are the cost"
     )
-    cost_limit: float = option(0.0, "what the mean cost should stay below")
+    cost_limit: float = option(0.0, "limit of the mean cost")
     lambda_init: float = option(1.0, "weight of the cost at the start", min=1e-6)
     lambda_lr: float = option(0.1, "step size of log lambda; 0 keeps lambda as it is", min=0.0)
     lambda_max: float = option(5.0, "largest weight of the cost", min=1e-6)
     kl_coef: float = option(0.01, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
-    gamma: float = option(1.0, "discount of what comes a token later", min=0.0, max=1.0)
+    gamma: float = option(1.0, "discount per token", min=0.0, max=1.0)
     lam: float = option(0.95, "GAE's lambda: 0 trusts the critic's next value, 1 the sampled return", min=0.0, max=1.0)
     clip: float = option(0.2, "the ratio is clipped at 1 - clip and 1 + clip", min=0.0, max=1.0)
-    value_clip: float = option(5.0, "how far values may move from those before the update; 0: no clipping", min=0.0)
+    value_clip: float = option(5.0, "bound on the change of values in an update; 0: no clipping", min=0.0)
     critic_model: str | None = option(None, "folder that the reward's critic starts from (default: model.path)")
     cost_critic_model: str | None = option(None, "folder that the cost's critic starts from (default: model.path)")
     critic_lr: float | None = option(None, "peak learning rate of both critics (default: engine.lr)", min=0.0)
@@ -80,13 +82,13 @@ class SafeRLHFConfig:
 
 
 def next_log_lambda(log_lambda: float, mean_cost: float, config: SafeRLHFConfig) -> float:
-    """Return log lambda after one step of ascent on the excess of `mean_cost` over the limit."""
+    """Return log lambda after one ascent step on the excess of `mean_cost` over the limit."""
     ascended = log_lambda + config.lambda_lr * math.exp(log_lambda) * (mean_cost - config.cost_limit)
     return min(ascended, math.log(config.lambda_max))
 
 
 def mixed_advantages(of_reward: Tensor, of_cost: Tensor, multiplier: float) -> Tensor:
-    """Return (A^r - lambda A^c) / (1 + lambda), [rows, tokens], of two tensors [rows, tokens]."""
+    """Return (A^r - lambda A^c) / (1 + lambda); the two tensors and the result are [rows, tokens]."""
     return (of_reward - multiplier * of_cost) / (1 + multiplier)
 
 
@@ -115,15 +117,14 @@ def estimate(batch: DataProto, *, config: SafeRLHFConfig, multiplier: float) -> 
 
 @needs("log_probs", "entropy")
 def policy_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> dict[str, Term]:
-    """Return the clipped part of L_actor; tokens with response_mask 0 take no part."""
+    """Return the clipped part of L_actor; tokens with response_mask 0 are ignored."""
     mask, advantages = batch["response_mask"], batch["advantages"]
     count = mask.sum()
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
-    gain = (ratio * advantages).minimum(ratio.clamp(1 - config.clip, 1 + config.clip) * advantages)
+    gain, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip, config.clip)
     terms = {
         "policy": objective(-masked_sum(gain, mask), count),
         "entropy": metric(masked_sum(out.entropy, mask), count),
-        "clipped": metric(masked_sum((gain < ratio * advantages).float(), mask), count),
+        "clipped": metric(masked_sum(clipped.float(), mask), count),
         "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), count),
     }
     if config.kl_coef > 0:
@@ -138,13 +139,10 @@ def ptx_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> 
 
 @needs("values")
 def value_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) -> dict[str, Term]:
-    """Return the terms of L_V; tokens with response_mask 0 take no part."""
-    mask, before, returns = batch["response_mask"], batch["values"], batch["returns"]
+    """Return the terms of L_V; tokens with response_mask 0 are ignored."""
+    mask, returns = batch["response_mask"], batch["returns"]
     count = mask.sum()
-    error = (out.values - returns).square()
-    if config.value_clip > 0:
-        near = before + (out.values - before).clamp(-config.value_clip, config.value_clip)
-        error = error.maximum((near - returns).square())
+    error, _ = out.clipped_value_error(batch["values"], returns, config.value_clip)
     return {
         "value_loss": objective(masked_sum(error, mask) / 2, count),
         "value": metric(masked_sum(out.values, mask), count),
@@ -185,7 +183,7 @@ class SafeRLHF(Algorithm):
         return {"ptx": replace(texts, batch_size=size)}
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when it is not clear what the cost is, and for settings that contradict each other."""
+        """Raise ConfigError for a missing or ambiguous source of the cost, and for contradictory settings."""
         algo, functions = self.config, config.reward.functions
         if (algo.cost_model is None) == (algo.cost_function is None):
             raise ConfigError(
@@ -196,10 +194,13 @@ class SafeRLHF(Algorithm):
             weights = ", ".join(f"{name}: {weight:g}" for name, weight in functions.items())
             raise ConfigError(
                 f"algo.cost_function={algo.cost_function} must be one of reward.functions and have the weight 0 there, "
-                f"or it would be a part of the reward; reward.functions={{{weights}}}"
+                f"so that it adds nothing to the reward; reward.functions={{{weights}}}"
             )
         if algo.lambda_init > algo.lambda_max:
-            raise ConfigError(f"algo.lambda_init={algo.lambda_init:g} is above algo.lambda_max={algo.lambda_max:g}")
+            raise ConfigError(
+                f"algo.lambda_init={algo.lambda_init:g} is above algo.lambda_max={algo.lambda_max:g}; lower it, or "
+                "raise lambda_max"
+            )
         if algo.ptx_path is not None and not Path(algo.ptx_path).expanduser().exists():
             raise ConfigError(
                 f"algo.ptx_path={algo.ptx_path}: there is no such file; give a JSONL with columns prompt and response"
@@ -210,7 +211,7 @@ class SafeRLHF(Algorithm):
         return {"log_lambda": self.log_lambda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the multiplier's logarithm."""
+        """Restore the multiplier's logarithm."""
         self.log_lambda = state["log_lambda"]
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
@@ -220,7 +221,8 @@ class SafeRLHF(Algorithm):
         batch = self._with_cost(run, batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(run.critic.values(batch))
-        batch = batch.union(run.cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
+        cost_critic = run.role("cost_critic", CriticHandle)
+        batch = batch.union(cost_critic.values(batch).rename("values", "safe_rlhf_cost_values"))
         reads = ["scores", "safe_rlhf_cost", "response_mask", "values", "safe_rlhf_cost_values"]
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
@@ -232,7 +234,7 @@ class SafeRLHF(Algorithm):
     def _with_cost(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with `safe_rlhf_cost`, fp32 [rows], after moving lambda by its mean."""
         if self.config.cost_function is None:
-            batch = batch.union(run.cost_model.score(batch, name="safe_rlhf_cost"))
+            batch = batch.union(run.role("cost_model", RewardHandle).score(batch, name="safe_rlhf_cost"))
         else:
             file, _, function = self.config.cost_function.rpartition(":")
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]
@@ -254,7 +256,7 @@ class SafeRLHF(Algorithm):
             texts = run.next_prompts("ptx")
             items.append((texts.union(run.encode(texts, "answer")), ptx_loss, self.config.ptx_coef))
         of_actor = run.actor.update(items, epochs=epochs, mini_batches=mini_batches)
-        # All three are under way before any is read: on several pools they run at the same time.
+        # All three updates have started before any result is read, so on several pools they run at the same time.
         metrics: dict[str, float] = {}
         for name, found in of_critics.items():
             metrics.update({f"{name}/{key.rpartition('/')[2]}": value for key, value in found.items()})

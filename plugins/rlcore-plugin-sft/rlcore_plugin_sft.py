@@ -1,11 +1,11 @@
-"""SFT: supervised fine-tuning on the responses that the data set holds (step 1 of InstructGPT, arXiv 2203.02155).
+"""SFT: supervised fine-tuning on a data set's responses (step 1 of InstructGPT, arXiv 2203.02155).
 
 With y the response of prompt x, its end-of-text token included, and all sums over the rows of a mini-batch, the policy
 minimises the mean negative log-likelihood of the response tokens,
 
     L = - sum_y sum_t log pi(y_t | x, y_<t) / sum_y |y|
 
-Prompts are read and not learned. Nothing is sampled and nothing scored, other than in evaluations.
+Prompts are read but not learned. Only evaluations sample and score.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ RLCORE_API = 1
 class SFTConfig:
     """Settings of SFT."""
 
-    response_key: str = option("answer", "column with the response; `answer` is whatever data.answer_key names")
+    response_key: str = option("answer", "column with the response; `answer` means the column of data.answer_key")
     epochs: int = option(1, "passes over each step's rows", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
 
 @needs("log_probs", "entropy")
 def sft_loss(out: Outputs, batch: Mapping[str, Any], config: SFTConfig) -> dict[str, Term]:
-    """Return L of the module's docstring as `nll`; tokens with response_mask 0 take no part."""
+    """Return L of the module's docstring as `nll`; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
     return {
         "nll": objective(-masked_sum(out.log_probs, mask), mask.sum()),
@@ -38,17 +38,17 @@ def sft_loss(out: Outputs, batch: Mapping[str, Any], config: SFTConfig) -> dict[
 
 
 class SFT(Algorithm):
-    """One step: take the rows' responses and raise their likelihood. The actor generates only to be evaluated."""
+    """One step: take the rows' responses and raise their likelihood. The actor generates only in evaluations."""
 
     config_class = SFTConfig
     config: SFTConfig
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when the likelihood would be that of another distribution, or rows would be too few."""
+        """Raise ConfigError for a temperature other than 1, and for fewer rows than mini-batches."""
         if config.rollout.temperature != 1:
             raise ConfigError(
                 f"rollout.temperature={config.rollout.temperature:g}: log-probs are at that temperature, so SFT would "
-                "fit another distribution than the model's; leave it at 1 (trainer.eval_temperature is for evaluations)"
+                "fit a distribution other than the model's; leave it at 1 (trainer.eval_temperature sets evaluations')"
             )
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
@@ -67,13 +67,13 @@ class SFT(Algorithm):
         return {**metrics, "sft/full_length": float(full.float().mean())}
 
     def _check_responses(self, prompts: DataProto) -> None:
-        """Raise DataError when there is no response column, or it holds no text in some row."""
+        """Raise DataError when the response column is missing, or a row of it holds no text."""
         key = self.config.response_key
         columns = prompts.non_tensor_batch
         if key not in columns:
             raise DataError(
                 f"algo.response_key={key}: the data has no such column, only {', '.join(columns.keys())}; "
-                "`prompt_text` is what data.prompt_key names and `answer` what data.answer_key names"
+                "`prompt_text` is the column of data.prompt_key, and `answer` that of data.answer_key"
             )
         for uid, text in zip(columns["uid"], columns[key], strict=True):
             if text is None or (isinstance(text, str) and not text.strip()):

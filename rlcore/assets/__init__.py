@@ -1,4 +1,4 @@
-"""The tiny model that the quickstart trains, and where a model path points."""
+"""The tiny model of the quickstart, and the folder of a model path."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ TINY = Path(__file__).parent / "tiny"
 
 
 def model_path(path: str) -> Path:
-    """Return the folder that `model.path` names: the shipped model for `tiny`, else the path itself, `~` expanded."""
+    """Return the folder of `model.path`: the shipped model for `tiny`, else the path itself with `~` expanded."""
     return TINY if path == "tiny" else Path(path).expanduser()

@@ -1,9 +1,9 @@
 """Make the tiny model: `python -m rlcore.assets.make_tiny --out DIR`.
 
 A 1 M parameter Qwen2 that imitates noisy demonstrations of the training problems of `rlcore.data.arithmetic`. The
-demonstrator knows the right answer, and at each digit may slip and write a random one; a fixed share of the answers
-comes out right. So the model has the right answer as its most likely one and gives it about a third of the time when
-sampled at temperature 1, held-out problems included: reinforcement learning has something to find.
+demonstrator knows the right answer but may slip at each digit and write a random one; a fixed share of the answers is
+right. So the model's most likely answer is the right one, and at temperature 1 it gives that answer about a third of
+the time, on held-out problems too. This leaves room for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RIGHT_SHARE = 0.32
 """Share of the demonstrations whose answer is right."""
 
 IGNORED = -1
-"""Marks a position that the loss leaves out."""
+"""Target of positions that the loss ignores."""
 
 PAD, END, UNKNOWN, ROLES = "<|pad|>", "<|end|>", "<|unknown|>", ("system", "user", "assistant")
 VOCAB_SIZE = 320
@@ -44,10 +44,10 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token a character of ASCII, one a byte of other text, and the chat template's markers.
+    """Return the tokenizer: a token per ASCII character, one per byte of other text, and the chat template's markers.
 
-    It is byte-level without merges, and not a table of characters, because transformers 5 opens the tokenizer of every
-    Qwen2 model as a byte-level one, whatever class its files name.
+    It is byte-level without merges, not a table of characters, because transformers 5 opens every Qwen2 model's
+    tokenizer as a byte-level one, ignoring the class that its files name.
     """
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -70,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Return the model with fresh weights: few wide layers, since a small model's time goes by its layers."""
+    """Return the model with fresh weights: few wide layers, since a small model's run time grows with its layers."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -90,7 +90,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def slip_probability(length: int, right_share: float) -> float:
-    """Return how likely each of `length` digits is drawn at random, so that `right_share` of the answers are right.
+    """Return the probability of a slip at each of `length` digits with which `right_share` of the answers are right.
 
     A slip draws one of ten digits and hits the right one once in ten: (1 - 0.9 * slip) ** length = right_share.
     """
@@ -98,7 +98,7 @@ def slip_probability(length: int, right_share: float) -> float:
 
 
 def demonstration(right: str, right_share: float, rng: random.Random) -> str:
-    """Return a demonstrated answer: the right one, each of its digits replaced by a random one when the hand slips."""
+    """Return a demonstrated answer: the right one, each digit replaced by a random one at a slip."""
     slip = slip_probability(len(right), right_share)
     return "".join(rng.choice("0123456789") if rng.random() < slip else digit for digit in right)
 
@@ -113,10 +113,10 @@ def train(
     right_share: float,
     rng: random.Random,
 ) -> float:
-    """Train on demonstrations of random training problems and return the last batch's loss, in nats a token.
+    """Train on demonstrations of random training problems and return the last batch's loss, in nats per token.
 
-    The loss covers the answer and its end token. Each is scored against the demonstrator's distribution of it, not
-    against the one token drawn: the same gradient on average, with far less noise, so that minutes on a CPU suffice.
+    The loss covers the answer and its end token. Its targets are the demonstrator's token distributions, not the drawn
+    tokens: the same expected gradient with far less noise, so that minutes on a CPU suffice.
     """
     pool = problems("train")
     digit_ids = tokenizer.convert_tokens_to_ids(list("0123456789"))
@@ -134,7 +134,7 @@ def train(
             rows.append([*prompt, *(digit_ids[int(d)] for d in demonstration(right, right_share, rng))])
             targets.append([IGNORED] * before + [*(digit_ids[int(d)] for d in right), tokenizer.eos_token_id])
             slips.append([0.0] * before + [slip_probability(len(right), right_share)] * len(right) + [0.0])
-        # Padding stands on the right and attention is causal: no token that counts ever sees it.
+        # Padding is on the right and attention is causal, so no real token attends to it.
         log_probs = model(_padded(rows, tokenizer.pad_token_id)).logits.log_softmax(-1)
         target, slip = _padded(targets, IGNORED), _padded(slips, 0.0)
         of_right = log_probs.gather(2, target.clamp(min=0)[..., None])[..., 0]
@@ -158,7 +158,7 @@ def _padded(rows: Sequence[Sequence[float]], value: float) -> torch.Tensor:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
-    """Return the tokens of the problem as a chat that waits for the assistant's answer."""
+    """Return the token ids of the problem as a chat, up to the assistant's answer."""
     messages = [{"role": "user", "content": problem.prompt}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(chat, add_special_tokens=False)
@@ -174,7 +174,7 @@ def accuracy(
     seed: int = 0,
     new_tokens: int = 8,
 ) -> float:
-    """Return the share of `pool` answered exactly; `temperature` 0 is greedy. Prompts of one length go together."""
+    """Return the share of `pool` answered exactly; `temperature` 0 is greedy. Prompts of equal length form a batch."""
     generator = torch.Generator().manual_seed(seed)
     groups: dict[int, list[tuple[Problem, list[int]]]] = {}
     for problem in pool:
@@ -202,7 +202,7 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     """Write the folder that `AutoModelForCausalLM` and `AutoTokenizer` open."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # transformers 5 writes a class name that older releases, which inference engines pin, do not know.
+    # transformers 5 writes a class name that older releases, which inference engines pin, cannot load.
     path = out / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -219,7 +219,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    # The second round, at a lower rate, makes the arithmetic firm enough for what reinforcement learning does to it.
+    # The second round, at a lower rate, makes the arithmetic stable enough for reinforcement learning.
     for steps, lr, order in ((1600, 2e-3, arguments.seed), (600, 1e-3, f"{arguments.seed} second round")):
         train(model, tokenizer, steps=steps, batch_size=128, lr=lr, right_share=RIGHT_SHARE, rng=random.Random(order))
     held_out = problems("eval")

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, EngineConfig, RolloutConfig
 from rlcore.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -45,15 +45,62 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     return cls(**built)
 
 
-def build_config(values: Mapping[str, Any], algorithm_config: type | None) -> Config:
-    """Build a whole Config; `algorithm_config` is the class of `algo`, None for a config without an algorithm."""
-    plain = dict(values)
+def build_config(
+    values: Mapping[str, Any], algorithm_config: type | None, sections: Mapping[str, type] | None = None
+) -> Config:
+    """Build a whole Config.
+
+    algorithm_config: the class of `algo`, None for a config without an algorithm.
+    sections: the classes of the sections that plugins bring, by dotted name (`judge`, `rollout.NAME`). All values given
+    for them are checked; of engines the Config keeps only the sections of those that it uses.
+    """
+    sections = sections or {}
+    core = {field.name: field for field in dataclasses.fields(Config) if field.name != "sections"}
+    allowed = list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))
+    for key in values:
+        if key not in allowed:
+            raise ConfigError(_unknown(str(key), allowed, ""))
+    _check_moved(values, sections)
+    plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    own: dict[str, Any] = {path: build(cls, _taken(plain, path), path) for path, cls in sections.items()}
+    for top, cls in (("rollout", RolloutConfig), ("engine", EngineConfig)):
+        _check_engine_keys(top, plain.get(top), cls, sections)
     algo = plain.pop("algo", None) or {}
-    if algorithm_config is None:
-        if algo:
-            raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
-        return build(Config, {**plain, "algo": None})
-    return build(Config, {**plain, "algo": build(algorithm_config, algo, "algo")})
+    if algorithm_config is None and algo:
+        raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
+    config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
+    used = {f"rollout.{config.rollout.name}", f"engine.{config.engine.name}"}
+    return dataclasses.replace(
+        config, sections={path: section for path, section in own.items() if "." not in path or path in used}
+    )
+
+
+def _taken(plain: dict[str, Any], path: str) -> Any:
+    """Take the values of a section out of those of the whole config."""
+    top, _, name = path.partition(".")
+    if not name:
+        return plain.pop(top, {})
+    holder = plain.get(top)
+    return holder.pop(name, {}) if isinstance(holder, dict) else {}
+
+
+def _check_engine_keys(top: str, given: Any, cls: type, sections: Mapping[str, type]) -> None:
+    """Raise ConfigError for a key of `rollout` or `engine` that is neither a core key nor an engine's section."""
+    engines = [path.partition(".")[2] for path in sections if path.startswith(f"{top}.")]
+    allowed = [*(field.name for field in dataclasses.fields(cls)), *engines]
+    for key in given if isinstance(given, dict) else ():
+        if key not in allowed:
+            raise ConfigError(_unknown(key, allowed, top))
+
+
+def _check_moved(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
+    for path, cls in sections.items():
+        for field in dataclasses.fields(cls):
+            top, _, name = (field.metadata.get("was") or "").partition(".")
+            given = values.get(top)
+            if name and isinstance(given, Mapping) and name in given:
+                new = f"{path}.{field.name}"
+                raise ConfigError(f"the key {top}.{name} is now {new}: write {new}={given[name]}")
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -66,6 +113,22 @@ def defaults(cls: type) -> dict[str, Any]:
             plain[field.name] = to_plain(field.default_factory())
         else:
             plain[field.name] = REQUIRED
+    return plain
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """Return a whole config as plain nested values, each section at its keys; `build_config` takes them back.
+
+    A plugin's section whose values are all defaults is left out, so that the config can be read without the plugin.
+    """
+    plain = to_plain(dataclasses.replace(config, sections={}))
+    del plain["sections"]
+    for path, section in config.sections.items():
+        top, _, name = path.partition(".")
+        if name:
+            plain[top][name] = to_plain(section)
+        elif (values := to_plain(section)) != defaults(type(section)):
+            plain[top] = values
     return plain
 
 

@@ -17,20 +17,25 @@ from rlcore.errors import ConfigError, did_you_mean
 def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
     """Raise ConfigError where the config cannot work with itself or with what is installed.
 
-    Asks, in this order, rlcore's own rules, the algorithm's `check`, and the plugins' rlcore_check_config.
+    Asks, in this order, rlcore's own rules, the `check` of the engines and of plugins' config sections, the algorithm's
+    `check`, and the plugins' rlcore_check_config.
     training: False for an evaluation, which needs no algorithm.
     """
     _check_names(config, plugins)
     _check_reward(config, plugins)
     _check_judge(config.judge)
     _check_rollout(config)
-    _check_engine(config)
+    _check_engines(config, plugins)
     _check_trainer(config)
     _check_cluster(config)
     if training and not config.algorithm:
         raise ConfigError(
             f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms()) or '(none)'}"
         )
+    used = (plugins.rollout_engines()[config.rollout.name], plugins.train_engines()[config.engine.name])
+    for spec in (*used, *plugins.configs().values()):
+        if spec.check is not None:
+            spec.check(config)
     if config.algorithm:
         plugins.algorithms()[config.algorithm].algorithm(config.algo).check(config)
     plugins.check_config(config)
@@ -134,10 +139,22 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
 
 
-def _check_engine(config: Config) -> None:
+def _check_engines(config: Config, plugins: Installed) -> None:
     betas = config.engine.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
+    rollout = plugins.rollout_engines()
+    if config.rollout.tp > 1 and not rollout[config.rollout.name].capabilities.tensor_shards:
+        able = [name for name, spec in rollout.items() if spec.capabilities.tensor_shards]
+        raise ConfigError(
+            f"rollout.tp={config.rollout.tp}: rollout={config.rollout.name} cannot shard a model over tensor-parallel "
+            f"ranks; set rollout.tp=1, or choose one that can: {', '.join(able) or 'none is installed'}"
+        )
+    train = plugins.train_engines()[config.engine.name]
+    if config.engine.offload and not train.capabilities.offload:
+        raise ConfigError(
+            f"engine.offload=true: engine={train.name} cannot move its weights off the GPU; set engine.offload=false"
+        )
 
 
 def _check_trainer(config: Config) -> None:

@@ -1,7 +1,8 @@
 """Overrides and YAML groups to a Config, through hydra.
 
-hydra composes plain nodes: `schema` holds every default of the dataclasses, a group's option holds what it changes. A
-YAML file takes the place of the option that an installed plugin's name gives.
+hydra composes plain nodes: `schema` holds every default of the dataclasses, also of those that plugins bring (`judge`,
+`rollout.NAME`), and a group's option holds the values that it changes. A YAML file takes the place of the option that
+an installed plugin's name gives.
 Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. Keys and types are
 checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any key.
 """
@@ -9,9 +10,12 @@ checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from rlcore.config.build import build_config, defaults
 from rlcore.config.installed import Installed
@@ -24,12 +28,12 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, type] = {
     field.name: field.default_factory  # type: ignore[misc]
     for field in dataclasses.fields(Config)
-    if field.default_factory is not dataclasses.MISSING
+    if field.default_factory is not dataclasses.MISSING and field.name != "sections"
 }
-"""The dataclass of each part of the config with fixed keys, by name."""
+"""The dataclass of each part of the config with core keys, by name. Plugins bring further ones."""
 
 GROUPS = ("algo", *SECTIONS, "experiment")
-"""The config groups: `GROUP=NAME` chooses one of a group's options."""
+"""The config groups: `GROUP=NAME` chooses one of a group's options. A plugin's section is one more."""
 
 
 def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, Any] | None = None) -> Config:
@@ -46,7 +50,8 @@ def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, 
 
     search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
     with hydra_nodes(_nodes(plugins, base), search_path) as hydra:
-        prepared = _prepare(overrides, lambda group: _options(hydra, group, search_path))
+        own = {path for path in plugins.sections() if "." not in path}
+        prepared = _prepare(overrides, own, lambda group: _options(hydra, group, search_path))
         try:
             composed = hydra.compose_config(
                 config_name="config" if base is None else "saved",
@@ -137,13 +142,29 @@ def _options(hydra: Hydra, group: str, search_path: Sequence[str]) -> list[str]:
     return loader.get_group_options(group, ObjectType.CONFIG, config_name="config", overrides=list(search_path))
 
 
-def schema_node() -> dict[tuple[str | None, str], Any]:
-    """Return the node made from the dataclasses: every key with its default."""
-    return {(None, "schema"): {"algorithm": "", "algo": {}, **{name: defaults(cls) for name, cls in SECTIONS.items()}}}
+def core_values() -> dict[str, dict[str, Any]]:
+    """Return the default of each core key, as plain values: the dataclass's, or the one in configs/config.yaml."""
+    shipped = yaml.safe_load(files("rlcore.configs").joinpath("config.yaml").read_text(encoding="utf-8"))
+    return {name: {**defaults(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
+
+
+def schema_node(sections: Mapping[str, type]) -> dict[tuple[str | None, str], Any]:
+    """Return the node made from the dataclasses: every key with its default.
+
+    sections: the dataclasses that plugins bring, by dotted name.
+    """
+    values: dict[str, Any] = {"algorithm": "", "algo": {}, **core_values()}
+    for path, cls in sections.items():
+        top, _, name = path.partition(".")
+        if name:
+            values[top][name] = defaults(cls)
+        else:
+            values[top] = defaults(cls)
+    return {(None, "schema"): values}
 
 
 def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str | None, str], Any]:
-    nodes = schema_node()
+    nodes = schema_node(plugins.sections())
     for name, spec in plugins.algorithms().items():
         nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.config_class)}
     nodes |= {("data", name): {"name": name} for name in plugins.datasets()}
@@ -157,13 +178,16 @@ def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str
     return nodes
 
 
-def _prepare(overrides: Sequence[str], options_of: Callable[[str], list[str]]) -> list[str]:
-    """Check each override's form and group option, and let a value override pass whatever its key."""
+def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str], list[str]]) -> list[str]:
+    """Check each override's form and group option, and let a value override pass whatever its key.
+
+    own: the groups of plugins' sections, which the defaults list of configs/config.yaml lacks.
+    """
     prepared = []
     for override in overrides:
         parsed = parse(override)
         key = parsed.key_or_group
-        is_group = key in GROUPS or "/" in key
+        is_group = key in GROUPS or key in own or "/" in key
         if parsed.is_sweep_override():
             raise ConfigError(
                 f"{override!r} gives several values: add --multirun to sweep over them, write {key}=[a,b] for a list, "
@@ -176,18 +200,21 @@ def _prepare(overrides: Sequence[str], options_of: Callable[[str], list[str]]) -
             if parsed.value() not in options:
                 raise ConfigError(_unknown_option(key, parsed.value(), options))
         as_given = is_group or override.startswith(("hydra.", "+", "~"))
-        prepared.append(override if as_given else f"++{override}")
+        if key in own and override.startswith(key) and isinstance(parsed.value(), str):
+            prepared.append(f"+{override}")
+        else:
+            prepared.append(override if as_given else f"++{override}")
     return prepared
 
 
 def _build(values: dict[str, Any], plugins: Installed) -> Config:
     name = values.get("algorithm") or ""
     if not name:
-        return build_config({**values, "algorithm": ""}, None)
+        return build_config({**values, "algorithm": ""}, None, plugins.sections())
     spec = plugins.algorithms().get(name)
     if spec is None:
         raise ConfigError(_unknown_option("algo", name, list(plugins.algorithms())))
-    return build_config(values, spec.algorithm.config_class)
+    return build_config(values, spec.algorithm.config_class, plugins.sections())
 
 
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlcore.config.build import build_config, to_plain
+from rlcore.config.build import build_config, config_values, to_plain
 from rlcore.config.installed import Installed
 from rlcore.config.schema import Config
 from rlcore.errors import ConfigError, did_you_mean
@@ -38,7 +39,7 @@ for _class in (_Loader, _Dumper):
 
 def to_yaml(config: Config) -> str:
     """Return the whole config as YAML; `from_yaml` gives back an equal one."""
-    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(config_values(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, plugins: Installed) -> Config:
@@ -51,7 +52,7 @@ def from_yaml(text: str, plugins: Installed) -> Config:
             f"the config's algorithm {name!r} is not installed.{did_you_mean(name, plugins.algorithms())} Install its "
             "plugin, or give its file with -p FILE.py"
         )
-    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None)
+    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None, plugins.sections())
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -68,19 +69,31 @@ def read_values(path: Path) -> dict[str, Any]:
 def same_run(a: Config, b: Config) -> list[str]:
     """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
 
-    Left out are keys that change nothing of what is computed: all of `run` and `tracker`, `cluster.address` and
-    `cluster.start_timeout`, and of `trainer` the number of kept checkpoints and of written samples; and the training
-    layout with `cluster.workers`, which changes no more than the order in which sums are rounded.
+    Left out are the incidental keys (see `option`), which change nothing that is computed, or no more than the order in
+    which sums are rounded; and all of `run` and `tracker`.
     """
-    left, right = dict(_flat(to_plain(a))), dict(_flat(to_plain(b)))
-    differing = [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
-    return [key for key in differing if not _INCIDENTAL.fullmatch(key)]
+    left, right = dict(_identity(a)), dict(_identity(b))
+    return [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
 
 
-_INCIDENTAL = re.compile(
-    r"(run|tracker)\..*|cluster\.(address|start_timeout|workers|device|gpus)|engine\.(pp|tp|dp|shard|layouts.*)"
-    r"|trainer\.(keep_checkpoints|samples_per_step)"
-)
+def _identity(config: Config) -> Iterator[tuple[str, Any]]:
+    """Give the dotted keys and values that make a run the run it is."""
+    for field in dataclasses.fields(config):
+        part = getattr(config, field.name)
+        if field.name in ("run", "tracker", "sections"):
+            continue
+        if dataclasses.is_dataclass(part):
+            yield from _lasting(part, field.name)
+        else:
+            yield field.name, part
+    for path, section in config.sections.items():
+        yield from _lasting(section, path)
+
+
+def _lasting(section: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(section):
+        if not field.metadata.get("incidental"):
+            yield from _flat({field.name: to_plain(getattr(section, field.name))}, f"{path}.")
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,12 @@ class Installed(Protocol):
     def train_engines(self) -> Mapping[str, Any]:
         """Return the train engines by name."""
 
+    def configs(self) -> Mapping[str, Any]:
+        """Return the config sections of plugins by name."""
+
+    def sections(self) -> Mapping[str, type]:
+        """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
+
     def trackers(self) -> Mapping[str, Any]:
         """Return the trackers by name."""
 

@@ -1,24 +1,25 @@
 """All config keys with type, default and meaning, as text for `--help` and as docs/configuration.md.
 
-`python -m rlcore.config.reference` prints the page.
+`python -m rlcore.plugins.reference configuration` prints the page.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
-from rlcore.config.compose import GROUPS, SECTIONS
+from rlcore.config.compose import GROUPS, SECTIONS, core_values
 
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Made by `python -m rlcore.config.reference`. Edit rlcore/config/ instead. -->
+<!-- Made by `python -m rlcore.plugins.reference configuration`. Edit rlcore/config/ and rlcore/engines/*/config.py
+instead. -->
 
 A run's config is composed from the defaults below, the chosen options of the groups, and the overrides of the command
 line, in this order. `rlcore config algo=NAME ...` composes and checks a config and prints it.
@@ -35,7 +36,9 @@ line, in this order. `rlcore config algo=NAME ...` composes and checks a config 
 - `--config RUN/config.yaml` repeats a run: it starts from the saved values, in a new run folder, and overrides may
   follow.
 
-The algorithm's own keys stand under `algo`; `rlcore train algo=NAME --help` shows them.
+The algorithm's own keys are under `algo`, an engine's under `rollout.NAME` or `engine.NAME`, and other plugins bring
+sections of their own. A run has the sections of the engines that it uses and those of all installed plugins;
+`rlcore train algo=NAME --help` shows them all.
 """
 
 
@@ -51,7 +54,7 @@ class Key:
 
 def keys(section: str, cls: type) -> Iterator[Key]:
     """Give the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
-    hints, values = get_type_hints(cls), defaults(cls)
+    hints, values = get_type_hints(cls), core_values()[section] if section in SECTIONS else defaults(cls)
     for field in dataclasses.fields(cls):
         limits = [(sign, field.metadata.get(end)) for end, sign in (("min", ">="), ("max", "<="))]
         bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
@@ -87,11 +90,15 @@ def text(sections: dict[str, type[Any]]) -> str:
     return "\n".join(lines)
 
 
-def markdown() -> str:
-    """Return the page docs/configuration.md."""
+def markdown(own: Mapping[str, type]) -> str:
+    """Return the page docs/configuration.md; `own` are the config classes of rlcore's own engines, by dotted name."""
     parts = [_INTRODUCTION]
     options = group_options()
+    sections: dict[str, type] = {}
     for section, cls in SECTIONS.items():
+        sections[section] = cls
+        sections |= {path: brought for path, brought in own.items() if path.startswith(f"{section}.")}
+    for section, cls in sections.items():
         parts.append(f"## {section}\n\n{cls.__doc__}\n")
         if section in options:
             parts.append(f"Options: {', '.join(f'`{section}={name}`' for name in options[section])}\n")
@@ -104,7 +111,3 @@ def markdown() -> str:
 
 def _cell(value: str) -> str:
     return value.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

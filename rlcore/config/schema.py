@@ -8,13 +8,30 @@ A field's comment becomes its description; `metadata["min"]`/`["max"]` bound a n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from rlcore.errors import ConfigError
+
+C = TypeVar("C")
 
 
-def option(default: Any = ..., doc: str = "", *, min: float | None = None, max: float | None = None) -> Any:
-    """Declare a config field: its default (`...`: required), its one-line description, a number's bounds."""
-    metadata = {"doc": doc, "min": min, "max": max}
+def option(
+    default: Any = ...,
+    doc: str = "",
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    was: str | None = None,
+    incidental: bool = False,
+) -> Any:
+    """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
+
+    was: the full key that the field had in an earlier version; giving it is an error that names the new key.
+    incidental: a run may be resumed with another value, as the value changes nothing that is computed.
+    """
+    metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental}
     if default is ...:
         return field(metadata=metadata)
     if isinstance(default, (list, dict)):
@@ -104,31 +121,30 @@ class JudgeConfig:
 class RolloutConfig:
     """How responses are sampled."""
 
-    name: str = option("hf", "rollout engine: one of the installed ones")
+    name: str = option("", "rollout engine: one of the installed ones, whose own keys are `rollout.NAME.*`")
     response_len: int = option(256, "most new tokens of a response", min=1)
     min_tokens: int = option(0, "fewest new tokens before a response may end", min=0)
     temperature: float = option(1.0, "sampling temperature; 0 is greedy", min=0.0)
     top_p: float = option(1.0, "nucleus: sample from the smallest set with this probability", min=0.0, max=1.0)
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", min=0)
     stop: list[str] = option([], "strings that end a response (kept in it)")
-    batch_size: int = option(256, "sequences that a worker decodes at once", min=1)
-    tp: int = option(1, "tensor-parallel ranks of a generating replica (hf, vllm); has to divide engine.tp", min=1)
-    kv_cache_mb: int = option(1024, "MiB that a worker's vllm engine takes for keys and values", min=1)
+    tp: int = option(1, "tensor-parallel ranks of a generating replica; has to divide engine.tp", min=1)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How models are trained: optimizer, and how a batch is cut to fit into memory."""
 
-    name: str = option("fsdp", "train engine: one of the installed ones")
-    pp: int = option(1, "pipeline stages, each with a run of the decoder layers", min=1)
-    tp: int = option(1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1)
-    dp: int = option(0, "data-parallel places, each with rows of its own; 0: workers / (pp * tp)", min=0)
-    layouts: dict[str, list[int]] = option(
-        {}, "[pp, tp] of single roles, as {critic: [1, 2]}; the others have `pp` and `tp`"
+    name: str = option("", "train engine: one of the installed ones, whose own keys are `engine.NAME.*`")
+    pp: int = option(1, "pipeline stages, each with a run of the decoder layers", min=1, incidental=True)
+    tp: int = option(
+        1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1, incidental=True
     )
-    shard: int = option(
-        0, "data-parallel places that share one copy of the weights (FSDP); 0: all of them, 1: a copy for each", min=0
+    dp: int = option(
+        0, "data-parallel places, each with rows of its own; 0: workers / (pp * tp)", min=0, incidental=True
+    )
+    layouts: dict[str, list[int]] = option(
+        {}, "[pp, tp] of single roles, as {critic: [1, 2]}; the others have `pp` and `tp`", incidental=True
     )
     offload: bool = option(
         False, "weights and optimizer state leave the GPU for main memory while responses are sampled"
@@ -143,14 +159,6 @@ class EngineConfig:
     clip_grad: float = option(1.0, "largest global gradient norm; 0 for no clipping", min=0.0)
     micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0)
     micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
-    logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1)
-    padding_free: bool = option(True, "pack sequences without padding where the model's attention allows it")
-    layerwise_above: int = option(
-        50_000_000, "a model of more parameters is sharded layer by layer, a smaller one in one piece", min=0
-    )
-    activation_checkpointing: bool = option(
-        False, "recompute each layer in backward instead of keeping its activations"
-    )
 
 
 @dataclass(frozen=True)
@@ -165,8 +173,8 @@ class TrainerConfig:
     eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
     eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
     checkpoint_every: int = option(0, "steps between checkpoints; 0: only at the end and when interrupted", min=0)
-    keep_checkpoints: int = option(2, "newest checkpoints to keep; 0 for all", min=0)
-    samples_per_step: int = option(8, "samples that each step writes to samples/", min=0)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep; 0 for all", min=0, incidental=True)
+    samples_per_step: int = option(8, "samples that each step writes to samples/", min=0, incidental=True)
     rollouts_ahead: int = option(
         0, "steps that sampling may run ahead of training, on a pool `rollout` of its own; 0: in turn", min=0, max=1
     )
@@ -186,8 +194,12 @@ class ClusterConfig:
     """Which processes the run uses."""
 
     executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
-    address: str | None = option(None, "address of a running Ray cluster; none starts one on this machine")
-    workers: int = option(2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1)
+    address: str | None = option(
+        None, "address of a running Ray cluster; none starts one on this machine", incidental=True
+    )
+    workers: int = option(
+        2, "processes of the actor (and of what shares its pool): pp * tp * dp", min=1, incidental=True
+    )
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
     gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
     pools: Literal["auto"] | dict[str, Any] = option(
@@ -199,15 +211,20 @@ class ClusterConfig:
         None,
         "what is planned for: a device profile's name or file, or several with their numbers, as h100:8+a100-80g:16 "
         "(default: what is found)",
+        incidental=True,
     )
-    gpus: int | None = option(None, "devices that are planned for (default: those that are found)", min=1)
+    gpus: int | None = option(
+        None, "devices that are planned for (default: those that are found)", min=1, incidental=True
+    )
     colocate: Literal["fused", "fractional"] = option(
         "fused", "roles of one pool share a process, or are processes that share its places and take turns"
     )
     inline_kb: float = option(
         100.0, "columns of a result up to this many kB travel in the call's reply; larger ones stay where they are made"
     )
-    start_timeout: float = option(120.0, "seconds to wait for Ray and for the workers to start", min=1.0)
+    start_timeout: float = option(
+        120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True
+    )
 
 
 @dataclass(frozen=True)
@@ -236,7 +253,9 @@ class RunConfig:
 class Config:
     """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name.
 
-    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None.
+    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `sections` holds, by dotted name, the
+    config objects that plugins brought: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and those of
+    installed plugins (see ConfigSpec); read one with `section`.
     """
 
     algorithm: str
@@ -251,3 +270,40 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    sections: Mapping[str, Any] = field(default_factory=dict)
+
+    def section(self, cls: type[C]) -> C:
+        """Return the section of that class. Raises ConfigError when the run has none."""
+        for value in self.sections.values():
+            if isinstance(value, cls):
+                return value
+        raise ConfigError(
+            f"this run has no config section {cls.__name__}: its plugin is not installed, or it belongs to an engine "
+            f"that the run does not use. Sections: {', '.join(self.sections) or 'none'}"
+        )
+
+    def value(self, key: str) -> Any:
+        """Return the value of a dotted key, as `rollout.response_len`. Raises ConfigError for an unknown key."""
+        where, name = self._holder(key)
+        return getattr(where, name)
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """Return a copy with the values of dotted keys replaced; types and bounds are not checked again."""
+        changed = self
+        for key, value in values.items():
+            where, name = changed._holder(key)
+            new, path = replace(where, **{name: value}), key.rpartition(".")[0]
+            if path in changed.sections:
+                changed = replace(changed, sections={**changed.sections, path: new})
+            else:
+                parts: dict[str, Any] = {path: new}
+                changed = replace(changed, **parts)
+        return changed
+
+    def _holder(self, key: str) -> tuple[Any, str]:
+        """Return the object that holds a dotted key, and the key's name there."""
+        path, _, name = key.rpartition(".")
+        holder = self.sections.get(path) or getattr(self, path, None)
+        if path == "sections" or name not in getattr(holder, "__dataclass_fields__", ()):
+            raise ConfigError(f"this run's config has no key {key!r}")
+        return holder, name

@@ -1,8 +1,8 @@
 """Addition and subtraction of two numbers up to 99, generated; the tiny model's task.
 
-A prompt is `17+25=` or `42-17=` (the result is never negative) and its answer `42` or `25`. Whether a problem is held
-out depends on its unordered pair of operands alone, so neither `25+17=` nor `25-17=` is a training prompt when `17+25=`
-is held out. The script that makes the tiny model trains on the same split.
+A prompt is `17+25=` or `42-17=` (the result is never negative); its answer is `42` or `25`. The unordered pair of
+operands decides whether a problem is held out: when `17+25=` is held out, so are `25+17=` and `25-17=`. The script that
+makes the tiny model trains on the same split.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
 
 
 def problems(split: str) -> list[Problem]:
-    """Return all problems of a split ("train" or "eval"), mixed, in an order that never changes."""
+    """Return all problems of a split ("train" or "eval"), shuffled, in an order that never changes."""
     chosen = [problem for problem in _all_problems() if problem.held_out == (split == "eval")]
     return sorted(chosen, key=lambda problem: _fraction(problem.prompt))
 
@@ -62,5 +62,5 @@ def _all_problems() -> Iterator[Problem]:
 
 
 def _fraction(text: str) -> float:
-    """Return a number in [0, 1) that looks random and depends on `text` alone, on every machine."""
+    """Return a hash of `text` as a number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56

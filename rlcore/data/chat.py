@@ -1,4 +1,4 @@
-"""Prompts to token ids with the model's own tokenizer and chat template, and checks of both before anything starts."""
+"""Encoding of prompts with the model's own tokenizer and chat template, and checks of model folders before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.assets import model_path
 from rlcore.config.schema import ModelConfig
 from rlcore.errors import ConfigError, DataError
-from rlcore.plugins import Role
+from rlcore.plugins import Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
 if TYPE_CHECKING:
@@ -28,67 +28,75 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 Messages = list[dict[str, Any]]
 
 
-def check_role_folder(what: str, role: Role, model: ModelConfig) -> None:
-    """Raise ConfigError when the folder of a role, which is not `model.path`, cannot serve it; no weights are loaded.
+def check_role_folder(setting: str, role: Role, model: ModelConfig) -> None:
+    """Raise ConfigError when a role's own folder (`role.model`) does not fit the role; loads no weights.
 
     A policy needs a causal language model. A frozen critic or reward model needs a sequence-classification model with
-    one label; one that trains, or follows another role, takes either. All but a frozen reward model read the actor's
-    token ids, so they need its vocabulary. `what` starts the message: which setting named the folder.
+    one label; one that trains, or follows another role, takes either. All roles but a frozen reward model read the
+    actor's token ids, so they need its vocabulary. `setting`, such as `reward.model=`, starts each message.
     """
     assert role.model is not None
     theirs = replace(model, path=role.model)
-    reads_head = not role.kind.is_language_model
-    wanted = ["sequence-classification model with one label"] if reads_head else []
-    if role.may_start_headless or not reads_head:
-        wanted.insert(0, "causal language model")
-    folder = _existing_folder(theirs, what, ", or of a ".join(wanted))
+    is_language_model = role.kind.is_language_model
+    takes_causal = is_language_model or role.may_start_headless
+    wanted = ["causal language model"] if takes_causal else []
+    wanted += [] if is_language_model else ["sequence-classification model with one label"]
+    folder = _existing_folder(theirs, setting, ", or of a ".join(wanted))
     settings = _read_json(folder / "config.json", theirs.path)
-    classifier = any("ForSequenceClassification" in each for each in settings.get("architectures") or [])
-    if not reads_head or not classifier:
-        if reads_head and not role.may_start_headless:
-            raise ConfigError(
-                f"{what}{role.model} is not a trained {role.kind}: its config.json names the architecture "
-                f"{', '.join(settings.get('architectures') or []) or 'nothing'}; give a folder that was saved as "
-                "AutoModelForSequenceClassification with one label (docs/roles.md says which algorithm trains one)"
-            )
-        _check_causal(settings, theirs, what)
-    elif (labels := len(settings.get("id2label") or range(settings.get("num_labels", 2)))) != 1:  # 2 is left unsaid
+    architectures: list[str] = settings.get("architectures") or []
+    if not is_language_model and any("ForSequenceClassification" in each for each in architectures):
+        _check_one_label(settings, f"{setting}{role.model}", role.kind)
+    elif takes_causal:
+        _check_causal(settings, theirs, setting)
+    else:
         raise ConfigError(
-            f"{what}{role.model} has {labels} labels; a {role.kind} needs a model with exactly one, whose logit "
-            "is the score: save it with num_labels=1"
+            f"{setting}{role.model} is not a trained {role.kind}: its config.json names the architecture "
+            f"{', '.join(architectures) or 'nothing'}; give a folder saved as AutoModelForSequenceClassification "
+            "with one label (docs/roles.md says which algorithm trains one)"
         )
-    if not same_tokenizer(theirs, model, what) and (role.trains or not role.kind.reads_text):
+    same = same_tokenizer(theirs, model, setting)  # also for a role that reads texts, which needs some tokenizer
+    if not same and (role.trains or not role.kind.reads_text):
         raise ConfigError(
-            f"{what}{theirs.path}: this role reads the actor's token ids, but its tokenizer is another than that of "
+            f"{setting}{theirs.path}: this role reads the actor's token ids, but its tokenizer differs from that of "
             f"model.path={model.path}; give it a model with the same tokenizer"
         )
 
 
-def same_tokenizer(one: ModelConfig, other: ModelConfig, what: str = "model.path=") -> bool:
-    """Return whether the tokenizers of two model folders give every token the same id; `what` named the first one."""
+def _check_one_label(settings: dict[str, Any], shown: str, kind: RoleKind) -> None:
+    default = 2  # transformers leaves its default out of config.json
+    labels = len(settings.get("id2label") or range(settings.get("num_labels", default)))
+    if labels != 1:
+        raise ConfigError(
+            f"{shown} has {labels} labels; a {kind} needs a model with exactly one, whose logit is the score: "
+            "save it with num_labels=1"
+        )
+
+
+def same_tokenizer(one: ModelConfig, other: ModelConfig, setting: str = "model.path=") -> bool:
+    """Return whether two model folders' tokenizers give every token the same id; `setting` named the first folder."""
     if model_path(one.path) == model_path(other.path):
         return True
-    return load_any_tokenizer(one, what).get_vocab() == load_any_tokenizer(other).get_vocab()
+    return load_any_tokenizer(one, setting).get_vocab() == load_any_tokenizer(other).get_vocab()
 
 
-def load_any_tokenizer(model: ModelConfig, what: str = "model.path=") -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder as it is; ConfigError when there is none or it does not load.
+def load_any_tokenizer(model: ModelConfig, setting: str = "model.path=") -> PreTrainedTokenizerBase:
+    """Return a model folder's tokenizer unchanged; ConfigError when it is missing or does not load.
 
-    `what` starts the message: which setting named the folder.
+    `setting`, which named the folder, starts the message.
     """
     from transformers import AutoTokenizer
 
     folder = model_path(model.path)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{what}{model.path} holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
+        raise ConfigError(f"{setting}{model.path} holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{what}{model.path}: its tokenizer cannot be loaded: {error}") from error
+        raise ConfigError(f"{setting}{model.path}: its tokenizer cannot be loaded: {error}") from error
 
 
 def check_model_folder(model: ModelConfig) -> Path:
-    """Return the model's folder after reading its config.json alone; no weights are loaded.
+    """Return the model's folder after checking its config.json; loads no weights.
 
     Raises ConfigError when the folder, its config or its weights are missing, when it holds something other than a
     causal language model, and when it needs `model.trust_remote_code`.
@@ -98,31 +106,29 @@ def check_model_folder(model: ModelConfig) -> Path:
     return folder
 
 
-def _existing_folder(model: ModelConfig, what_is: str, wanted: str) -> Path:
+def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
     folder = model_path(model.path)
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        fault = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"{what_is}{model.path} {what}; give the folder of a Hugging Face {wanted}. "
+            f"{setting}{model.path} {fault}; give the folder of a Hugging Face {wanted}. "
             "rlcore downloads no models: `hf download ORG/NAME --local-dir FOLDER` does."
         )
     if not (folder / "config.json").is_file():
-        hint = (
-            " It is an adapter: merge it into its base model first."
-            if (folder / "adapter_config.json").exists()
-            else ""
-        )
-        raise ConfigError(f"{what_is}{model.path} has no config.json, so it is no Hugging Face model folder.{hint}")
+        is_adapter = (folder / "adapter_config.json").exists()
+        hint = " It is an adapter: merge it into its base model first." if is_adapter else ""
+        raise ConfigError(f"{setting}{model.path} has no config.json, so it is not a Hugging Face model folder.{hint}")
     if not any((folder / name).is_file() for name in WEIGHT_FILES):
-        raise ConfigError(f"{what_is}{model.path} holds no weights; looked for {', '.join(WEIGHT_FILES)}")
+        raise ConfigError(f"{setting}{model.path} holds no weights; looked for {', '.join(WEIGHT_FILES)}")
     return folder
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model's folder, with `model.chat_template` in place of its own template if set.
+    """Return the tokenizer of the model's folder; `model.chat_template`, if set, replaces its chat template.
 
-    A pad token that only the model's config.json names is taken from there, unless it also ends a response. Raises
-    ConfigError when there is no tokenizer, no chat template, no end-of-text or no pad token, or remote code is needed.
+    Where the tokenizer names no pad token, the one of the model's config.json is used, unless it is also the
+    end-of-text token. Raises ConfigError when the tokenizer, the chat template, the end-of-text token or the pad token
+    is missing, and when `model.trust_remote_code` is needed but not set.
     """
     folder = check_model_folder(model)
     if (folder / "tokenizer_config.json").is_file():
@@ -141,14 +147,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
-    `system_prompt`, if set, stands before every string prompt.
+    `system_prompt`, if set, precedes every string prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
     system_prompt: str | None = None
 
     def render(self, prompt: str | Messages) -> str:
-        """Return the prompt as the model sees it, up to where its answer starts.
+        """Return the prompt as the model reads it, up to the start of the answer.
 
         Raises DataError for a prompt that is neither a string nor messages, or that the chat template refuses.
         """
@@ -163,7 +169,7 @@ class PromptEncoder:
         return str(text)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of rendered prompts; the template has put in all special tokens, so none are added."""
+        """Return the token ids of rendered prompts. Adds no special tokens: the chat template has written them."""
         if not texts:
             return []
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
@@ -185,18 +191,18 @@ class PromptEncoder:
 
 @dataclass(frozen=True)
 class ResponseEncoder:
-    """Turns responses that a data set holds into token ids, as if the policy had sampled them.
+    """Turns a data set's responses into token ids, as if the policy had sampled them.
 
-    `max_tokens` is the most that a response may have, its end-of-text token included; a longer one loses its end.
+    Each response gets an end-of-text token and is then cut to `max_tokens` tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
     def encode(self, batch: DataProto, column: str) -> DataProto:
-        """Return `responses` and `response_mask` (all 1), ragged int64, of the texts in an object column.
+        """Return the texts of an object column as `responses` and `response_mask` (all 1), both ragged int64.
 
-        Raises DataError naming a row that holds no text.
+        Raises DataError, naming the row, for a value that is not text.
         """
         import torch
 
@@ -230,7 +236,7 @@ def _read_json(path: Path, shown: str) -> dict[str, Any]:
     return settings
 
 
-def _check_causal(settings: dict[str, Any], model: ModelConfig, what: str) -> None:
+def _check_causal(settings: dict[str, Any], model: ModelConfig, setting: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     kind, architectures = settings.get("model_type"), settings.get("architectures") or []
@@ -244,14 +250,14 @@ def _check_causal(settings: dict[str, Any], model: ModelConfig, what: str) -> No
         return
     found = f"architecture {', '.join(architectures)}" if architectures else f"model_type {kind!r}"
     raise ConfigError(
-        f"{what}{model.path} is not a causal language model that this version of transformers knows: its "
+        f"{setting}{model.path} is not a causal language model that this version of transformers knows: its "
         f"config.json says {found}. Give a model whose architecture is like Qwen2ForCausalLM, or update transformers."
     )
 
 
-def _remote_code(model: ModelConfig, what: str) -> str:
+def _remote_code(model: ModelConfig, part: str) -> str:
     return (
-        f"model.path={model.path}: its {what} needs Python code that comes with the folder, and "
+        f"model.path={model.path}: its {part} needs Python code that comes with the folder, and "
         "model.trust_remote_code is false. Read that code, then set model.trust_remote_code=true."
     )
 
@@ -267,7 +273,7 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
     remedy = f"in {folder / 'tokenizer_config.json'}"
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.path={model.path}: its tokenizer has no end-of-text token, so no response could end. "
+            f"model.path={model.path}: its tokenizer has no end-of-text token, so responses would never end. "
             f'Set "eos_token" {remedy} to the token that ends an answer.'
         )
     settings = _read_json(folder / "config.json", model.path)
@@ -276,13 +282,13 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
         safe = isinstance(from_config, int) and 0 <= from_config < len(tokenizer)
         if not safe or from_config == tokenizer.eos_token_id:
             raise ConfigError(
-                f"model.path={model.path}: its tokenizer has no pad token, and config.json names none other than the "
-                f'end-of-text token. Set "pad_token" {remedy} to a token that no text holds.'
+                f"model.path={model.path}: its tokenizer has no pad token, and config.json names none besides the "
+                f'end-of-text token. Set "pad_token" {remedy} to a token that never occurs in text.'
             )
         tokenizer.pad_token_id = from_config
     size = settings.get("vocab_size", len(tokenizer))
     for name in ("eos_token", "pad_token"):
-        # transformers adds a token that a tokenizer class has by default and the folder does not name.
+        # transformers adds its tokenizer class's default token where the folder names none.
         if getattr(tokenizer, f"{name}_id") >= size:
             raise ConfigError(
                 f"model.path={model.path}: the tokenizer's {name} {getattr(tokenizer, name)!r} is not one of the "
@@ -297,7 +303,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model.path={model.path}: its tokenizer has no chat template. Set model.chat_template=FILE to a Jinja "
-            "template, or take a model that was tuned for chat."
+            "template, or use a model tuned for chat."
         )
     try:
         PromptEncoder(tokenizer).render("Hello")

@@ -1,4 +1,4 @@
-"""Rows from local JSON Lines, JSON and Parquet files, and the data set `file` that is made of them."""
+"""Rows from local JSON Lines, JSON and Parquet files, and the data set `file`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Row = dict[str, Any]
 def load(config: DataConfig, split: str) -> list[Row]:
     """Return the rows of a split ("train" or "eval") of the file or folder at `data.path`.
 
-    A folder holds `train` and one of `test`, `eval` and `validation`, each as .jsonl, .json (a list) or .parquet. Of a
-    single file a tenth of the prompts is held out, at least one, chosen by the prompts alone. Raises ConfigError when
-    `data.path` or a file is missing, DataError for what is wrong in a file.
+    A folder holds `train` and one of `test`, `eval` and `validation`, each as .jsonl, .json (a list) or .parquet. From
+    a single file a tenth of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises ConfigError
+    when `data.path` or a file is missing, DataError for faults in a file.
     """
     path = data_path(config, "a .jsonl, .json or .parquet file, or a folder with train and test files")
     if path.is_dir():
@@ -33,14 +33,14 @@ def load(config: DataConfig, split: str) -> list[Row]:
     chosen = [row for row in rows if (_fingerprint(row[config.prompt_key]) in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
-            f"{path} holds one prompt, and that one is held out: nothing is left to train on. Give a file with more "
+            f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
             "prompts, or a folder with train.jsonl and test.jsonl."
         )
     return chosen
 
 
 def data_path(config: DataConfig, expected: str) -> Path:
-    """Return `data.path` as an existing path; ConfigError says what is `expected` there when it is unset or missing."""
+    """Return `data.path` as an existing path; ConfigError names `expected` when it is unset or missing."""
     if config.path is None:
         raise ConfigError(f"data={config.name} reads from data.path, which is not set; set it to {expected}")
     path = Path(config.path).expanduser()
@@ -64,7 +64,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def require_column(rows: Sequence[Mapping[str, Any]], column: str, path: Path, key: str) -> None:
-    """Raise DataError, naming the columns there are, unless each row has a value in `column`; `key` set that name."""
+    """Raise DataError when a row has no value in `column`; the config key `key` chose that column."""
     for number, row in enumerate(rows, start=1):
         if row.get(column) is None:
             raise DataError(
@@ -85,7 +85,7 @@ def dataset_class() -> Any:
 def _read_checked(path: Path, config: DataConfig) -> list[Row]:
     rows = read_rows(path)
     require_column(rows, config.prompt_key, path, "data.prompt_key")
-    # Some rewards need no answer, so only a column that was asked for by name has to be there.
+    # Some rewards need no answer, so the column is required only when the config names it.
     if config.answer_key != DataConfig.answer_key:
         require_column(rows, config.answer_key, path, "data.answer_key")
     return rows
@@ -138,7 +138,7 @@ def _read_parquet(path: Path) -> list[Row]:
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     try:
-        # Read here, not by `datasets` itself: it would leave a converted copy in the user's cache folder.
+        # Read here, since `datasets` itself would leave a converted copy in the user's cache folder.
         return dataset(parquet.ParquetFile(path).read()).to_list()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
@@ -156,7 +156,7 @@ def _split_file(folder: Path, split: str) -> Path:
     if len(found) > 1:
         raise ConfigError(
             f"data.path={folder} has several files for the {split} split: {', '.join(path.name for path in found)}; "
-            "leave one of them there"
+            "keep only one of them"
         )
     return found[0]
 

@@ -1,6 +1,7 @@
 """GSM8K, grade-school word problems (arXiv 2110.14168), from a folder with train.jsonl and test.jsonl.
 
-The prompt is the question and how to give the answer; the answer is what stands behind `####` in the file's solution.
+The prompt is the question plus an instruction on the answer's format. The answer is the text after `####` in the file's
+solution.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INSTRUCTION = f"Think step by step, then write the final answer as a plain numbe
 def load(config: DataConfig, split: str) -> Dataset:
     """Return a split ("train" or "eval") with the prompt and the answer, under the configured names, and `solution`.
 
-    Raises ConfigError when the folder or its file is missing, DataError naming file and row for what is wrong in it.
+    Raises ConfigError when the folder or its file is missing, DataError naming file and row for faults in the file.
     """
     expected = f"a folder with {FILES['train']} and {FILES['eval']} of GSM8K"
     folder = data_path(config, expected)

@@ -1,4 +1,4 @@
-"""The prompts of a run: batches to train on, shuffled and resumable, and the held-out ones to evaluate on."""
+"""The prompts of a run: shuffled, resumable training batches, and held-out prompts for evaluation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TAKEN = ("prompt", "response", *fields())
-"""Names that no further column of a data set may have: reward functions or the core already give them a meaning."""
+"""Reserved column names: reward functions or the core already give them a meaning."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its row in the data set, the text that rewards see, the chat that the model reads, and its tokens."""
+    """One prompt: its row in the data set, its text for rewards, its rendered chat for the model, and its token ids."""
 
     row: int
     text: str
@@ -38,8 +38,9 @@ class Prompt:
 class PromptSplit:
     """The encoded prompts of a data set's split, "train" or "eval".
 
-    Prompts over `data.prompt_len` tokens are left out, cut to their end or refused, as `data.overlong` says; `overlong`
-    counts them. Raises DataError for a split without usable prompts, a row without prompt, or a column name taken.
+    `data.overlong` decides whether prompts over `data.prompt_len` tokens are left out, cut (their last tokens stay) or
+    refused; `overlong` counts them. Raises DataError for a split without usable prompts, a row without a prompt, or a
+    reserved column name.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class PromptSplit:
     def batch(self, prompts: Sequence[Prompt], name: str | int) -> DataProto:
         """Return the batch of these prompts, each with the uid `NAME:ROW`.
 
-        Columns: `prompts` Ragged int64, `prompt_text`, `prompt_messages` where the split has any, `answer` (None where
-        the row has none), `uid`, and whatever else the data set's rows hold, as objects.
+        Columns: `prompts` Ragged int64; as objects `prompt_text`, `prompt_messages` where the split has any, `answer`
+        (None where the row has none), `uid`, and all other columns of the data set.
         """
         rows = [self.rows[prompt.row] for prompt in prompts]
         objects: dict[str, list[Any]] = {
@@ -93,8 +94,8 @@ class PromptSplit:
         taken = [name for name in others if name in TAKEN]
         if taken:
             raise DataError(
-                f"{self._where}: the column {taken[0]!r} has a name that rlcore gives another meaning; rename or "
-                "drop it, or name it in data.prompt_key or data.answer_key"
+                f"{self._where}: rlcore reserves the column name {taken[0]!r}; rename or drop the column, or name it "
+                "in data.prompt_key or data.answer_key"
             )
         return others
 
@@ -131,11 +132,11 @@ class PromptSplit:
 
 
 class PromptLoader:
-    """Batches of training prompts without end, epoch after epoch, and the held-out prompts.
+    """Endless batches of training prompts, epoch after epoch, and the held-out prompts.
 
-    The order of an epoch depends on the seed and the epoch's number alone, so `state_dict` is a position, and a loader
-    that takes it back goes on with exactly the batches that were to come. Training prompts that the model would read
-    like a held-out one are left out. `counts` says how many prompts there are and how many were left out, by reason.
+    An epoch's order depends only on the seed and the epoch's number. So `state_dict` holds a position, and a loader
+    restored to it returns exactly the batches that would have come next. Training prompts that render to the same text
+    as a held-out one are left out. `counts` holds the numbers of prompts, and of those left out, by reason.
 
     Raises ConfigError when `data.batch_size` exceeds the number of training prompts and `data.drop_last` is set.
     """
@@ -162,7 +163,7 @@ class PromptLoader:
         self._order = self._epoch_order()
 
     def check_rows(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call `check` with each row of both splits; a DataError that it raises is raised anew with the row."""
+        """Call `check` with each row of both splits; its DataError is raised again with the row's number."""
         for split in (self._train, self._eval):
             split.check_rows(check)
 
@@ -182,15 +183,15 @@ class PromptLoader:
         return self._eval.batch(self._eval.prompts[: limit or None], "eval")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as values that JSON can hold, with a digest of the prompts that it counts."""
+        """Return the position as JSON values, with a digest of the training prompts."""
         return {"epoch": self.epoch, "position": self._position, "digest": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a `state_dict`; CheckpointError when the prompts or their order are others now."""
+        """Go to the position of a `state_dict`; CheckpointError when the prompts or their order have changed."""
         if state["digest"] != self._digest():
             raise CheckpointError(
-                "the training prompts are not those of the checkpoint: the data, the tokenizer, the chat template or "
-                "the seed has changed since. Restore them, or start a new run."
+                "the training prompts differ from the checkpoint's: the data, the tokenizer, the chat template or the "
+                "seed has changed. Restore them, or start a new run."
             )
         self.epoch, self._position = state["epoch"], state["position"]
         self._order = self._epoch_order()
@@ -198,14 +199,14 @@ class PromptLoader:
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self._prompts)))
         if self._config.shuffle:
-            # A generator of its own: neither the global one nor the model's sampling can change the order.
+            # A separate generator, so that neither the global one nor the model's sampling can change the order.
             random.Random(f"prompts {self._seed} {self.epoch}").shuffle(order)
         return order
 
     def _check_size(self, name: str) -> None:
         total, size = len(self._prompts), self._config.batch_size
         if total == 0:
-            raise DataError(f"data={name}: every training prompt is also a held-out one; nothing is left to train on")
+            raise DataError(f"data={name}: every training prompt is also held out; nothing is left to train on")
         if size > total and self._config.drop_last:
             raise ConfigError(
                 f"data.batch_size={size} is more than the {total} training prompts of data={name}; "
@@ -222,6 +223,6 @@ class PromptLoader:
 def held_out_prompts(
     config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, limit: int = 0
 ) -> DataProto:
-    """Return what `PromptLoader.held_out` returns, without reading the training split."""
+    """Return `PromptLoader.held_out(limit)` without reading the training split."""
     split = PromptSplit(config, dataset, tokenizer, "eval")
     return split.batch(split.prompts[: limit or None], "eval")

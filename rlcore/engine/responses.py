@@ -1,24 +1,17 @@
-"""What every rollout engine says of a sampled response in the same words: its end, its stop strings, its columns."""
+"""What every rollout engine shares about responses: end tokens, stop strings, and the columns of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rlcore.protocol import DataProto, Ragged
 
-
-@dataclass
-class Response:
-    """The tokens of one response, their log-probs in nats, and whether it ended by itself."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finished: bool = False
+if TYPE_CHECKING:
+    from rlcore.engine.rollout import Finished
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
@@ -28,18 +21,24 @@ def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
+def stop_window(stop: Sequence[str]) -> int:
+    """Return how many last tokens of a response can hold a stop string that its newest token completed.
+
+    A character takes at most 4 byte-level tokens; one more for a token that begins before the stop string.
+    """
+    return 4 * max(map(len, stop), default=0) + 1
+
+
 def ends_with_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Any) -> bool:
-    """Return whether one of the stop strings stands in the last tokens of a response."""
+    """Return whether the last tokens of a response contain one of the stop strings."""
     if not stop:
         return False
-    # A character takes at most 4 byte-level tokens; one more for a token that begins before the stop string.
-    tail = tokens[-(4 * max(len(text) for text in stop) + 1) :]
-    text = tokenizer.decode(tail, skip_special_tokens=True)
+    text = tokenizer.decode(tokens[-stop_window(stop) :], skip_special_tokens=True)
     return any(s in text for s in stop)
 
 
-def response_columns(rows: Sequence[Response], prompt_length: torch.Tensor, tokenizer: Any, version: int) -> DataProto:
-    """Return the columns of RolloutEngine.generate for rows that weights of one version sampled."""
+def response_columns(rows: Sequence[Finished], prompt_length: torch.Tensor, tokenizer: Any) -> DataProto:
+    """Return the columns of RolloutEngine.generate for finished rows; `prompt_length` is int64 [rows]."""
     responses = [torch.tensor(row.tokens, dtype=torch.int64) for row in rows]
     ragged = (
         Ragged.from_list(responses)
@@ -58,6 +57,6 @@ def response_columns(rows: Sequence[Response], prompt_length: torch.Tensor, toke
             "prompt_length": prompt_length,
             "response_length": ragged.lengths,
             "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
-            "weights_version": torch.full((len(rows),), version, dtype=torch.int64),
+            "weights_version": torch.tensor([row.weights_version for row in rows], dtype=torch.int64),
         }
     )

@@ -1,24 +1,38 @@
-"""What a rollout engine offers to the worker that holds it."""
+"""The public contract of rollout engines: requests go in, finished rows come out, in the process of one worker.
+
+Rows join while others decode: `add` queues requests, `step` decodes all rows of the engine further and returns those
+that ended, `abort` takes rows out. `generate` answers a whole batch and is written once, on top of these three.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.engine.responses import response_columns
+from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes
+from rlcore.errors import DataError
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
+
+C = TypeVar("C")
+Reason = Literal["end", "stop", "length", "abort"]
+"""Why a row left the engine; see Finished."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one generate call samples, and the names from which its noise is made.
+    """How tokens are drawn: the limits, the distribution, and the names from which `generate` makes its noise keys.
 
     Row (uid, sample_index) of call number `call` of step `step` draws the same noise on any rank and in any order, and
-    another noise in any other call, step or purpose.
+    different noise in any other call, step or purpose.
     """
 
     max_tokens: int
@@ -38,45 +52,197 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens come from the model's own distribution at a temperature, nothing cut away."""
+        """Whether tokens come from the model's own distribution at a temperature above 0, without cuts."""
         return self.top_p >= 1.0 and self.top_k == 0 and self.min_tokens == 0 and self.temperature > 0
 
 
-class RolloutEngine(ABC):
-    """Generates responses with the weights of a train engine.
+@dataclass(frozen=True)
+class Request:
+    """One row to sample: its prompt, its noise, and how it is sampled.
 
-    `version` is that of the weights it holds. `exact`: its log-probs are the train engine's up to rounding of the same
-    arithmetic, so that they can stand in for them. `adopts`: it can generate from tensors that are not its own.
+    `id` is unique among the requests in flight. `prompt` holds at least one token id. Token t of the response (from 0)
+    is drawn with noise number t of `key`, a signed 64-bit integer (`rlcore.ops.uniform_noise`).
+
+    `sampled` are tokens of the response that exist already, with their log-probs in nats in `sampled_log_probs`. The
+    row continues behind them: a row that was interrupted after k tokens and is added again with these k tokens gives
+    the tokens of the uninterrupted row. `sampling.min_tokens` and `max_tokens` count from the first token of the
+    response, so these included. The names in `sampling` (seed, step, purpose, call) are not used; `key` replaces them.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    key: int
+    sampling: Sampling
+    sampled: tuple[int, ...] = ()
+    sampled_log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A row that left the engine, by request id.
+
+    `tokens` are all token ids of the response, those of `Request.sampled` first; `log_probs` has one number a token, in
+    nats, of the distribution that was sampled (0 at temperature 0). `reason`: "end" for an end token of the model,
+    which is the last token; "stop" for one of `Sampling.stop`, which stays in the response; "length" at `max_tokens`;
+    "abort" for a row that was aborted. `weights_version` is that of the weights that sampled the new tokens.
+    """
+
+    id: str
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    reason: Reason
+    weights_version: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response ended by itself, with an end token or a stop string."""
+        return self.reason in ("end", "stop")
+
+
+@dataclass(frozen=True)
+class RolloutSetup(Generic[C]):
+    """All that a rollout engine is made from, in the worker process that it samples in.
+
+    model: the model's folder, precision and attention.
+    rollout: the core's keys `rollout.*`.
+    config: the engine's own keys `rollout.NAME.*`, an object of its spec's `config_class`; None without one.
+    device: where it computes.
+    shared: the train engine's module, for an engine that can generate with it; None: the engine keeps its own weights.
+    tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
+    engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
+    """
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    config: C
+    device: torch.device
+    shared: nn.Module | None = None
+    tensor_group: Group | None = None
+    engine_order: Sequence[int] = ()
+
+
+class RolloutEngine(ABC):
+    """Samples responses with weights that it was given. It lives in a worker's process; nothing here is thread-safe.
+
+    `version` is that of the weights it holds, -1 before the first. `exact`: its log-probs equal the train engine's up
+    to rounding of the same arithmetic, so that they can replace them. `adopts`: it can decode from tensors that it does
+    not own. `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and
+    stop strings.
+
+    In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
+    get the same calls in the same order.
     """
 
     version: int = -1
     exact: bool = False
     adopts: bool = False
+    shares_module: bool = False
+    tokenizer: Any
+
+    @abstractmethod
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, in order. They are sampled by later steps, beside the rows that decode already.
+
+        Raises DataError, and adds none of them, for a request that `check_requests` refuses, that does not fit into the
+        engine's memory, or while the engine has no weights.
+        """
+
+    @abstractmethod
+    def step(self) -> list[Finished]:
+        """Decode every row that has a slot by at least one token and return the rows that ended; possibly none.
+
+        Queued requests take free slots first, in the order in which they were added. Without requests in flight it
+        returns [] at once.
+        """
+
+    @abstractmethod
+    def abort(self, ids: Collection[str]) -> list[Finished]:
+        """Take rows out, free their slots and memory, and return what they have so far, with reason "abort".
+
+        An aborted row can be added again, with its tokens as `sampled`. Raises DataError for an id that is not in
+        flight, and aborts nothing.
+        """
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> Collection[str]:
+        """The ids of the requests that were added and have neither ended nor been aborted."""
 
     @abstractmethod
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """Take over whole weights by their Hugging Face names; each is valid until the next.
 
-        `shapes` are those of all that `weights` will yield. Raises DataError when names are missing or unknown or have
-        another shape than here, before the first is asked for: the weights held until then go on answering.
+        `shapes` are those of all that `weights` will yield. Raises DataError while requests are in flight, and when
+        names are missing or unknown or have another shape than here; both before the first is asked for, so that the
+        old weights go on answering.
         """
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """Take over this rank's generating shards by name, as `sync` does with whole weights.
 
-        An engine that `adopts` generates from these very tensors, which stay valid until the next call; others copy.
+        An engine that `adopts` decodes with these very tensors, which stay valid until the next call; others copy.
         """
         self.sync(shards, version, shapes)
 
-    @abstractmethod
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Release everything the process holds for the engine, which is not used again."""
+
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return, for each row's `prompts`, `uid` and `sample_index`, one response.
 
         Columns: `responses` (ragged int64, with the end token if one was sampled), `response_mask` (ragged int64, 1),
         `rollout_log_probs` (ragged fp32, nats, of the distribution that was sampled), `response_text` (object),
         `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
-        (int64).
+        (int64). Raises DataError while other requests are in flight, and what `add` raises.
         """
+        if self.in_flight:
+            raise DataError(f"generate needs an idle engine, but {len(self.in_flight)} requests are in flight")
+        prompts = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
+        names = zip(batch.view("uid"), batch.view("sample_index"), strict=True)
+        requests = [
+            Request(str(row), prompt, sampling.key(str(uid), int(index)), sampling)
+            for row, (prompt, (uid, index)) in enumerate(zip(prompts, names, strict=True))
+        ]
+        # Rows with the same prompt follow each other, so that it is prefilled once, and prompts of similar length do.
+        requests.sort(key=lambda request: (len(request.prompt), request.prompt))
+        done: dict[str, Finished] = {}
+        try:
+            self.add(requests)
+            while self.in_flight:
+                done.update((row.id, row) for row in self.step())
+        except BaseException:
+            self.abort(self.in_flight)
+            raise
+        rows = [done[str(row)] for row in range(len(prompts))]
+        return response_columns(rows, batch.view("prompts").lengths, self.tokenizer)
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Let go of what the process holds for the engine, which is not used again."""
+
+def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> None:
+    """Raise DataError for the first request that no engine could sample.
+
+    That is one without a prompt, with an id that is in flight or that two of them have, with another number of
+    `sampled_log_probs` than of `sampled`, or with as many tokens already as `max_tokens`.
+    """
+    seen = set(in_flight)
+    for request in requests:
+        problem = ""
+        if request.id in seen:
+            problem = "its id is in flight already; ids are unique among requests in flight"
+        elif not request.prompt:
+            problem = "its prompt is empty; it needs at least one token"
+        elif len(request.sampled) != len(request.sampled_log_probs):
+            problem = f"it has {len(request.sampled)} sampled tokens and {len(request.sampled_log_probs)} log-probs"
+        elif len(request.sampled) >= request.sampling.max_tokens:
+            problem = f"it has {len(request.sampled)} sampled tokens, and max_tokens={request.sampling.max_tokens}"
+        if problem:
+            raise DataError(f"request {request.id!r} cannot be sampled: {problem}")
+        seen.add(request.id)
+
+
+def refuse_in_flight(in_flight: Collection[str]) -> None:
+    """Raise DataError if there are requests in flight: their keys and values belong to the weights they began with."""
+    if in_flight:
+        raise DataError(
+            f"weights cannot change while {len(in_flight)} requests are in flight; let them end, or abort them and add "
+            "them again afterwards with their tokens as `sampled`"
+        )

@@ -1,139 +1,221 @@
-"""What a train engine offers to the worker that holds it."""
+"""The interface of train engines: forward, backward, optimizer step and weights of one model.
+
+An engine runs in the worker processes of a role; with several ranks, every rank calls each method together. It holds
+no loss accounting: `rlcore.engine.update.Updater` cuts batches, counts, normalises and checks, for every engine alike.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Cut, Layout
-from rlcore.engine.weights.transfer import Shapes, Weights
-from rlcore.ops import Correction, Loss
+from rlcore.engine.parallel.mesh import TrainMesh
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.updater import Updater
+from rlcore.engine.weights.transfer import Shapes
+from rlcore.ops import Need
+from rlcore.plugins import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
+C = TypeVar("C")
+
 ENGINE_STATE = "engine.json"
-"""The file of a saved state that an engine writes last: where it is, the state is whole."""
+"""The file that `save` writes last: a saved state with this file is complete."""
+
+Finish = Callable[[DataProto | None, dict[str, Tensor]], Tensor]
+"""Called with each micro-batch and its outputs; returns the scalar to backpropagate.
+
+Outputs by name, for the response tokens of all rows laid end to end: `log_probs`, `entropy` and `values` fp32
+[tokens], `logits` [tokens, vocab]; a reward model's `scores` fp32 [rows].
+"""
+
+Approve = Callable[[float], float]
+"""Called once before the optimizer step with this rank's share of the squared gradient norm.
+
+The shares of all ranks add up to the square of the global norm. Returns the factor to multiply the gradients by; raises
+DataError on every rank when the step must not be taken.
+"""
 
 
 @dataclass(frozen=True)
-class Importance:
-    """How tokens get importance weights; see rlcore.ops.importance_weights."""
+class TrainSetup(Generic[C]):
+    """What a train engine is created from, in each worker process.
 
-    kind: Correction
-    cap: float
-    floor: float = 0.0
-
-
-@dataclass(frozen=True)
-class UpdateItem:
-    """One batch with its loss; several may share an optimizer step, each weighted.
-
-    `batch` holds this rank's rows, mini-batch after mini-batch; `sizes` is the number of rows in each, as many for all
-    items of an update. `config` is what the loss gets; `keep_together` names a column whose equal values no micro-batch
-    may part. `importance` says how tokens are weighted that another policy sampled than is trained; None: not at all.
+    `engine` holds the keys that all train engines share, `config` the engine's own section `engine.NAME`. `ranks` are
+    the processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may
+    start from a folder without a score head, and gets one of zeros. `temperature` divides the logits, as it did when
+    the responses were sampled. `total_steps` is the run's, for the learning-rate schedule.
     """
 
-    batch: DataProto
-    sizes: Sequence[int]
-    loss: Loss
-    config: Any
-    weight: float = 1.0
-    keep_together: str | None = None
-    importance: Importance | None = None
+    model: ModelConfig
+    engine: EngineConfig
+    config: C
+    ranks: Ranks
+    trains: bool
+    kind: RoleKind = POLICY
+    new_head: bool = True
+    temperature: float = 1.0
+    total_steps: int = 1
 
 
 class TrainEngine(ABC):
-    """A model that computes log-probs, values or scores and, if it `trains`, takes optimizer steps; all collectively.
+    """One model with its optimizer. An engine subclasses this, and `update` and `compute` come with it.
 
-    `version` counts optimizer steps; a rollout engine with an older version must be synced before it generates.
+    `version` counts changes of the weights. `step`, `load` and `follow` add one; a rollout engine with an older version
+    is synced before it generates.
     """
 
     version: int = 0
 
-    @abstractmethod
-    def compute(self, batch: DataProto, names: Sequence[str]) -> dict[str, Ragged | Tensor]:
-        """Return what `names` asks for, without a gradient.
+    def __init__(self, setup: TrainSetup[Any], layout: Layout | None = None, shard: int = 0) -> None:
+        """`layout` spreads the model over the ranks; without one, every rank holds the whole model.
 
-        Of a policy `log_probs` and `entropy`, of a critic `values`: ragged fp32, as long as `responses`. Of a reward
-        model `scores` fp32 [rows].
+        `shard` is the number of data-parallel ranks that share one copy of the weights; 0: all of them.
+        """
+        self.config = setup.engine
+        self.model_config = setup.model
+        self.ranks = setup.ranks
+        self.trains = setup.trains
+        self.kind = setup.kind
+        self.temperature = setup.temperature if setup.temperature > 0 else 1.0
+        self.total_steps = setup.total_steps
+        self.dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
+        self.mesh = TrainMesh(setup.ranks, layout or Layout(dp=setup.ranks.world_size), shard if layout else 1)
+
+    # Compute
+
+    @abstractmethod
+    def forward(self, parts: Sequence[DataProto | None], needs: Sequence[Need], finish: Finish) -> None:
+        """Run each micro-batch without a gradient and pass its outputs `needs` to `finish`.
+
+        A part has the columns `prompts` and `responses`, ragged int64. All ranks pass the same number of parts; None
+        stands for a rank without rows, which joins the collectives on made-up tokens. With pipeline stages `finish` is
+        called on the last stage only.
         """
 
     @abstractmethod
-    def follow(self, other: TrainEngine, share: float) -> None:
-        """Move every weight by `share` of the way to the other engine's, which is cut over the ranks like this one.
+    def forward_backward(
+        self, parts: Sequence[DataProto | None], needs: Sequence[Need], finish: Finish, *, last: bool
+    ) -> None:
+        """Run each micro-batch and backpropagate what `finish` returns; gradients add up over calls.
 
-        1 copies. Raises DataError when the two do not have the same parameters.
+        They are averaged over the data-parallel ranks at the latest in `step`. `last`: no other call follows before
+        `step`.
         """
 
     @abstractmethod
-    def take(self, weights: Weights, share: float) -> None:
-        """Move every weight by `share` of the way to the given ones: `follow`, with whole parameters by name.
-
-        Raises DataError naming the parameters that do not fit, before any has changed.
-        """
+    def zero_grad(self) -> None:
+        """Drop the gradients added up so far."""
 
     @abstractmethod
-    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
-        """Take one optimizer step for each mini-batch of each epoch and return the metrics.
+    def step(self, lr: float, approve: Approve) -> None:
+        """Complete the gradients, multiply them by the factor that `approve` returns, and step with rate `lr`.
 
-        `step` is the run's step, by which the learning rate is scheduled. Raises DataError, before the optimizer step
-        and on every rank, when a loss or gradient is not finite, naming the rows.
+        An error of `approve` passes through and leaves the weights unchanged.
         """
+
+    # Weights
 
     @property
     @abstractmethod
     def shapes(self) -> Shapes:
-        """The shape of each whole parameter by its Hugging Face name, tied ones once."""
+        """The shape of each whole parameter by its Hugging Face name, tied ones once; the same on every rank."""
 
     @property
     @abstractmethod
-    def layout(self) -> Layout:
-        """How the model is spread over the engine's ranks, of which this is one."""
-
-    @property
-    @abstractmethod
-    def cuts(self) -> Mapping[str, Cut]:
-        """How the layout cuts each parameter, by the names of `shapes`; the same on every rank."""
+    def vocab_size(self) -> int:
+        """The number of logits of a token."""
 
     @abstractmethod
-    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every parameter that its stage holds, in the precision of the forward.
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole parameter by its Hugging Face name, tied ones once, in `dtype`.
 
-        That is the whole of it or, where its Cut has a `dim`, this rank's tensor shard; whole along dp (collective
-        there). Ranks of one stage yield the names in the same order. What was yielded is valid until the next.
-        """
-
-    @property
-    @abstractmethod
-    def shared_module(self) -> nn.Module | None:
-        """The Hugging Face module if a rollout engine in this process may use it as it stands, else None."""
-
-    def park(self) -> None:  # noqa: B027  (an engine need not)
-        """Let weights and optimizer state leave the device until the next call, where the engine can."""
-
-    @abstractmethod
-    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter whole, in the precision of the forward, by its Hugging Face name, tied ones once.
-
-        What was yielded is valid until the next.
+        fp32 gives the master weights; the dtype of the forward may give the weights as the forward rounds them. A
+        tensor is valid until the next one. All ranks iterate to the end.
         """
 
     @abstractmethod
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter whole and in full precision, by its Hugging Face name, tied ones once."""
+    def load(self, weights: Mapping[str, Tensor], shapes: Shapes, tau: float) -> None:
+        """Move every weight by the share `tau` of the way to the given one; 1 copies.
+
+        Each rank reads its own part. Raises DataError naming the parameters that do not fit, before any has changed.
+        """
+
+    def follow(self, other: TrainEngine, tau: float) -> None:
+        """Move every weight by the share `tau` of the way to those of an engine in the same processes; 1 copies.
+
+        Raises DataError when the two do not have the same parameters.
+        """
+        theirs = {name: tensor.clone() for name, tensor in other.export(torch.float32)}
+        self.load(theirs, other.shapes, tau)
 
     @abstractmethod
     def save_pretrained(self, folder: Path) -> None:
         """Write a Hugging Face folder (rank 0 writes): config, safetensors in fp32, tokenizer."""
 
     @abstractmethod
-    def save_state(self, folder: Path) -> None:
-        """Write into `folder` all that `load_state` needs to go on bit for bit: weights, optimizer, version, RNG."""
+    def save(self, folder: Path) -> None:
+        """Write all that `restore` needs to go on bit for bit: weights, optimizer, version, random state.
+
+        `folder/model` is a Hugging Face folder, and the file ENGINE_STATE is written last.
+        """
 
     @abstractmethod
-    def load_state(self, folder: Path) -> None:
-        """Take back what `save_state` wrote, under any number of ranks. Raises CheckpointError if it does not fit."""
+    def restore(self, folder: Path) -> None:
+        """Read what `save` wrote, also under another number of ranks. Raises CheckpointError if it does not fit."""
+
+    # What an engine may add
+
+    @property
+    def shared_module(self) -> nn.Module | None:
+        """The Hugging Face module, if a rollout engine in this process may sample with it as it is."""
+        return None
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """How the layout divides each parameter, by the names of `shapes`; the same on every rank."""
+        return {name: Cut(shape, (0,)) for name, shape in self.shapes.items()}
+
+    def export_local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's model-parallel shard of each parameter of its stage, in the dtype of the forward.
+
+        A parameter whose Cut has a `dim` gives this rank's tensor shard, any other the whole; both whole along dp. The
+        ranks of a stage yield the names in the same order. A tensor is valid until the next one.
+        """
+        return self.export(self.dtype)
+
+    def held_parameters(self) -> Mapping[str, Tensor]:
+        """Return the tensors that hold this rank's part of the weights between calls, by name."""
+        return {}
+
+    def offload(self) -> None:  # noqa: B027  (an engine need not)
+        """Move weights and optimizer state to main memory until the next call of any other method."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the engine's own, added to those of each update."""
+        return {}
+
+    # What every engine gets
+
+    @property
+    def layout(self) -> Layout:
+        """How the model is spread over the ranks, of which this is one."""
+        return self.mesh.layout
+
+    def compute(self, batch: DataProto, names: Sequence[Need]) -> dict[str, Ragged | Tensor]:
+        """Return the outputs `names` of all rows, without a gradient; see Updater.compute."""
+        return Updater(self).compute(batch, names)
+
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """Take one optimizer step for each mini-batch of each epoch; see Updater.update."""
+        return Updater(self).update(items, epochs=epochs, step=step)

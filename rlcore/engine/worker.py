@@ -16,13 +16,14 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.device import prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
-from rlcore.engine.rollout import RolloutEngine, Sampling
-from rlcore.engine.train import TrainEngine, UpdateItem
-from rlcore.engine.update.accounting import row_names
+from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+from rlcore.engine.train import TrainEngine, TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.loss_accumulator import row_names
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
-from rlcore.engine.weights.reshard import HybridFlow, Reshard
-from rlcore.engine.weights.transfer import Weights, pack, packed_specs
+from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -55,9 +56,10 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """All that a model worker needs to start: the role, its configs, and who makes its engines.
+    """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
 
-    `by_text`: a reward model that reads the rows' texts, as its tokenizer is another than the actor's. `samples_only`:
+    `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
+    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
 
@@ -65,11 +67,13 @@ class RoleSetup:
     model: ModelConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    create_train: Callable[..., TrainEngine]
-    create_rollout: Callable[..., RolloutEngine]
+    create_train: Callable[[TrainSetup[Any]], TrainEngine]
+    create_rollout: Callable[[RolloutSetup[Any]], RolloutEngine]
+    train_config: Any
+    rollout_config: Any
     seed: int
     total_steps: int
-    by_text: bool = False
+    reads_text: bool = False
     samples_only: bool = False
 
 
@@ -83,7 +87,7 @@ class ModelWorker(Worker):
         self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
-        self._reshard: Reshard | None = None
+        self.route: WeightRoute | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -98,31 +102,32 @@ class ModelWorker(Worker):
         torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
         self.train = setup.create_train(
-            model=setup.model,
-            engine=setup.engine,
-            ranks=self.ranks,
-            trains=setup.role.trains,
-            kind=setup.role.kind,
-            new_head=setup.role.may_start_headless,
-            temperature=setup.rollout.temperature,
-            total_steps=setup.total_steps,
+            TrainSetup(
+                model=setup.model,
+                engine=setup.engine,
+                config=setup.train_config,
+                ranks=self.ranks,
+                trains=setup.role.trains,
+                kind=setup.role.kind,
+                new_head=setup.role.may_start_headless,
+                temperature=setup.rollout.temperature,
+                total_steps=setup.total_steps,
+            )
         )
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
         if self.world_size > 1:
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
-        if setup.by_text:
+        if setup.reads_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
             groups = ProcessGroups(self.rank)
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            if layout.pp * layout.tp > 1 and (self.rollout.adopts or generation.tp > 1):
-                dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
-                self._reshard = HybridFlow(generation, self.train.cuts, groups, dtype=dtype, device=self.device)
+            self.route = choose_route(self.train, self.rollout, generation, groups)
 
     def _start_sampling(self) -> None:
-        """Start a copy of a role: consecutive ranks are a replica, and each gets whole weights to take its shard of."""
+        """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
         shards = self.setup.rollout.tp
         layout = Layout(tp=shards, dp=self.world_size // shards)
         if shards > 1:
@@ -131,34 +136,23 @@ class ModelWorker(Worker):
             place = layout.place(self.rank)
             self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
+        self.route = Received(self.rollout)
 
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
-        setup = self.setup
-        sharded: dict[str, Any] = {}
-        if generation.tp > 1:
-            sharded = {
-                "tensor_group": groups.own(generation.groups("tp")),
-                "engine_order": generation.engine_order,
-            }
+        setup, sharded = self.setup, generation.tp > 1
         return setup.create_rollout(
-            model=setup.model, rollout=setup.rollout, device=self.device, shared=shared, **sharded
+            RolloutSetup(
+                model=setup.model,
+                rollout=setup.rollout,
+                config=setup.rollout_config,
+                device=self.device,
+                shared=shared,
+                tensor_group=groups.own(generation.groups("tp")) if sharded else None,
+                engine_order=generation.engine_order if sharded else (),
+            )
         )
-
-    def _sync(self) -> None:
-        """Bring the rollout engine to the train engine's version (collective)."""
-        assert self.rollout is not None
-        version = self.train.version
-        if self._reshard is None:
-            self.rollout.sync(self.train.rollout_weights(), version, self.train.shapes)
-        else:
-            shards = self._reshard.gather(self.train.local_parameters())
-            try:
-                self.rollout.adopt(shards, version, self._reshard.shapes)
-            finally:
-                if not self.rollout.adopts:  # it has memory of its own
-                    self._reshard.release()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -175,21 +169,30 @@ class ModelWorker(Worker):
     @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
-        if self.rollout is None:
+        if self.rollout is None or self.route is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
-        if not self.setup.samples_only and self.rollout.version != self.train.version:
+        if not self.route.is_current:
             with self._timed("sync"):
-                self._sync()
+                self.route.bring()
         if self.setup.engine.offload:
-            with self._timed("offload"):
-                for worker in (self, *self._siblings.values()):
-                    if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
-                        worker.train.park()
+            self._offload_all()
         with self._timed("generate"):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
+
+    def _offload_all(self) -> None:
+        """Free the device of all train engines in this process while it generates."""
+        with self._timed("offload"):
+            for worker in (self, *self._siblings.values()):
+                if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
+                    worker.train.offload()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch_bytes(self) -> dict[str, int]:
+        """Return the counts of Meter over this rank's weight switches; {} for a role that does not generate."""
+        return {} if self.route is None else self.route.meter.report()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -227,13 +230,13 @@ class ModelWorker(Worker):
         return DataProto.from_single_dict({name: scores})
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def follow(self, share: float) -> None:
-        """Move the weights by `share` of the way to those of the role that this one follows, in the same process."""
+    def follow(self, tau: float) -> None:
+        """Move the weights by the share `tau` of the way to those of the followed role, in the same process."""
         assert self.setup.role.follows is not None
         with self._timed("follow"):
             leader = self.sibling(self.setup.role.follows)
             assert isinstance(leader, ModelWorker)
-            self.train.follow(leader.train, share)
+            self.train.follow(leader.train, tau)
 
     @register(Dispatch.RANK_ZERO)
     def parameter_names(self) -> list[str]:
@@ -242,25 +245,24 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        """Return the whole parameters that this rank's rows name, in the columns of `pack`; all ranks gather all."""
-        forward = torch.bfloat16 if self.setup.model.dtype == "bf16" else torch.float32
+        """Return the whole parameters named by this rank's rows, in the columns of `pack_weights`; all ranks gather."""
         with self._timed("send"):
-            weights = self.train.rollout_weights() if dtype is forward else self.train.full_parameters()
-            return pack(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
+            weights = self.train.export(dtype)
+            return pack_weights(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
-        """Move the weights by `share` of the way to those of another role's `send_weights`; a copy takes them over.
+    def take_weights(self, weights: DataProto, tau: float = 1.0) -> None:
+        """Move the weights by the share `tau` of the way to those of another role's `send_weights`; 1 copies.
 
-        Raises DataError naming the parameters that do not fit.
+        Workers that only sample copy them. Raises DataError naming the parameters that do not fit.
         """
-        sent = Weights(weights)
-        if self.rollout is not None and self.setup.samples_only:
+        sent = RemoteWeights(weights)
+        if isinstance(self.route, Received):
             with self._timed("sync"):
-                self.rollout.sync(iter(sent.items()), sent.version, sent.shapes)
+                self.route.receive(sent)
             return
         with self._timed("follow"):
-            self.train.take(sent, share)
+            self.train.load(sent, sent.shapes, tau)
 
     def _rollout_serves(self, batch: DataProto) -> bool:
         if "rollout_log_probs" not in batch:
@@ -287,12 +289,12 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
         """Write all that resuming needs."""
-        self.train.save_state(Path(folder))
+        self.train.save(Path(folder))
 
     @register(Dispatch.ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Take back what `save_state` wrote."""
-        self.train.load_state(Path(folder))
+        self.train.restore(Path(folder))
 
     def shutdown(self) -> None:
         """See Worker."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 Need = Literal["log_probs", "entropy", "logits", "values", "scores"]
@@ -87,6 +88,41 @@ class Outputs:
     def scores(self) -> Tensor:
         """The reward model's score of each row, [rows]."""
         return self._get("scores")
+
+    def clipped_surrogate(
+        self, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return PPO's surrogate and where clipping lowered it, both [rows, tokens]; the surrogate is to be maximised.
+
+        With the ratio r = exp(log_probs - old_log_probs) and the advantage A of a token,
+
+            surrogate = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+        `old_log_probs` is [rows, tokens], in nats; `advantages` is [rows, tokens], or [rows, 1] for one per row. No
+        gradient reaches the log-probs of clipped tokens. Sources: arXiv 1707.06347, eq. 7; two separate bounds: DAPO,
+        arXiv 2503.14476, section 3.1.
+        """
+        ratio = (self.log_probs - old_log_probs).exp()
+        unclipped = ratio * advantages
+        surrogate = unclipped.minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        return surrogate, surrogate < unclipped
+
+    def clipped_value_error(self, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+        """Return the critic's squared error and where clipping raised it, both [rows, tokens].
+
+        With the value V, the value V_old before the update and the return R of a token,
+
+            error = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+        Both arguments are [rows, tokens], in units of reward; `clip` 0 means no clipping. Source:
+        https://github.com/openai/baselines, baselines/ppo2/model.py at dfc86c9a.
+        """
+        unclipped = (self.values - returns).square()
+        if clip == 0:
+            return unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
+        near = old_values + (self.values - old_values).clamp(-clip, clip)
+        error = unclipped.maximum((near - returns).square())
+        return error, error > unclipped
 
     @staticmethod
     def blank(needs: Iterable[Need], rows: int, tokens: int, vocab: int, fill: Tensor) -> Outputs:

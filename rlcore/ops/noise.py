@@ -32,10 +32,14 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def uniform_noise(keys: Tensor, start: int, length: int) -> Tensor:
-    """Return fp64 [rows, length] in [0, 1): numbers start .. start + length - 1 of each key in int64 [rows]."""
-    index = torch.arange(start + 1, start + 1 + length, dtype=torch.int64, device=keys.device)
-    x = keys[:, None] + index[None, :] * _GOLDEN
+def uniform_noise(keys: Tensor, start: int | Tensor, length: int) -> Tensor:
+    """Return fp64 [rows, length] in [0, 1): numbers start .. start + length - 1 of each key in int64 [rows].
+
+    `start` is one number for all rows, or int64 [rows].
+    """
+    first = start[:, None] if isinstance(start, Tensor) else start
+    index = first + torch.arange(1, 1 + length, dtype=torch.int64, device=keys.device)[None, :]
+    x = keys[:, None] + index * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     x = x ^ _shift_right(x, 31)

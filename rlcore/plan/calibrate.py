@@ -33,8 +33,9 @@ from rlcore.plan.profile import STORED, Profile, dump
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
-from rlcore.roles.handles import RoleHandle, StepClock, start_roles
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, plan
+from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, make_executor, register, wait_for
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
 def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     """Return the profile of the devices found, measured."""
     both = found.count > 1
-    size, work = size_of(config.model), Workload.of(config)
+    size, work = size_of(config.model), Workload.of(config, plugins)
     profile = replace(found.profile, per_machine=found.count)
     gpus = 0.0 if profile.cpu else 1.0
-    small = _small(config, gpus)
+    small = _small(config, plugins, gpus)
     times: dict[Layout, Mapping[str, float]] = {}
     with make_executor(small.cluster) as executor:
         profile = _with_rates(profile, executor, both, gpus, work)
@@ -91,17 +92,23 @@ def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     return replace(profile, sources=sources)
 
 
-def _small(config: Config, gpus: float) -> Config:
-    parts: dict[str, Any] = {
-        "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, layouts={}),
-        "rollout": replace(config.rollout, min_tokens=config.rollout.response_len, tp=1, batch_size=MANY),
-        "cluster": replace(config.cluster, pools={}, gpus_per_worker=gpus),
-        "trainer": replace(config.trainer, rollouts_ahead=0),
-    }
-    return replace(config, **parts)
+def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
+    train = plugins.train_engines()[config.engine.name].capabilities.settings
+    slots = plugins.rollout_engines()[config.rollout.name].capabilities.slots_key
+    return config.with_values(
+        {
+            **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.layouts": {}},
+            **({train["shard"]: 0} if "shard" in train else {}),
+            **{"rollout.min_tokens": config.rollout.response_len, "rollout.tp": 1},
+            **({slots: MANY} if slots is not None else {}),
+            **{"cluster.pools": {}, "cluster.gpus_per_worker": gpus, "trainer.rollouts_ahead": 0},
+        }
+    )
 
 
-def _start(executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]) -> list[RoleHandle]:
+def _start(
+    executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]
+) -> list[PolicyHandle]:
     """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     config = replace(config, cluster=replace(config.cluster, pools=pools))
@@ -110,7 +117,7 @@ def _start(executor: Executor, config: Config, plugins: PluginManager, workers: 
         (planned, planned.open(executor)) for planned in plan(config, roles) if planned.roles != (REWARD_WORKERS,)
     ]
     handles, _ = start_roles(config, executor, plugins, roles, StepClock(1), opened)
-    return list(handles.values())
+    return [handle for handle in handles.values() if isinstance(handle, PolicyHandle)]
 
 
 class _Prober(Worker):
@@ -181,7 +188,7 @@ def _likelihood(out: Outputs, batch: Mapping[str, Any], config: Any) -> dict[str
     return {"likelihood": objective(-masked_sum(out.log_probs, mask), mask.sum())}
 
 
-def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, float]:
+def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, float]:
     """Return the median seconds of each kind of call with FEW and with MANY rows a role, all roles at the same time."""
     times: dict[str, float] = {}
     for rows in (FEW, MANY):
@@ -191,7 +198,7 @@ def _short_runs(handles: Sequence[RoleHandle], config: Config) -> dict[str, floa
         for batch in batches:
             batch.materialize()
         kept = [batch.select(["prompts", "responses", "response_mask"], ["uid"], []) for batch in batches]
-        runs: dict[str, Callable[[RoleHandle, DataProto], Any]] = {
+        runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
             "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
             "log_probs": lambda handle, batch: handle.log_probs(batch),
             "update": lambda handle, batch: handle.update(batch, loss=_likelihood),
@@ -228,7 +235,7 @@ def _prompts(rows: int, config: Config) -> DataProto:
 
 
 def _with_role_figures(
-    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[RoleHandle]
+    profile: Profile, size: ModelSize, work: Workload, config: Config, handles: Sequence[PolicyHandle]
 ) -> Profile:
     """Return the profile with the figures of a role on one device."""
     times = _short_runs(handles, config)

@@ -60,10 +60,11 @@ def problem_of(
         record(config, plugins),
         sizes,
         frozenset(name for name, role in roles.items() if role.trains),
-        Workload.of(config, tuple(lengths)),
+        Workload.of(config, plugins, tuple(lengths)),
         found,
         {name: role.follows for name, role in roles.items() if role.follows is not None},
         objective=objective,
+        rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
     )
     ahead = bool(config.trainer.rollouts_ahead) or ROLLOUT in _listed(config)
     if ahead:
@@ -154,12 +155,7 @@ def read_lengths(spelled: str, most: int) -> list[int]:
 
 def apply(plan: Plan, config: Config) -> Config:
     """Return the config that runs the plan."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values(plan, config).items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    parts: dict[str, Any] = {name: replace(getattr(config, name), **changed) for name, changed in sections.items()}
-    return replace(config, **parts)
+    return config.with_values(values(plan, config))
 
 
 def experiment_file(name: str) -> Path:

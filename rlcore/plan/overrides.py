@@ -10,7 +10,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.build import defaults, to_plain
-from rlcore.config.compose import SECTIONS
+from rlcore.config.compose import core_values
 from rlcore.plan import memory
 from rlcore.plan.search import Plan
 from rlcore.roles.placement import ROLLOUT
@@ -42,18 +42,18 @@ def values(plan: Plan, config: Config) -> dict[str, Any]:
     else:
         found |= {"engine.pp": 1, "engine.tp": 1}
         found["engine.layouts"] = {role: layout for role, layout in layouts.items() if layout != [1, 1]}
+    rollout = plan.problem.rollout
     for part in parts:
         if part.generation is not None:
             found["rollout.tp"] = part.generation.tp
-            if config.rollout.name == "hf":
-                found["rollout.batch_size"] = part.slots
-            else:
+            if rollout.slots_key is not None:
+                found[rollout.slots_key] = part.slots
+            if rollout.cache_key is not None:
                 row = memory.cache_bytes(plan.problem.sizes[part.role], part.generation, plan.problem.work)
-                found["rollout.kv_cache_mb"] = math.ceil(part.slots * row / 2**20)
+                found[rollout.cache_key] = math.ceil(part.slots * row / 2**20)
     if config.engine.dp:
         found["engine.dp"] = 0
-    plain = {name: to_plain(getattr(config, name)) for name in SECTIONS}
-    return {key: value for key, value in found.items() if _at(plain, key) != value}
+    return {key: value for key, value in found.items() if config.value(key) != value}
 
 
 def words(found: Mapping[str, Any]) -> str:
@@ -74,21 +74,28 @@ def _written(value: Any) -> str:
 def experiment(plan: Plan, config: Config) -> dict[str, Any]:
     """Return the content of an experiment file: the algorithm, what the config changes of the defaults, the plan."""
     content: dict[str, Any] = {"defaults": [{"override /algo": config.algorithm}]}
-    for name, cls in SECTIONS.items():
-        plain, standard = to_plain(getattr(config, name)), defaults(cls)
-        if changed := {key: value for key, value in plain.items() if value != standard[key]}:
+    for name, standard in core_values().items():
+        if changed := _changed(to_plain(getattr(config, name)), standard):
             content[name] = changed
-    own, standard = to_plain(config.algo), defaults(type(config.algo))
-    if changed := {key: value for key, value in own.items() if value != standard[key]}:
-        content["algo"] = changed
+    for path, section in config.sections.items():
+        if changed := _changed(to_plain(section), defaults(type(section))):
+            _holder(content, path).update(changed)
+    if own := _changed(to_plain(config.algo), defaults(type(config.algo))):
+        content["algo"] = own
     for key in ("device", "gpus"):
         content.get("cluster", {}).pop(key, None)
     for key, value in values(plan, config).items():
-        section, _, name = key.partition(".")
-        content.setdefault(section, {})[name] = value
+        path, _, name = key.rpartition(".")
+        _holder(content, path)[name] = value
     return content
 
 
-def _at(plain: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return plain[section][name]
+def _holder(content: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the mapping at a dotted path, made where there is none."""
+    for part in path.split("."):
+        content = content.setdefault(part, {})
+    return content
+
+
+def _changed(plain: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in plain.items() if value != standard[key]}

@@ -12,6 +12,7 @@ from rlcore.engine.parallel.model_size import ModelSize
 from rlcore.plan.dataflow import GENERATION, Call, Dataflow
 from rlcore.plan.profile import Profile
 from rlcore.plan.workload import Workload
+from rlcore.plugins import RolloutCapabilities
 from rlcore.roles.placement import ROLLOUT
 
 Objective = Literal["time", "cost"]
@@ -57,7 +58,7 @@ class Problem:
     """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
 
     `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
-    least cost of one, where devices that stay unused cost nothing.
+    least cost of one, where devices that stay unused cost nothing. `rollout`: of the engine that samples.
     """
 
     dataflow: Dataflow
@@ -69,6 +70,7 @@ class Problem:
     ahead: int = 0
     objective: Objective = "time"
     fixed: Fixed = Fixed()
+    rollout: RolloutCapabilities = field(default_factory=RolloutCapabilities)
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -31,8 +31,9 @@ from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import named_scores
-from rlcore.roles.handles import StepClock, start_roles
+from rlcore.roles.handles import StepClock
 from rlcore.roles.placement import plan
+from rlcore.roles.start import start_roles
 from rlcore.run import Run, with_reward_model
 from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
 from rlcore.workers.dispatch import Dispatch
@@ -55,7 +56,7 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     """
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     roles = with_reward_model(algorithm.roles(), config)
-    small = _small(config)
+    small = _small(config, plugins)
     before = random_state()
     try:
         with TemporaryDirectory(prefix="rlcore-plan-") as folder, _open(small, Path(folder), plugins, roles) as run:
@@ -74,19 +75,27 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     return Dataflow(tuple(run.tape.calls), follows)
 
 
-def _small(config: Config) -> Config:
-    """Return the config with which the step is recorded: its own, of a model and batches that take a moment."""
-    parts: dict[str, Any] = {
-        "model": replace(config.model, path="tiny", attention="auto", chat_template=None),
-        "data": replace(config.data, batch_size=PROMPTS, prompt_len=512, path=None, system_prompt=None),
-        "rollout": replace(
-            config.rollout, name="hf", response_len=TOKENS, min_tokens=min(TOKENS, config.rollout.min_tokens), tp=1
-        ),
-        "engine": replace(config.engine, pp=1, tp=1, dp=0, shard=0, offload=False, layouts={}),
-        "cluster": ClusterConfig(executor="in_process", workers=1),
-        "trainer": replace(config.trainer, rollouts_ahead=0),
-    }
-    return replace(config, **parts)
+def _small(config: Config, plugins: PluginManager) -> Config:
+    """Return the config with which the step is recorded: its own, of a model and batches that take a moment.
+
+    An engine that samples with the trained module itself stands in for the config's, which may need a GPU.
+    """
+    engines = plugins.rollout_engines()
+    stand_in = next(spec for spec in engines.values() if spec.capabilities.shares_module)
+    own = {f"rollout.{stand_in.name}": stand_in.config_class()} if stand_in.config_class else {}
+    settings = plugins.train_engines()[config.engine.name].capabilities.settings
+    small = config.with_values(
+        {
+            **{"model.path": "tiny", "model.attention": "auto", "model.chat_template": None},
+            **{"data.batch_size": PROMPTS, "data.prompt_len": 512, "data.path": None, "data.system_prompt": None},
+            **{"rollout.name": stand_in.name, "rollout.response_len": TOKENS, "rollout.tp": 1},
+            "rollout.min_tokens": min(TOKENS, config.rollout.min_tokens),
+            **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.offload": False, "engine.layouts": {}},
+            **({settings["shard"]: 0} if "shard" in settings else {}),
+            "trainer.rollouts_ahead": 0,
+        }
+    )
+    return replace(small, cluster=ClusterConfig(executor="in_process", workers=1), sections={**small.sections, **own})
 
 
 @contextmanager
@@ -117,7 +126,7 @@ class _WithHeads:
 
     def train_engines(self) -> dict[str, Any]:
         def with_head(create: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda **options: create(**{**options, "new_head": True})
+            return lambda setup: create(replace(setup, new_head=True))
 
         return {name: replace(e, create=with_head(e.create)) for name, e in self._plugins.train_engines().items()}
 

@@ -58,9 +58,9 @@ def changes(problem: Problem) -> Iterator[str]:
         tokens = max(tokens // 2, row)
         settings.append((f"engine.micro_batch_tokens={tokens}", replace(work, micro_batch_tokens=tokens)))
     if not work.recompute:
-        settings.append(("engine.activation_checkpointing=true", replace(work, recompute=True)))
+        settings.append(("engine.torch.activation_checkpointing=true", replace(work, recompute=True)))
         small = replace(work, recompute=True, micro_batch_tokens=row)
-        settings.append((f"engine.activation_checkpointing=true engine.micro_batch_tokens={row}", small))
+        settings.append((f"engine.torch.activation_checkpointing=true engine.micro_batch_tokens={row}", small))
     if not work.offload:
         settings.append(("engine.offload=true", replace(work, offload=True)))
     if work.dtype_bytes == 4:

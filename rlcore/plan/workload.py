@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
 from rlcore.plan.dataflow import Call
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Lengths:
 class Workload:
     """A step's rows and the config's settings by which engines cut them; `prompts` a step.
 
-    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`; `padding_free`: as
-    `engine.padding_free`. `continuous`: while sampling, a finished row's place is taken by the next one.
+    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`. `continuous`: while
+    sampling, a finished row's place is taken by the next one.
     """
 
     prompts: int
@@ -73,23 +77,24 @@ class Workload:
     offload: bool = False
 
     @classmethod
-    def of(cls, config: Config, responses: tuple[int, ...] = ()) -> Workload:
-        """Read a config; without `responses` every response has `rollout.response_len` tokens."""
+    def of(cls, config: Config, plugins: PluginManager, responses: tuple[int, ...] = ()) -> Workload:
+        """Read a config; without `responses` every response has `rollout.response_len` tokens.
+
+        Settings that the train engine does not have keep their defaults.
+        """
         engine, rollout = config.engine, config.rollout
+        train = plugins.train_engines()[engine.name].capabilities
+        settings: dict[str, Any] = {name: config.value(key) for name, key in train.settings.items()}
         return cls(
             prompts=config.data.batch_size,
             lengths=Lengths(config.data.prompt_len, responses or (rollout.response_len,)),
             dtype_bytes=2 if config.model.dtype == "bf16" else 4,
             micro_batch_tokens=engine.micro_batch_tokens,
             micro_batch_rows=engine.micro_batch_rows,
-            recompute=engine.activation_checkpointing,
-            shard=engine.shard,
-            layerwise_above=engine.layerwise_above,
-            logits_chunk=engine.logits_chunk,
             attention=config.model.attention,
-            padding_free=engine.padding_free,
-            continuous=rollout.name != "hf",
+            continuous=plugins.rollout_engines()[rollout.name].capabilities.continuous_batching,
             offload=engine.offload,
+            **settings,
         )
 
     def rows(self, call: Call) -> float:

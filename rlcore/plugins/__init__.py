@@ -1,17 +1,20 @@
 """The plugin contract: hooks, what plugins hand over, and the manager that loads and calls them. Imports no torch."""
 
 from rlcore.plugins.hookspecs import hookimpl
-from rlcore.plugins.manager import PluginInfo, PluginManager, installed
+from rlcore.plugins.manager import PluginInfo, PluginManager, installed, own_engines
 from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
 from rlcore.plugins.specs import (
     API_VERSION,
     Algorithm,
     AlgorithmSpec,
     CommandSpec,
+    ConfigSpec,
     DatasetSpec,
     RewardSpec,
+    RolloutCapabilities,
     RolloutEngineSpec,
     TrackerSpec,
+    TrainCapabilities,
     TrainEngineSpec,
 )
 
@@ -24,6 +27,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmSpec",
     "CommandSpec",
+    "ConfigSpec",
     "DatasetSpec",
     "Head",
     "PluginInfo",
@@ -31,9 +35,12 @@ __all__ = [
     "RewardSpec",
     "Role",
     "RoleKind",
+    "RolloutCapabilities",
     "RolloutEngineSpec",
     "TrackerSpec",
+    "TrainCapabilities",
     "TrainEngineSpec",
     "hookimpl",
     "installed",
+    "own_engines",
 ]

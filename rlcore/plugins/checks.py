@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from rlcore.config.build import check_schema
+from rlcore.config.build import REQUIRED, check_schema, defaults
+from rlcore.config.schema import Config, EngineConfig, RolloutConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import hookspecs
-from rlcore.plugins.specs import API_VERSION, Algorithm, AlgorithmSpec
+from rlcore.plugins.specs import (
+    API_VERSION,
+    Algorithm,
+    AlgorithmSpec,
+    ConfigSpec,
+    RolloutEngineSpec,
+    TrainEngineSpec,
+)
 
 HOOKS: dict[str, Callable[..., Any]] = {
     name: function for name, function in vars(hookspecs).items() if hasattr(function, "rlcore_spec")
@@ -69,7 +77,38 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
     name = value.name  # type: ignore[attr-defined]
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         return f"{hook}() gave the name {name!r}; a name is made of letters, digits, '_', '-' and '.'"
-    return _algorithm_fault(value) if isinstance(value, AlgorithmSpec) else None
+    if isinstance(value, AlgorithmSpec):
+        return _algorithm_fault(value)
+    if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):
+        return _section_fault(value)
+    return None
+
+
+def _section_fault(spec: ConfigSpec | RolloutEngineSpec | TrainEngineSpec) -> str | None:
+    """Check the config class that an engine or a plugin brings, and that its keys have no place that is taken."""
+    where: dict[type, tuple[str, type]] = {
+        ConfigSpec: ("", Config),
+        RolloutEngineSpec: ("rollout.", RolloutConfig),
+        TrainEngineSpec: ("engine.", EngineConfig),
+    }
+    prefix, taken = where[type(spec)]
+    cls = spec.config_class
+    if cls is None and not isinstance(spec, ConfigSpec):
+        return None
+    if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):  # type: ignore[attr-defined]
+        return (
+            f"{spec.name!r} cannot name a section of the config: {prefix}{spec.name} must be an identifier that "
+            "rlcore's own keys do not use; choose another name"
+        )
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        return f"the config_class of {spec.name!r} is {cls!r}; it must be a frozen dataclass"
+    try:
+        check_schema(cls)
+    except ConfigError as error:
+        return str(error)
+    if required := [name for name, value in defaults(cls).items() if value == REQUIRED]:
+        return f"{cls.__qualname__}.{required[0]} has no default; every key of a section needs one"
+    return None
 
 
 def _algorithm_fault(spec: AlgorithmSpec) -> str | None:

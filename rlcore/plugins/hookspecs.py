@@ -22,6 +22,7 @@ import pluggy
 from rlcore.plugins.specs import (
     AlgorithmSpec,
     CommandSpec,
+    ConfigSpec,
     DatasetSpec,
     RewardSpec,
     RolloutEngineSpec,
@@ -95,6 +96,18 @@ def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one TrainEngineSpec or a list of them.
     Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
+    """Give sections of the config, for keys that belong to no engine and no algorithm.
+
+    When: once, when plugins are loaded, before the config is composed.
+    Returns: one ConfigSpec or a list of them. Its keys are `NAME.*`, and every config has them while the plugin is
+    installed. An engine's own keys come with its spec, an algorithm's with its class.
+    Errors: a name that another plugin has given, or that rlcore's own config has, stops the command.
     """
     raise NotImplementedError
 

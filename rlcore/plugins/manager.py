@@ -22,6 +22,7 @@ from rlcore.plugins.local import load_file
 from rlcore.plugins.specs import (
     AlgorithmSpec,
     CommandSpec,
+    ConfigSpec,
     DatasetSpec,
     RewardSpec,
     RolloutEngineSpec,
@@ -39,6 +40,7 @@ _REGISTRATIONS: dict[str, type] = {
     "rlcore_datasets": DatasetSpec,
     "rlcore_rollout_engines": RolloutEngineSpec,
     "rlcore_train_engines": TrainEngineSpec,
+    "rlcore_configs": ConfigSpec,
     "rlcore_trackers": TrackerSpec,
     "rlcore_commands": CommandSpec,
 }
@@ -71,7 +73,13 @@ class PluginInfo:
 
 def installed() -> list[EntryPoint]:
     """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (_distribution(entry)[0] != "rlcore", entry.name))
+    return sorted(entry_points(group=GROUP), key=lambda entry: (not _is_own(entry), entry.name))
+
+
+def own_engines() -> PluginManager:
+    """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
+    others = [entry.name for entry in installed() if not (_is_own(entry) and entry.name.startswith("engine."))]
+    return PluginManager.load([f"no:{name}" for name in others])
 
 
 class PluginManager:
@@ -142,6 +150,7 @@ class PluginManager:
             (TrainEngineSpec, config.engine.name),
             *((RewardSpec, name) for name in rewards),
             *((TrackerSpec, name) for name in config.tracker.use),
+            *((ConfigSpec, name) for name, spec in self.configs().items() if _is_set(config, spec)),
         }
         names = {giver.name for key, giver in self._givers.items() if key in chosen}
         return [info for info in self._infos.values() if info.name in names]
@@ -165,6 +174,17 @@ class PluginManager:
     def train_engines(self) -> Mapping[str, TrainEngineSpec]:
         """Return the train engines by name."""
         return self._specs[TrainEngineSpec]
+
+    def configs(self) -> Mapping[str, ConfigSpec]:
+        """Return the config sections of plugins by name."""
+        return self._specs[ConfigSpec]
+
+    def sections(self) -> Mapping[str, type]:
+        """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
+        found = {name: spec.config_class for name, spec in self.configs().items()}
+        for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
+            found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
+        return found
 
     def trackers(self) -> Mapping[str, TrackerSpec]:
         """Return the trackers by name."""
@@ -324,9 +344,18 @@ class PluginManager:
             call()
 
 
+def _is_set(config: Config, spec: ConfigSpec) -> bool:
+    """Whether a config has values in a plugin's section that are not the defaults."""
+    return config.sections.get(spec.name, spec.config_class()) != spec.config_class()
+
+
 def _distribution(entry: EntryPoint) -> tuple[str, str]:
     # Typed optional, but always set on the entry points that entry_points() gives.
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return _distribution(entry)[0] == "rlcore"
 
 
 def _import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:

@@ -1,20 +1,27 @@
-"""The page docs/hooks.md, made from the hook specifications. `python -m rlcore.plugins.reference` prints it."""
+"""The page docs/hooks.md, made from the hook specifications.
+
+`python -m rlcore.plugins.reference hooks` prints it; with `configuration` it prints docs/configuration.md, as only the
+plugins know the engines' keys.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from rlcore.config.reference import markdown as configuration
 from rlcore.plugins import hookspecs
 from rlcore.plugins.checks import HOOKS
+from rlcore.plugins.manager import own_engines
 from rlcore.plugins.specs import API_VERSION
 
 _INTRODUCTION = f"""\
 # Hooks
 
-<!-- Made by `python -m rlcore.plugins.reference`. Edit rlcore/plugins/hookspecs.py instead. -->
+<!-- Made by `python -m rlcore.plugins.reference hooks`. Edit rlcore/plugins/hookspecs.py instead. -->
 
 A plugin is a module that states `RLCORE_API = {API_VERSION}` and implements hooks. Installed plugins are entry points
 of the group `rlcore`: `NAME` for the algorithm NAME, `KIND.NAME` for anything else. `-p path/file.py` loads a local
@@ -48,4 +55,5 @@ def _returns_spec(hook: Callable[..., Any]) -> bool:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    pages = {"hooks": markdown, "configuration": lambda: configuration(own_engines().sections())}
+    print(pages[sys.argv[1]](), end="")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from rlcore.plugins.roles import Role
+from rlcore.plugins.roles import POLICY, Role, RoleKind
 
 if TYPE_CHECKING:
     from rlcore.config import schema
+    from rlcore.engine.parallel.layout import Layout
+    from rlcore.engine.rollout import RolloutEngine, RolloutSetup
+    from rlcore.engine.train import TrainEngine, TrainSetup
     from rlcore.protocol import DataProto
+
+C = TypeVar("C")
+Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
 
 API_VERSION = 1
 """The plugin contract's version; a plugin module states the one it was written for as `RLCORE_API = 1`."""
@@ -106,19 +112,92 @@ class DatasetSpec:
 
 
 @dataclass(frozen=True)
-class RolloutEngineSpec:
-    """A rollout engine: `create(**kwargs)` returns an `rlcore.engine.rollout.RolloutEngine`."""
+class RolloutCapabilities:
+    """What a rollout engine can do.
 
-    name: str
-    create: Callable[..., Any]
+    tensor_shards: several ranks can sample the same rows together, each with its shard of the layers (`rollout.tp`).
+    continuous_batching: a waiting row takes the place of a finished one while the others go on decoding.
+    adopts_weights: it can generate from tensors that are not its own, so that no copy of the weights is made.
+    shares_module: it can generate with the train engine's own torch module.
+    slots_key: config key with the number of sequences that a worker decodes at once.
+    cache_key: config key with the MiB that a worker takes for keys and values.
+    """
+
+    tensor_shards: bool = False
+    continuous_batching: bool = False
+    adopts_weights: bool = False
+    shares_module: bool = False
+    slots_key: str | None = None
+    cache_key: str | None = None
 
 
 @dataclass(frozen=True)
-class TrainEngineSpec:
-    """A train engine: `create(**kwargs)` returns an `rlcore.engine.train.TrainEngine`."""
+class TrainCapabilities:
+    """What a train engine can do.
+
+    kinds: the kinds of role that it can hold.
+    layouts: it spreads a model over pipeline stages, tensor shards and data-parallel ranks (`engine.pp`, `tp`, `dp`).
+    Without it the engine has one worker, which holds the whole model.
+    offload: weights and optimizer state can leave the GPU while responses are sampled (`engine.offload`).
+    settings: config keys of the engine that decide time and memory of a step, by meaning. `shard`: data-parallel ranks
+    that share one copy of the weights. `recompute`: activations are computed again in backward. `layerwise_above`:
+    parameters from which on layers are sharded one by one. `logits_chunk`: positions whose logits exist at one time.
+    `padding_free`: sequences are packed without padding.
+    """
+
+    kinds: tuple[RoleKind, ...] = (POLICY,)
+    layouts: bool = False
+    offload: bool = False
+    settings: Mapping[Setting, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutEngineSpec(Generic[C]):
+    """A rollout engine, `rollout=NAME`.
+
+    create: makes the engine, in each worker process that generates.
+    config_class: the engine's own config, a frozen dataclass of fields made by `option`; its keys are `rollout.NAME.*`
+    and `create` gets it as `setup.config`. None: it has no keys, and `setup.config` is None.
+    check: raises ConfigError for a config that the engine cannot run; called once a run, before anything starts.
+    """
 
     name: str
-    create: Callable[..., Any]
+    create: Callable[[RolloutSetup[C]], RolloutEngine]
+    config_class: type[C] | None = None
+    capabilities: RolloutCapabilities = RolloutCapabilities()
+    check: Callable[[schema.Config], None] | None = None
+
+
+@dataclass(frozen=True)
+class TrainEngineSpec(Generic[C]):
+    """A train engine, `engine=NAME`.
+
+    create: makes the engine, in each worker process of a role.
+    config_class: the engine's own config, a frozen dataclass of fields made by `option`; its keys are `engine.NAME.*`
+    and `create` gets it as `setup.config`. None: it has no keys, and `setup.config` is None.
+    check: raises ConfigError for a config that the engine cannot run; called once a run, before anything starts.
+    check_layout: raises ConfigError where the engine's own config does not fit a role's layout; called for each role.
+    """
+
+    name: str
+    create: Callable[[TrainSetup[C]], TrainEngine]
+    config_class: type[C] | None = None
+    capabilities: TrainCapabilities = TrainCapabilities()
+    check: Callable[[schema.Config], None] | None = None
+    check_layout: Callable[[C, Layout], None] | None = None
+
+
+@dataclass(frozen=True)
+class ConfigSpec(Generic[C]):
+    """A section of the config with the keys `NAME.*`; read it with `config.section(config_class)`.
+
+    config_class: a frozen dataclass whose fields are made by `option` and all have defaults.
+    check: raises ConfigError for a config that cannot work; called once a run, before anything starts.
+    """
+
+    name: str
+    config_class: type[C]
+    check: Callable[[schema.Config], None] | None = None
 
 
 @dataclass(frozen=True)

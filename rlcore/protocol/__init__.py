@@ -1,8 +1,7 @@
-"""Batches as they travel: DataProto and its columns, padding to a divisor; `glossary` declares the standard fields."""
+"""Batches as they travel: DataProto and its columns; `glossary` declares the standard fields."""
 
 from rlcore.protocol.dataproto import DataProto
 from rlcore.protocol.moments import Moments
-from rlcore.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 from rlcore.protocol.ragged import Ragged
 from rlcore.protocol.views import DataProtoItem
 
@@ -11,6 +10,4 @@ __all__ = [
     "DataProtoItem",
     "Moments",
     "Ragged",
-    "pad_dataproto_to_divisor",
-    "unpad_dataproto",
 ]

@@ -12,7 +12,7 @@ RLCORE_API = 1
 
 @hookimpl
 def rlcore_rewards() -> list[RewardSpec]:
-    """Give the rewards for arithmetic, GSM8K (strict and flexible) and mathematics."""
+    """Return the rewards for arithmetic, GSM8K (strict and flexible) and mathematics."""
     return [
         RewardSpec("arithmetic", arithmetic),
         RewardSpec("gsm8k", gsm8k),

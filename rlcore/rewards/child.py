@@ -1,13 +1,13 @@
 """The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by sandbox.py.
 
-It reads frames from standard input (8 bytes of length, then a pickle that the parent made) and writes one frame for
-each to what was standard output (length, then JSON):
+It reads request frames from standard input (8 bytes of length, then the parent's pickle). It answers each with one
+frame (8 bytes of length, then JSON) on its original standard output:
 
     ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
     ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
 
-A reply may instead be {"error": ..., "traceback": ...}, and out of memory it is the last: the process then ends.
-JSON, since the parent must not unpickle what a process that ran model output wrote. Nothing here imports torch.
+A reply may instead be {"error": ..., "traceback": ...}. After an out-of-memory error the process ends. Replies are
+JSON because the parent must not unpickle bytes from a process that ran model output. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _WrongAnswer(Exception):
-    """What a function returned is not what it has to return."""
+    """A function returned something other than one number per sample."""
 
 
 class _Function(NamedTuple):
     call: Callable[..., Any]
     batched: bool
-    columns: frozenset[str] | None  # the columns that it can take; None for any
-    taken: frozenset[str]  # names of its first three parameters, which no column may fill again
+    columns: frozenset[str] | None  # names of the columns it accepts; None for any
+    taken: frozenset[str]  # names of its first three parameters, already filled by prompt, response and answer
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
                 functions.append(_load(*arguments))
             else:
                 reply["values"] = _values(functions[arguments[0]], *arguments[1:])
-        except BaseException as error:  # the boundary: whatever user code raises (SystemExit too) is the answer
+        except BaseException as error:  # user code's exceptions (SystemExit too) go to the parent
             reply = _failure(error)
         body = json.dumps(reply).encode()
         replies.write(LENGTH.pack(len(body)) + body)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the two pipes away from descriptors 0 and 1, so that what reward code prints cannot reach the parent."""
+    """Move the two pipes away from descriptors 0 and 1, so that output of reward code cannot corrupt the protocol."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -78,10 +78,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, so that a hanging function outlives no killed run."""
+    """Have the kernel kill this process when its parent dies, so that a hanging function does not outlive the run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 
 
@@ -118,7 +118,7 @@ def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
 def _values(
     function: _Function, prompts: list[str], responses: list[str], answers: list[Any], columns: dict[str, list[Any]]
 ) -> list[float]:
-    """Call the function (with lists when it is batched, else with the one row) and return its numbers as floats."""
+    """Call the function (with lists if it is batched, else with the single row) and return its numbers as floats."""
     wanted = {
         name: values
         for name, values in columns.items()
@@ -136,7 +136,7 @@ def _values(
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):  # float("1") works, yet a function that returns text is a mistake
+    if isinstance(value, (str, bytes)):  # float("1") would accept text, which is the function's mistake
         raise _WrongAnswer(f"returned {_shown(value)}, not a number")
     try:
         return float(value)

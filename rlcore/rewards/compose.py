@@ -1,4 +1,4 @@
-"""From the reward configuration to the functions that a run scores with."""
+"""The reward functions of a run, resolved from the reward configuration."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _HOW = "Write `def NAME(prompt, response, answer, **columns)` that returns a num
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """A reward function ready to travel to reward processes.
+    """A reward function ready to be sent to reward processes.
 
-    `data` is the function in cloudpickle form: by value when it came from a file, else by its module's name. `imports`
-    are modules that the process loads before the first call. A sample's total is the sum of weight times score.
+    `data` is the cloudpickled function: by value if it came from a file, else by its module's name. `imports` are
+    modules that the process loads before the first call. A sample's total is the sum of weight times score.
     """
 
     name: str
@@ -44,14 +44,14 @@ def resolve(
     installed: Mapping[str, RewardSpec],
     by_value: Sequence[ModuleType] = (),
 ) -> list[WeightedReward]:
-    """Return the reward functions that the configuration asks for, at least one.
+    """Return the configured reward functions, at least one.
 
-    `config.path` comes first, then `config.functions`, then `default`, the data set's own reward. A name that reads
-    FILE.py:FUNCTION is loaded from that file and called STEM.FUNCTION from then on; FUNCTION may also be a RewardSpec,
-    which is how a file states `batched=True`. `by_value` are loaded modules that workers cannot import by name.
+    `config.path` takes precedence over `config.functions`, and that over `default`, the data set's own reward. The name
+    FILE.py:FUNCTION loads FUNCTION from that file under the name STEM.FUNCTION; FUNCTION may also be a RewardSpec, so
+    that a file can set `batched=True`. `by_value` are loaded modules that workers cannot import by name.
 
-    ConfigError for a name that is not installed, a file or function that is missing, a signature that cannot take
-    (prompt, response, answer), a weight that is not finite, and two rewards of one name.
+    Raises ConfigError for a name that is not installed, a missing file or function, a signature that does not accept
+    (prompt, response, answer), a weight that is not finite, and two rewards of the same name.
     """
     chosen = {config.path: 1.0} if config.path is not None else (config.functions or {default: 1.0})
     rewards: list[WeightedReward] = []
@@ -66,7 +66,7 @@ def resolve(
 
 
 def reward_files(config: RewardConfig) -> list[tuple[Path, str]]:
-    """Return path and sha256 (hex) of each file that the configuration names as FILE.py:FUNCTION."""
+    """Return path and sha256 (hex) of each file named in the configuration as FILE.py:FUNCTION."""
     references = [config.path] if config.path is not None else list(config.functions)
     files = [Path(each.rpartition(":")[0]).expanduser() for each in references if ":" in each]
     return [(file, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
@@ -84,7 +84,7 @@ def _resolve(
     else:
         raise ConfigError(
             f"reward {reference!r} is not installed; installed are {', '.join(sorted(installed)) or 'none'}."
-            f"{did_you_mean(reference, installed)} A function of your own is named FILE.py:FUNCTION."
+            f"{did_you_mean(reference, installed)} Name your own function as FILE.py:FUNCTION."
         )
     _check_signature(spec.score, reference)
     with _pickled_by_value(by_value):
@@ -120,7 +120,7 @@ def _from_file(path: Path, name: str, reference: str) -> tuple[RewardSpec, Modul
 
 
 def _load(path: Path, reference: str) -> ModuleType:
-    # A name of its own, so that a file called math.py shadows nothing.
+    # The prefix keeps a file called math.py from shadowing the module of that name.
     loader = importlib.util.spec_from_file_location(f"rlcore_reward_file_{path.stem}", path)
     assert loader is not None
     assert loader.loader is not None
@@ -130,8 +130,8 @@ def _load(path: Path, reference: str) -> ModuleType:
             loader.loader.exec_module(module)
         except Exception as error:
             raise ConfigError(
-                f"reward {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. The file travels to"
-                " the reward processes alone: what it imports must be installed there."
+                f"reward {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. Only this file is"
+                " sent to the reward processes: install its imports on every machine."
             ) from error
     return module
 
@@ -151,7 +151,7 @@ def _check_signature(score: Callable[..., Any], reference: str) -> None:
 
 @contextlib.contextmanager
 def _known(module: ModuleType) -> Iterator[None]:
-    """Keep the module in sys.modules for a while; dataclasses and cloudpickle look it up there."""
+    """Hold the module in sys.modules, where dataclasses and cloudpickle look it up, until the context ends."""
     before = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module
     try:
@@ -165,7 +165,7 @@ def _known(module: ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle take functions of these modules by value, and leave its registry as it was."""
+    """Make cloudpickle pickle functions of these modules by value until the context ends."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(_known(module))

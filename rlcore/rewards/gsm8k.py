@@ -1,9 +1,9 @@
-"""Rewards of GSM8K (arXiv 2110.14168): is the final number of a response the reference's?
+"""Rewards of GSM8K (arXiv 2110.14168): does the final number of a response equal the reference's?
 
-Two forms. `gsm8k` is strict: the response must state its result as the data set does, `#### 42`; it teaches the format
-along with the sum. `gsm8k_flexible` takes the last number that the response holds, whatever stands around it.
+Two forms. `gsm8k` is strict: the response must state its result in the data set's format, `#### 42`; this teaches the
+format along with the arithmetic. `gsm8k_flexible` takes the last number in the response, in any context.
 
-Numbers are compared by value: `1,234` is 1234 and `5.00` is 5. A currency sign before and a percent sign behind a
+Numbers are compared by value: `1,234` is 1234 and `5.00` is 5. A currency sign before and a percent sign after a
 number are units, not part of it: `$18` is 18 and `20%` is 20.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 # A hyphen is a minus sign unless a word, a number or a bracket ends right before it (3-5, top-10).
 _SIGN = r"(?P<sign>(?<![\w)])[-−])?"
 _CURRENCY = r"(?:\\?[$€£¥₹])?"
-# Commas count as thousands separators only where they stand in threes: "1,200" is one number, "1,2" are two.
+# Commas separate thousands only between groups of three digits: "1,200" is one number, "1,2" is two.
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = rf"{_SIGN}{_CURRENCY}(?P<inner_sign>(?<=[$€£¥₹])[-−])?{_DIGITS}"
 _ANY_NUMBER = re.compile(_NUMBER)
@@ -24,10 +24,10 @@ _MARKED_NUMBER = re.compile(rf"####\s*{_NUMBER}(?![0-9]|[.,][0-9])")
 
 
 def gsm8k(prompt: str, response: str, answer: Any) -> float:
-    """Return 1.0 when the number behind the response's last `####` equals the answer, else 0.0.
+    """Return 1.0 when the number after the response's last `####` equals the answer, else 0.0.
 
     `answer` is a number or its text, or the data set's whole reference solution, which ends in `#### NUMBER`.
-    ValueError when it holds no number.
+    Raises ValueError when it holds no number.
     """
     return float(_last(_MARKED_NUMBER, response) == _reference(answer))
 

@@ -8,13 +8,12 @@ from typing import Any
 def math(prompt: str, response: str, answer: Any) -> float:
     r"""Return 1.0 when the response's final expression is mathematically equal to the answer, else 0.0.
 
-    Taken are a `\boxed{}` expression first, then LaTeX in its delimiters, then a plain number or expression; boxes
-    that stand close together are read as one set. `answer` is the bare LaTeX or text of the reference
-    (`\frac{1}{2}`), or a text that holds it boxed or between dollar signs. ValueError when no expression can be read
-    from it.
+    The final expression is a `\boxed{}` one, else LaTeX in its delimiters, else a plain number or expression; boxes
+    close together are read as one set. `answer` is the bare LaTeX or text of the reference (`\frac{1}{2}`), or a text
+    that holds it boxed or between dollar signs. Raises ValueError when no expression can be read from it.
 
-    math-verify bounds each of its steps to 5 s by SIGALRM, so this runs in a main thread only, as reward processes do;
-    a response that takes longer to parse or to compare counts as wrong.
+    math-verify limits each of its steps to 5 s by SIGALRM, so this must run in a main thread, as it does in reward
+    processes. A response that takes longer to parse or to compare counts as wrong.
     """
     import math_verify
 

@@ -1,4 +1,4 @@
-"""A process that runs reward code and can be killed: time limits, memory limits and crashes end it, never the run."""
+"""A killable process for reward code: time limits, memory limits and crashes end that process, never the run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Any
 from rlcore.rewards.compose import WeightedReward
 
 FLOAT32_MAX = 3.4028234663852886e38
-_START_TIMEOUT = 120.0  # seconds to start Python and import what one function's file imports
-_POLL = 0.2  # seconds between looks at whether the process lives: a grandchild may hold its end of the pipe open
-_AHEAD = 16  # calls that are sent before the first of them is answered
-_MOST_REPLY = 2**28  # bytes; more than this is not an answer
+_START_TIMEOUT = 120.0  # seconds to start Python and run the imports of one function's file
+_POLL = 0.2  # seconds between checks that the process lives: a grandchild may hold its end of the pipe open
+_AHEAD = 16  # calls in flight: sent before the first of them is answered
+_MOST_REPLY = 2**28  # bytes; a longer reply is rejected
 _LENGTH = struct.Struct("!Q")
 
 
 class RewardFailure(Exception):
-    """A reward function gave no usable answer. `cause` says why in one line, `traceback` is the tail of its own."""
+    """A reward function gave no usable score. `cause` is one line; `traceback` is the tail of the function's own."""
 
     def __init__(self, cause: str, traceback: str = "") -> None:
         super().__init__(cause)
@@ -36,14 +36,14 @@ class RewardFailure(Exception):
 
 
 class RewardProcess:
-    """One child process that has the functions loaded; it starts when needed and again after it had to be killed.
+    """One child process with the functions loaded. It starts when needed, and again after it was killed.
 
-    The child has its own session (Ctrl-C does not reach it, and it is killed with all that it started) and dies with
-    its parent. What reward code prints goes to this process's standard error. Not for use by two threads at a time.
+    The child has its own session, so Ctrl-C does not reach it and a kill reaches all processes that it started. It dies
+    with its parent. Reward code's output goes to this process's standard error. Not for use by two threads at a time.
     """
 
     def __init__(self, functions: Sequence[WeightedReward], memory_mb: int) -> None:
-        """`functions` are called by their position; `memory_mb` limits the address space in MiB, 0 for no limit."""
+        """`functions` are called by their position; `memory_mb` limits the address space in MiB (0: no limit)."""
         self._functions = list(functions)
         self._memory_mb = memory_mb
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +51,7 @@ class RewardProcess:
         self._received = bytearray()
 
     def start(self) -> None:
-        """Start the process and load the functions, unless they are; RewardFailure when one cannot be loaded."""
+        """Start the process, if it is not running, and load the functions; RewardFailure when one cannot be loaded."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -86,12 +86,12 @@ class RewardProcess:
         columns: Mapping[str, Sequence[Any]],
         timeout: float,
     ) -> Iterator[float | RewardFailure]:
-        """Yield the function's score of each row, a finite float, or why there is none.
+        """Yield the function's score of each row, a finite float, or the RewardFailure of its call.
 
-        A batched function is called with all rows and has `timeout` seconds times the rows, any other is called row by
-        row. A call that raises, hangs, dies or returns anything else fails, and the rows after it are scored
-        nevertheless. Calls are sent ahead, so that the process never waits for the next; those that a killed process
-        had not come to go to its successor.
+        A batched function is called once with all rows and has `timeout` seconds per row in total. Any other function
+        is called row by row. A call that raises, hangs, dies or returns anything else fails; later rows are still
+        scored. Up to `_AHEAD` calls are in flight, so that the process never waits for the next one. When the process
+        is killed, its unanswered calls go to its successor.
         """
         rows = len(prompts)
         size = max(rows, 1) if self._functions[function].batched else 1
@@ -112,7 +112,7 @@ class RewardProcess:
                 except RewardFailure as failure:
                     values = [failure] * size
                 yield from values
-        except BaseException:  # the replies to what was sent ahead are for nobody else
+        except BaseException:  # a later call must not read the replies of this one
             self.close()
             raise
 
@@ -124,7 +124,7 @@ class RewardProcess:
 
     @contextlib.contextmanager
     def _talking(self, timeout: float) -> Iterator[_Pipe]:
-        """Give the process `timeout` seconds; RewardFailure when it hangs, and is killed, or ends."""
+        """Give the process `timeout` seconds; RewardFailure when it hangs (it is then killed) or ends."""
         assert self._process is not None
         try:
             yield _Pipe(self._process, self._received, time.monotonic() + timeout)
@@ -145,7 +145,7 @@ class RewardProcess:
         return values
 
     def _reply(self, pipe: _Pipe) -> dict[str, Any]:
-        """Return the reply to the oldest request; RewardFailure when it is an error."""
+        """Return the reply to the oldest unanswered request; RewardFailure when it is an error."""
         try:
             (length,) = _LENGTH.unpack(pipe.receive(_LENGTH.size))
             reply = json.loads(pipe.receive(length)) if length <= _MOST_REPLY else None
@@ -164,7 +164,7 @@ class RewardProcess:
         """Reap the process whose pipe broke and say how it ended."""
         assert self._process is not None
         process = self._process
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its pipe and live on
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its pipe without ending
             process.wait(timeout=1.0)
         status = process.returncode
         self.close()
@@ -189,10 +189,10 @@ def _request(
 
 
 class _Pipe:
-    """Reads and writes of a process's pipes that end at a deadline (TimeoutError) or with the process (EOFError)."""
+    """Reads and writes a process's pipes until a deadline (TimeoutError) or the process's end (EOFError)."""
 
     def __init__(self, process: subprocess.Popen[bytes], received: bytearray, deadline: float) -> None:
-        """`received`: what the process wrote and nobody has asked for yet; what comes meanwhile is kept there."""
+        """`received` buffers bytes from the process that no call has consumed yet."""
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._received, self._deadline = process, received, deadline
@@ -201,12 +201,12 @@ class _Pipe:
         os.set_blocking(self._from, False)
 
     def send(self, request: tuple[Any, ...]) -> None:
-        """Write a request. What cannot be written to a process that closed its end is let go: its reply says why."""
+        """Write a request. If the process has closed its end, the rest is dropped: reading its reply says why."""
         body = pickle.dumps(request, protocol=5)
         rest = memoryview(_LENGTH.pack(len(body)) + body)
         with contextlib.suppress(BrokenPipeError):
             while rest:
-                # Read as well: a process that waits for room for its replies takes no more requests.
+                # Read as well: a process blocked on writing its replies reads no more requests.
                 if self._wait((self._to, select.POLLOUT), (self._from, select.POLLIN)) == self._from:
                     self._read()
                 else:
@@ -229,7 +229,7 @@ class _Pipe:
         self._received += part
 
     def _wait(self, *events: tuple[int, int]) -> int:
-        """Return the first of the descriptors that is ready (or broken)."""
+        """Return the first descriptor that is ready (or broken)."""
         poll = select.poll()
         for descriptor, event in events:
             poll.register(descriptor, event)
@@ -247,12 +247,10 @@ _KEPT = frozenset(
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment: what programs need to run, this process's import path, one thread for numerics.
+    """Return the child's environment: a few basic variables, this process's import path, one thread for numerics.
 
-    Nothing else passes, so that code that a model wrote finds no keys or tokens there.
-
-    The threads of those libraries reserve address space, which the memory limit counts, and would compete with the
-    engines for cores.
+    Everything else is left out, so that model-written code finds no keys or tokens. Numeric libraries get one thread
+    each because threads reserve address space, which the memory limit counts, and compete with the engines for cores.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -261,8 +259,8 @@ def _environment() -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its whole session's process group, and reap it."""
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended already
+    """Kill the process and its session's process group, and reap it."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for pipe in (process.stdin, process.stdout):

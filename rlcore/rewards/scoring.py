@@ -1,4 +1,4 @@
-"""Scoring of rows with one or several weighted reward functions, and the account of those that failed."""
+"""Scoring of rows with one or several weighted reward functions, and the record of failures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scored:
-    """The rewards of some rows: lists of one length, in the rows' order.
+    """The rewards of some rows: lists of equal length, in the rows' order.
 
-    `totals` are the weighted sums, or the configured error value where a function failed. `by_function` has each
-    function's own scores, before weighting. `failures` holds None, or for the first function that failed on that row
+    `totals` are the weighted sums, or `reward.error_value` where a function failed. `by_function` has each function's
+    own scores, before weighting. `failures` holds None, or for the first function that failed on that row
     {"function", "cause", "traceback"}, all strings.
     """
 
@@ -30,7 +30,7 @@ class Scored:
 
 
 class Rewards:
-    """The reward functions of a run, each call of which runs in a process of its own under the configured limits."""
+    """A run's reward functions in a separate process, each call under the configured limits."""
 
     def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
         self.functions = list(functions)
@@ -52,10 +52,10 @@ class Rewards:
         answers: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
     ) -> Scored:
-        """Return the rewards of these rows; `columns` are further data columns, for functions that take them.
+        """Return the rewards of these rows; `columns` are further data columns, for functions that accept them.
 
-        A function has `timeout` seconds for each row, a batched one that times the rows for its one call. A failure
-        never raises: it is in the result, and a warning is logged.
+        A function has `reward.timeout` seconds per row, a batched one that times the number of rows for its single
+        call. A failure never raises: the result holds it, and a warning is logged.
         """
         rows = len(prompts)
         totals = [0.0] * rows

@@ -1,4 +1,4 @@
-"""The worker that scores responses; a run has `reward.workers` of them, in a group of their own."""
+"""The worker that scores responses; a run has `reward.workers` of them, in a separate group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READS = ("prompt_text", "response_text", "answer")
 
 
 def named_scores(functions: Sequence[WeightedReward], config: RewardConfig) -> tuple[str, ...]:
-    """Return the functions whose scores are shown apart: all when there are several, or a reward model beside them."""
+    """Return the functions that get a score column each: all, if there are several or also a reward model."""
     return tuple(function.name for function in functions) if len(functions) > 1 or config.model is not None else ()
 
 
@@ -29,7 +29,7 @@ def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, ColumnSpec]
 
 
 class RewardWorker(Worker):
-    """Scores rows of a batch with the run's reward functions, in a killable process beside this one."""
+    """Scores rows of a batch with the run's reward functions, in a killable child process."""
 
     def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
         """`functions` come from `rlcore.rewards.compose.resolve`."""
@@ -44,11 +44,11 @@ class RewardWorker(Worker):
     def score(self, batch: DataProto, named: Sequence[str] = ()) -> DataProto:
         """Return each row's reward.
 
-        Reads the object columns prompt_text, response_text and answer; functions that take them also get the other
-        object columns. Gives scores fp32 [rows]; reward_error bool [rows], where a function failed
-        and the score is `reward.error_value`; reward_detail, object: None, or a dict with uid and sample_index (where
-        the batch has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`.
-        A batched function is called once with all rows that this worker got.
+        Reads the object columns prompt_text, response_text and answer; functions that accept them also get the other
+        object columns. Returns scores fp32 [rows]; reward_error bool [rows], True where a function failed and the score
+        is `reward.error_value`; reward_detail, object: None, or a dict with uid and sample_index (where the batch has
+        them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`. A batched function
+        is called once with all rows of this worker.
         """
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
         prompts, responses, answers = (columns.pop(name) for name in _READS)
@@ -65,12 +65,12 @@ class RewardWorker(Worker):
         return result
 
     def shutdown(self) -> None:
-        """Kill the process. On Ray, where this worker is killed, the process ends with it."""
+        """Kill the child process. On Ray, where the worker itself is killed, the child dies with it."""
         self._rewards.close()
 
 
 def _details(failures: Sequence[dict[str, str] | None], batch: DataProto) -> list[dict[str, Any] | None]:
-    """Add to each failure which sample it is."""
+    """Add the uid and sample_index to each failure."""
     names = {name: batch[name] for name in ("uid", "sample_index") if name in batch}
     details: list[dict[str, Any] | None] = []
     for row, failure in enumerate(failures):

@@ -1,46 +1,37 @@
-"""The handle of a model role: what an algorithm's loop calls on `run.actor`, `run.ref`, ..."""
+"""The handles of model roles, one class a kind: the calls that an algorithm makes on `run.actor`, `run.critic`, ..."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from rlcore.config import Config
-from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import Importance, UpdateItem
-from rlcore.engine.update.microbatch import column_values, update_plan
-from rlcore.engine.weights.transfer import Sender
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.errors import DataError
-from rlcore.ops import Loss, needs_of
+from rlcore.errors import DataError, NoRoleError, did_you_mean
+from rlcore.ops import Loss
 from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_cost
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.metrics import Metrics
-from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
-from rlcore.roles.rollout_pool import RolloutCopy
-from rlcore.roles.row_cost import hidden_size, row_costs
-from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
-from rlcore.workers.executor import ProcessRequest
+from rlcore.roles.rollout_pool import RolloutPool
+from rlcore.roles.row_cost import batch_costs
+from rlcore.roles.updates import check_update, importance_of, plan_update
+from rlcore.roles.weight_exporter import WeightExporter
+from rlcore.workers import WorkerGroup
 
-if TYPE_CHECKING:
-    from rlcore.plugins import PluginManager
-
-
-LENGTHS = ("prompt_length", "response_length")
-"""Columns by which rows are spread over the ranks."""
+TOKENS = ("prompts", "responses")
+"""The columns that a model reads."""
 
 
 @dataclass
 class StepClock:
-    """The run's step, from 1 (0 before the first), and how many generate calls it has seen."""
+    """The run's step, from 1 (0 before the first), and the number of generate calls in it so far."""
 
     step: int = 0
     calls: int = 0
@@ -51,11 +42,14 @@ class StepClock:
 
 
 class RoleHandle:
-    """A model role. Each method states which columns it reads and gives; the batch may have any others.
+    """A model role of any kind; its subclass adds the calls of the kind.
 
-    `leader` are the workers of the role that this one follows, where those are in other processes; `rollout` those that
-    sample in its place, where generation has processes of its own.
+    Each method states which columns it reads and gives; the batch may have any others. `config` is the run's config as
+    this role sees it (`role_config`). `leader`: the workers of the role that this one follows, if other processes hold
+    them.
     """
+
+    kind: ClassVar[RoleKind]
 
     def __init__(
         self,
@@ -65,33 +59,157 @@ class RoleHandle:
         config: Config,
         clock: StepClock,
         *,
-        by_text: bool = False,
         leader: WorkerGroup | None = None,
-        rollout: WorkerGroup | None = None,
     ) -> None:
         self.name, self.role, self.group = name, role, group
         self._config, self._clock = config, clock
-        self._by_text = by_text
-        self._leader = None if leader is None else Sender(leader, torch.float32)
-        self._copy: RolloutCopy | None = None
-        if rollout is not None:
-            forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-            self._copy = RolloutCopy(rollout, Sender(group, forward), config.trainer.rollouts_ahead)
+        self._leader = None if leader is None else WeightExporter(leader, torch.float32)
+
+    if not TYPE_CHECKING:  # or a type checker would allow every method
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain why this kind of role has no such method. Raises NoRoleError."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            having = [kind for kind, cls in HANDLES.items() if name in vars(cls)]
+            if having:
+                remedy = f" Declare it with Role(kind={having[0]!r}), or call another role."
+            else:
+                remedy = did_you_mean(name, dir(type(self)))
+            raise NoRoleError(f"role {self.name!r} is a {self.role.kind}, which has no {name}().{remedy}")
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """All workers of the role: its own, and those that sample in its place."""
-        return [self.group] if self._copy is None else [self.group, self._copy.group]
+        """All worker groups of the role."""
+        return [self.group]
 
     def end_step(self, step: int) -> None:
-        """Send the weights to where they are sampled from, for a later step. For the trainer; waits for nothing."""
-        if self._copy is not None:
-            self._copy.end_step(step)
+        """Send the weights to the workers that sample in the role's place. For the trainer; waits for nothing."""
 
     def sync(self) -> None:
-        """Have what follows sample with the newest weights, also with rollouts ahead. For the trainer."""
-        if self._copy is not None:
-            self._copy.sync()
+        """Make the next generate call sample with the newest weights, also with rollouts ahead. For the trainer."""
+
+    def update(
+        self,
+        batch: DataProto | Sequence[tuple[DataProto, Loss, float]],
+        loss: Loss | None = None,
+        *,
+        epochs: int = 1,
+        mini_batches: int = 1,
+        keep_together: str | None = None,
+    ) -> Metrics:
+        """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
+
+        It returns at once; reading a metric waits.
+
+        `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
+        losses get its tensor columns, of which `prompts` and `responses` are needed, and `uid` and `keep_together`.
+        Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
+        Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
+        role, for a loss that needs an output which this kind of role does not give, and for a loss or gradient that is
+        not finite.
+        """
+        if isinstance(batch, DataProto):
+            if loss is None:
+                raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")
+            batch = [(batch, loss, 1.0)]
+        check_update(self.name, self.role, [function for _, function, _ in batch], epochs, mini_batches)
+        ranks = self.group.mesh.size("dp")
+        shares = plan_update(
+            batch,
+            ranks,
+            mini_batches=mini_batches,
+            keep_together=keep_together,
+            costs=lambda rows: batch_costs(rows, ranks, self._config.model),
+            config=self._config.algo,
+            importance=importance_of(self.role, self._config.trainer),
+        )
+        self._weights_changed()
+        future = self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)
+        return Metrics(lambda: future.get()[0])
+
+    def _weights_changed(self) -> None:
+        """Note that the weights differ from those sent last to other workers."""
+
+    def follow(self, tau: float = 1.0) -> None:
+        """Move this role's weights towards those of the role that it `follows`: w + tau (leader - w).
+
+        `tau` 1 copies them, bit for bit. Raises DataError for a role that follows none, or a tau outside 0 to 1.
+        """
+        if self.role.follows is None:
+            raise DataError(f"role {self.name!r} follows no other; declare it with Role(follows=NAME)")
+        if not 0 <= tau <= 1:
+            raise DataError(f"{self.name}.follow({tau}): tau must be from 0 to 1")
+        if self._leader is None:
+            self.group.follow(tau)
+        else:
+            self.group.take_weights(self._leader.send(), tau)
+
+    def seconds(self) -> Metrics:
+        """Return the seconds of each kind of work since the last call, of the slowest rank; reading them waits."""
+        futures = [group.seconds() for group in self.groups]
+
+        def slowest() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for seconds in (of_rank for future in futures for of_rank in future.get()):
+                for work, value in seconds.items():
+                    found[work] = max(found.get(work, 0.0), value)
+            return dict(sorted(found.items()))
+
+        return Metrics(slowest)
+
+    def _spread(self, method: Callable[..., DataProto], batch: DataProto, sent: DataProto, *args: Any) -> DataProto:
+        """Call a method of the group on the columns `sent`, with the rows of `batch` spread over the ranks by cost.
+
+        The result comes in the batch's order.
+        """
+        ranks = self.group.mesh.size("dp")
+        costs = batch_costs(batch, ranks, self._config.model)
+        if costs is None:
+            return method(sent, *args)
+        cut, back = split_batch_by_cost(sent, costs, ranks)
+        return method(cut, *args)[back]
+
+
+class PolicyHandle(RoleHandle):
+    """A causal language model: log-probs, and responses if its role generates.
+
+    `rollout`: the workers that sample in its place, where generation has processes of its own.
+    """
+
+    kind = POLICY
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        group: WorkerGroup,
+        config: Config,
+        clock: StepClock,
+        *,
+        leader: WorkerGroup | None = None,
+        rollout: WorkerGroup | None = None,
+    ) -> None:
+        super().__init__(name, role, group, config, clock, leader=leader)
+        self._pool: RolloutPool | None = None
+        if rollout is not None:
+            forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+            self._pool = RolloutPool(rollout, WeightExporter(group, forward), config.trainer.rollouts_ahead)
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The role's own workers, and those that sample in its place."""
+        return [self.group] if self._pool is None else [self.group, self._pool.group]
+
+    def end_step(self, step: int) -> None:
+        """See RoleHandle."""
+        if self._pool is not None:
+            self._pool.end_step(step)
+
+    def sync(self) -> None:
+        """See RoleHandle."""
+        if self._pool is not None:
+            self._pool.sync()
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """Return `prompts` with one sampled response a row.
@@ -109,8 +227,8 @@ class RoleHandle:
         if "sample_index" not in batch:
             batch["sample_index"] = _sample_index(batch.view("uid"))
         asked = batch.select(["prompts", "sample_index"], ["uid"], [])
-        if self._copy is not None:
-            self._copy.before_generate(self._clock.step)
+        if self._pool is not None:
+            self._pool.prepare(self._clock.step)
         return batch.union(self.groups[-1].generate(asked, sampling))
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
@@ -135,11 +253,10 @@ class RoleHandle:
         """Return the log-probs of `responses` after `prompts` as ragged fp32 column `name`, in nats.
 
         `entropy=True` adds the column `entropy`. For old_log_probs the rollout's own may be given where they are the
-        same numbers. Both are at the rollout temperature.
+        same numbers. Both are at the rollout temperature of the role.
         """
-        self._check_kind("log_probs", POLICY)
         check_fields(batch)
-        columns = ["prompts", "responses"]
+        columns = list(TOKENS)
         if name == "old_log_probs" and "exact_log_probs" in batch:
             columns += ["rollout_log_probs", "exact_log_probs", "weights_version"]
         sent = batch.select(columns, [], [])
@@ -149,149 +266,54 @@ class RoleHandle:
             return self.group.log_probs(sent, name, entropy)
         return self._spread(self.group.log_probs, batch, sent, name, entropy)
 
+    def _weights_changed(self) -> None:
+        if self._pool is not None:
+            self._pool.mark_stale()
+
+
+class CriticHandle(RoleHandle):
+    """A critic: a value for each response token."""
+
+    kind = CRITIC
+
     def values(self, batch: DataProto) -> DataProto:
         """Return the critic's `values`: ragged fp32, the return expected before each response token was chosen.
 
-        Reads `prompts` and `responses`. Raises DataError for a role that is no critic.
+        Reads `prompts` and `responses`.
         """
-        self._check_kind("values", CRITIC)
         check_fields(batch)
-        return self._spread(self.group.values, batch, batch.select(["prompts", "responses"], [], []))
+        return self._spread(self.group.values, batch, batch.select(list(TOKENS), [], []))
+
+
+class RewardHandle(RoleHandle):
+    """A reward model: a score for each row.
+
+    `reads_text`: its tokenizer differs from the actor's, so it reads texts in place of token ids.
+    """
+
+    kind = REWARD
+
+    def __init__(self, *args: Any, reads_text: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._reads_text = reads_text
 
     def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
         """Return the reward model's score of each row as fp32 column `name`.
 
-        Reads `prompts` and `responses`; where the model's tokenizer is another than the actor's, `prompt_text` (or
-        `prompt_messages`) and `response_text`. Raises DataError for a role that is no reward model and scores that are
-        not finite.
+        Reads `prompts` and `responses`; if the model's tokenizer differs from the actor's, `prompt_text` (or
+        `prompt_messages`) and `response_text`. Raises DataError for missing columns and for scores that are not finite.
         """
-        self._check_kind("score", REWARD)
         check_fields(batch)
-        tensors, objects = ([], list(TEXTS)) if self._by_text else (["prompts", "responses"], [])
-        if lacking := [column for column in [*tensors, *objects] if column not in batch]:
-            raise DataError(
-                f"{self.name}.score() reads {', '.join([*tensors, *objects])}; the batch lacks {', '.join(lacking)}"
-            )
-        named = [column for column in (*([MESSAGES] if self._by_text else []), "uid") if column in batch]
+        tensors, objects = ([], list(TEXTS)) if self._reads_text else (list(TOKENS), [])
+        needed = [*tensors, *objects]
+        if missing := [column for column in needed if column not in batch]:
+            raise DataError(f"{self.name}.score() reads {', '.join(needed)}; the batch lacks {', '.join(missing)}")
+        optional = [MESSAGES, "uid"] if self._reads_text else ["uid"]
+        named = [column for column in optional if column in batch]
         return self._spread(self.group.score, batch, batch.select(tensors, [*objects, *named], []), name)
 
-    def _costs(self, batch: DataProto, ranks: int) -> list[int] | None:
-        """Return what each row costs this role's model; None where that makes no difference or lengths are not there.
 
-        Reads LENGTHS alone, which are small and come here with the reply of the call that made them.
-        """
-        if ranks == 1 or any(name not in batch for name in LENGTHS):
-            return None
-        prompts, responses = (batch.view(name) for name in LENGTHS)
-        model = self._config.model
-        width = hidden_size(replace(model, path=self.role.model or model.path))
-        return row_costs((prompts + responses).tolist(), width)
-
-    def _spread(self, method: Callable[..., DataProto], batch: DataProto, sent: DataProto, *args: Any) -> DataProto:
-        """Call a method of the group on the columns `sent`, with the rows of `batch` spread over the ranks by cost.
-
-        The result comes in the batch's order.
-        """
-        ranks = self.group.mesh.size("dp")
-        costs = self._costs(batch, ranks)
-        if costs is None:
-            return method(sent, *args)
-        cut, back = split_batch_by_cost(sent, costs, ranks)
-        return method(cut, *args)[back]
-
-    def follow(self, share: float = 1.0) -> None:
-        """Move this role's weights by `share` of the way to those of the role that it `follows`; 1 copies them.
-
-        Raises DataError for a role that follows none, or a share outside 0 to 1.
-        """
-        if self.role.follows is None:
-            raise DataError(f"role {self.name!r} follows no other; declare it with Role(follows=NAME)")
-        if not 0 <= share <= 1:
-            raise DataError(f"{self.name}.follow({share}): the share must be from 0 to 1")
-        if self._leader is None:
-            self.group.follow(share)
-        else:
-            self.group.take_weights(self._leader.send(), share)
-
-    def _check_kind(self, method: str, kind: RoleKind) -> None:
-        if self.role.kind != kind:
-            raise DataError(
-                f"role {self.name!r} is a {self.role.kind}, which has no {method}(); "
-                f"declare it with Role(kind={kind!r})"
-            )
-
-    def update(
-        self,
-        batch: DataProto | Sequence[tuple[DataProto, Loss, float]],
-        loss: Loss | None = None,
-        *,
-        epochs: int = 1,
-        mini_batches: int = 1,
-        keep_together: str | None = None,
-    ) -> Metrics:
-        """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
-
-        It returns at once; reading a metric waits.
-
-        `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
-        losses get its tensor columns, of which `prompts` and `responses` are needed, and `uid` and `keep_together`.
-        Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
-        Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
-        role and for a loss or gradient that is not finite.
-        """
-        if not self.role.trains:
-            raise DataError(f"role {self.name!r} is frozen; declare it with Role(trains=True) to update it")
-        for option, value in (("epochs", epochs), ("mini_batches", mini_batches)):
-            if value < 1:
-                raise DataError(f"update({option}={value}): there must be at least 1")
-        if isinstance(batch, DataProto):
-            if loss is None:
-                raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")
-            batch = [(batch, loss, 1.0)]
-        for _, function, _ in batch:
-            self._check_needs(function)
-        trainer = self._config.trainer
-        kind = trainer.importance if trainer.importance != "auto" else "token" if trainer.rollouts_ahead else "off"
-        importance = None
-        if kind != "off" and self.role.generates:
-            importance = Importance(kind, trainer.importance_cap, trainer.importance_floor)
-        ranks = self.group.mesh.size("dp")
-        shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
-        for rows, function, weight in batch:
-            check_fields(rows)
-            named = {"uid", keep_together} & set(rows.non_tensor_batch.keys())
-            sent = rows.select(list(rows.batch.keys()), sorted(name for name in named if name), [])
-            plan = update_plan(
-                len(rows), column_values(rows, keep_together), mini_batches, ranks, self._costs(rows, ranks)
-            )
-            for share, cuts in zip(shares, plan, strict=True):
-                indices = [row for cut in cuts for row in cut]
-                sizes = [len(cut) for cut in cuts]
-                item = UpdateItem(sent[indices], sizes, function, self._config.algo, weight, keep_together, importance)
-                share.append(item)
-        if self._copy is not None:
-            self._copy.changed()
-        future = self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)
-        return Metrics(lambda: future.get()[0])
-
-    def _check_needs(self, loss: Loss) -> None:
-        gives = self.role.kind.gives
-        if lacking := [need for need in needs_of(loss) if need not in gives]:
-            raise DataError(
-                f"loss {getattr(loss, '__name__', loss)!r} needs {', '.join(lacking)}, but role {self.name!r} is a "
-                f"{self.role.kind}, which gives {', '.join(gives)}; state what it needs with @needs(...)"
-            )
-
-    def seconds(self) -> Metrics:
-        """Return the seconds of each kind of work since the last call, of the slowest rank; reading them waits."""
-        futures = [group.seconds() for group in self.groups]
-
-        def slowest() -> dict[str, float]:
-            by_rank = [seconds for future in futures for seconds in future.get()]
-            kinds = {kind for seconds in by_rank for kind in seconds}
-            return {kind: max(seconds.get(kind, 0.0) for seconds in by_rank) for kind in sorted(kinds)}
-
-        return Metrics(slowest)
+HANDLES: dict[RoleKind, type[RoleHandle]] = {cls.kind: cls for cls in (PolicyHandle, CriticHandle, RewardHandle)}
 
 
 def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
@@ -302,63 +324,3 @@ def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
         index.append(seen[value])
         seen[value] += 1
     return torch.tensor(index, dtype=torch.int64)
-
-
-def start_roles(
-    config: Config,
-    executor: Executor,
-    plugins: PluginManager,
-    roles: Mapping[str, Role],
-    clock: StepClock,
-    pools: Sequence[tuple[PoolPlan, ResourcePool]],
-    *,
-    by_text: Collection[str] = (),
-    extra: Sequence[ProcessRequest] = (),
-) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
-    """Start the workers of all roles on their pools, load their models, and return the handles.
-
-    `by_text` names the reward models that read texts, as their tokenizer is another than the actor's. `extra`: what
-    else to start, one worker class each, at the same time; their groups are returned too. Each has a method `start`,
-    not blocking, like the workers of the roles, and an error of theirs comes first.
-    """
-    setups = {
-        name: RoleSetup(
-            role=role,
-            model=replace(config.model, path=role.model or config.model.path),
-            engine=replace(engine_of(config.engine, name), lr=config.engine.lr if role.lr is None else role.lr),
-            rollout=config.rollout,
-            create_train=plugins.train_engines()[config.engine.name].create,
-            create_rollout=plugins.rollout_engines()[config.rollout.name].create,
-            seed=config.trainer.seed,
-            total_steps=config.trainer.total_steps,
-            by_text=name in by_text,
-        )
-        for name, role in roles.items()
-    }
-    sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
-    if sampled is not None:
-        setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
-        setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
-    classes = {name: ClassWithInitArgs(ModelWorker, setup) for name, setup in setups.items()}
-    sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
-    requests = [ProcessRequest(pool, {name: classes[name] for name in names}, "-".join(names)) for pool, names in sets]
-    started = executor.worker_groups([*extra, *requests])
-    others = [group for together in started[: len(extra)] for group in together.values()]
-    groups = {name: group for together in started[len(extra) :] for name, group in together.items()}
-    mates = {name: names for _, names in sets for name in names}
-    for loading in [group.start() for group in [*others, *groups.values()]]:
-        loading.get()
-    handles = {
-        name: RoleHandle(
-            name,
-            role,
-            groups[name],
-            config,
-            clock,
-            by_text=name in by_text,
-            leader=groups[role.follows] if role.follows is not None and role.follows not in mates[name] else None,
-            rollout=groups[ROLLOUT] if name == sampled else None,
-        )
-        for name, role in roles.items()
-    }
-    return handles, others

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from rlcore.config import Config, option
 from rlcore.config.build import build
-from rlcore.engine.parallel.model_shape import check_layout, engine_of, layout_of
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.parallel.model_shape import check_model_layout, engine_of, layout_of
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError, did_you_mean
-from rlcore.plugins import Role
+from rlcore.plugins import Role, TrainEngineSpec
 from rlcore.workers import Executor, ResourcePool
 
 REWARD_WORKERS = "reward"
@@ -71,11 +72,12 @@ class PoolPlan:
         )
 
 
-def plan(config: Config, roles: Mapping[str, Role]) -> list[PoolPlan]:
+def plan(config: Config, roles: Mapping[str, Role], engine: TrainEngineSpec | None = None) -> list[PoolPlan]:
     """Return the pools of a run as `cluster.pools` asks; without it all roles are on one pool of `cluster.workers`.
 
-    Reward functions that no pool lists get one of their own, of `reward.workers`. Raises ConfigError for pools that
-    cannot be read, and as `check_plans` does.
+    Reward functions that no pool lists get one of their own, of `reward.workers`. `engine`: the run's train engine,
+    whose own rules for layouts are checked too. Raises ConfigError for pools that cannot be read, and as `check_plans`
+    does.
     """
     cluster = config.cluster
     if cluster.pools == "auto":
@@ -84,7 +86,7 @@ def plan(config: Config, roles: Mapping[str, Role]) -> list[PoolPlan]:
     plans = [_planned(name, spelled, config) for name, spelled in listed.items()]
     if not any(REWARD_WORKERS in pool.roles for pool in plans):
         plans.append(PoolPlan(REWARD_WORKERS, (REWARD_WORKERS,), config.reward.workers))
-    check_plans(plans, roles, config)
+    check_plans(plans, roles, config, engine)
     return plans
 
 
@@ -111,7 +113,7 @@ def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
     )
 
 
-def only(config: Config, roles: Mapping[str, Role]) -> Config:
+def restrict_to_roles(config: Config, roles: Mapping[str, Role]) -> Config:
     """Return the config with pools for these roles alone, for who runs some of a run's roles, none of them training."""
     kept: dict[str, Any] = {}
     listed = {} if config.cluster.pools == "auto" else config.cluster.pools
@@ -128,7 +130,9 @@ def only(config: Config, roles: Mapping[str, Role]) -> Config:
     )
 
 
-def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Config) -> None:
+def check_plans(
+    plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Config, engine: TrainEngineSpec | None = None
+) -> None:
     """Raise ConfigError for plans that cannot be: a role in no pool or in two, an unknown one, places of no use."""
     home: dict[str, str] = {}
     for pool in plans:
@@ -159,20 +163,28 @@ def check_plans(plans: Sequence[PoolPlan], roles: Mapping[str, Role], config: Co
         )
     _check_rollout(home, roles, config.trainer.rollouts_ahead)
     for pool in plans:
-        _check_layout(pool, roles, config, sampled_elsewhere=ROLLOUT in home)
+        _check_layout(pool, roles, config, engine, sampled_elsewhere=ROLLOUT in home)
         if ROLLOUT in pool.roles:
             _check_shards(pool, config)
 
 
-def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, sampled_elsewhere: bool) -> None:
+def _check_layout(
+    pool: PoolPlan,
+    roles: Mapping[str, Role],
+    config: Config,
+    engine: TrainEngineSpec | None,
+    *,
+    sampled_elsewhere: bool,
+) -> None:
     models = [name for name in pool.roles if name in roles]
-    if not models or config.engine.name != "fsdp":
+    if not models:
         return
     try:
         for name in models:
-            engine = engine_of(config.engine, name)
-            layout = layout_of(engine, pool.workers)
-            check_layout(replace(config.model, path=roles[name].model or config.model.path), engine, layout)
+            layout = layout_of(engine_of(config.engine, name), pool.workers)
+            if engine is not None:
+                _check_engine_layout(engine, layout, config)
+            check_model_layout(replace(config.model, path=roles[name].model or config.model.path), layout)
             if roles[name].generates and not sampled_elsewhere:
                 GenerationLayout(layout, tp=config.rollout.tp)
     except ConfigError as error:
@@ -184,6 +196,16 @@ def _check_layout(pool: PoolPlan, roles: Mapping[str, Role], config: Config, *, 
                 f"pool {pool.name}: {name} follows {leader} and takes over its weights place by place, so "
                 f"engine.layouts must give both the same [pp, tp]; or put {name} into another pool"
             )
+
+
+def _check_engine_layout(engine: TrainEngineSpec, layout: Layout, config: Config) -> None:
+    if not engine.capabilities.layouts and layout.world_size > 1:
+        raise ConfigError(
+            f"engine={engine.name} trains a model in one process, not on {layout.world_size} workers: set "
+            "cluster.workers=1, or choose another engine"
+        )
+    if engine.check_layout is not None:
+        engine.check_layout(config.sections.get(f"engine.{engine.name}"), layout)
 
 
 def _check_shards(pool: PoolPlan, config: Config) -> None:

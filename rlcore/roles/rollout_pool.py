@@ -1,61 +1,61 @@
-"""Sampling on processes of its own: which weights are sent there, and when it takes them."""
+"""Sampling in processes of its own: which weights are sent there, and when the workers take them."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 
-from rlcore.engine.weights.transfer import Sender
 from rlcore.protocol import DataProto
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import WorkerGroup
 
 
-class RolloutCopy:
-    """The workers that sample in a role's place, `ahead` steps before its training at most (trainer.rollouts_ahead).
+class RolloutPool:
+    """The workers that sample in a role's place, at most `ahead` steps before its training (trainer.rollouts_ahead).
 
-    `ahead` 0: they always sample with the newest weights. `ahead` k: in step t with those of the end of step t - 1 - k,
-    or of the last `sync` if that was later, so that step t can sample while step t - k trains. `group` calls sample in
-    the order in which they are made here, and nothing waits here: weights travel as references to what is still to be
-    made.
+    With `ahead=0` they always sample with the newest weights. With `ahead=k`, step t samples with the weights from the
+    end of step t-1-k, or of the last `sync` if that came later; so step t can sample while step t-k trains. Calls of
+    `group` run in the order in which they are made. Nothing waits here: weights travel as references to columns that
+    may still be computed.
     """
 
-    def __init__(self, group: WorkerGroup, trained: Sender, ahead: int) -> None:
+    def __init__(self, group: WorkerGroup, trained: WeightExporter, ahead: int) -> None:
         self.group = group
         self._trained = trained
         self._ahead = ahead
         self._sent: deque[tuple[float, DataProto]] = deque()
-        self._changed = True
+        self._is_stale = True
         self._is_new = True
 
-    def changed(self) -> None:
-        """Note that the trained weights are no longer those that were sent last."""
-        self._changed = True
+    def mark_stale(self) -> None:
+        """Note that the trained weights have changed since they were sent last."""
+        self._is_stale = True
 
-    def before_generate(self, step: int) -> None:
-        """Have the workers take the weights that step `step` samples with."""
+    def prepare(self, step: int) -> None:
+        """Make the workers take the weights that step `step` samples with."""
         if self._ahead == 0 or self._is_new:
             self.sync()
         else:
             self._take(step - 1 - self._ahead)
 
     def end_step(self, step: int) -> None:
-        """Send the weights of the end of a step, for a later one to take."""
+        """Send the weights of the end of a step; a later step takes them."""
         if self._ahead and not self._is_new:
             self._send(step)
 
     def sync(self) -> None:
-        """Have the workers take the newest weights now, whatever the step."""
+        """Make the workers take the newest weights now, whatever the step."""
         self._is_new = False
         self._send(math.inf)
         self._take(math.inf)
 
     def _send(self, step: float) -> None:
-        if self._changed:
+        if self._is_stale:
             self._sent.append((step, self._trained.send()))
-            self._changed = False
+            self._is_stale = False
 
     def _take(self, step: float) -> None:
-        """Take the newest weights sent at the end of `step` or before; forget those, and what was sent before them."""
+        """Take the newest weights sent at the end of `step` or earlier; drop those sent before them."""
         newest: DataProto | None = None
         while self._sent and self._sent[0][0] <= step:
             newest = self._sent.popleft()[1]

@@ -1,4 +1,4 @@
-"""What a row costs a transformer, by which rows are spread over the ranks."""
+"""The cost of a row for a transformer, by which rows are spread over the ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ from functools import cache
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.protocol import DataProto
+
+LENGTHS = ("prompt_length", "response_length")
+"""Columns with the number of tokens of a row's prompt and response."""
+
+
+def batch_costs(batch: DataProto, ranks: int, model: ModelConfig) -> list[int] | None:
+    """Return the cost of each row for a model; None for a single rank or a batch without the columns LENGTHS.
+
+    Those are small and came to the controller with the reply of the call that made them, so nothing is fetched.
+    """
+    if ranks == 1 or any(name not in batch for name in LENGTHS):
+        return None
+    prompts, responses = (batch.view(name) for name in LENGTHS)
+    return row_costs((prompts + responses).tolist(), hidden_size(model))
 
 
 def row_costs(lengths: Sequence[int], hidden: int) -> list[int]:
-    """Return what rows of so many tokens cost a model of width `hidden`, in a unit of its own.
+    """Return the cost of rows of these lengths, in tokens, for a model of width `hidden`; the unit is arbitrary.
 
     A layer of width d takes about 24 d^2 n floating-point operations for the matrices of n tokens, and 2 d n^2 for
     their causal attention (Kaplan et al., arXiv 2001.08361, section 2.1, with 12 d^2 parameters a layer). Divided by
@@ -28,5 +43,5 @@ def _hidden_size(path: str, trust_remote_code: bool) -> int:
 
 
 def hidden_size(model: ModelConfig) -> int:
-    """Return the width of a model's layers; its config.json alone is read, once."""
+    """Return the width of a model's layers. Reads its config.json only, once."""
     return _hidden_size(model.path, model.trust_remote_code)

@@ -6,23 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def conformance(algorithm: str, *settings: str, plugins: Sequence[str] = ()) -> Callable[..., None]:
-    """Return a test of an installed algorithm, parametrised with the name of each check of the suite.
+def conformance(target: str, *settings: str, plugins: Sequence[str] = ()) -> Callable[..., None]:
+    """Return a test of an installed plugin, parametrised with the name of each check of its suite.
 
-    `settings` are overrides, such as "algo.group_size=4", for what the algorithm needs or does not have by default;
-    `plugins` are local files, as behind `-p`. A check that does not apply is skipped with its reason. The checks share
-    their runs, so all of one algorithm should run in one process.
+    `target` is a name, or GROUP=NAME such as "engine=torch" where plugins of two kinds share a name. `settings` are
+    overrides, such as "algo.group_size=4", for what the plugin needs or does not have by default; `plugins` are local
+    files, as behind `-p`. A check that does not apply is skipped with its reason. The checks share their runs, so all
+    of one plugin should run in one process.
     """
     import pytest
 
-    from rlcore.testing.checks import CHECKS
+    from rlcore.testing.suites import find_suite
 
-    @pytest.mark.parametrize("check", list(CHECKS))
+    entry, name = find_suite(target, plugins)
+
+    @pytest.mark.parametrize("check", list(entry.checks))
     def test(check: str, rlcore_suites: Any) -> None:
-        result = rlcore_suites(algorithm, settings, plugins).result(check)
+        result = rlcore_suites(f"{entry.suite.group}={name}", settings, plugins).result(check)
         if result.outcome == "n/a":
             pytest.skip(result.text)
         if result.outcome == "FAIL":
-            pytest.fail(f"{algorithm}: {result.text}", pytrace=False)
+            pytest.fail(f"{name}: {result.text}", pytrace=False)
 
     return test

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rlcore.testing.suite import Suite
+    from rlcore.testing.report import CheckSuite
 
 
 @pytest.fixture(scope="session")
-def rlcore_suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Suite]]:
-    """Return a function that gives the Suite of (algorithm, settings, plugins); each is made once in a session."""
-    from rlcore.testing.suite import Suite
+def rlcore_suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CheckSuite]]:
+    """Return a function that gives the suite of (target, settings, plugins); each is made once in a session."""
+    from rlcore.testing.suites import open_suite
 
-    made: dict[tuple[Any, ...], Suite] = {}
+    made: dict[tuple[Any, ...], CheckSuite] = {}
     with ExitStack() as stack:
 
-        def suite(algorithm: str, settings: Sequence[str] = (), plugins: Sequence[str] = ()) -> Suite:
-            key = (algorithm, *settings, None, *plugins)
+        def suite(target: str, settings: Sequence[str] = (), plugins: Sequence[str] = ()) -> CheckSuite:
+            key = (target, *settings, None, *plugins)
             if key not in made:
-                folder = tmp_path_factory.mktemp(f"conformance-{algorithm}")
-                made[key] = stack.enter_context(Suite(algorithm, folder, settings=settings, plugins=plugins))
+                folder = tmp_path_factory.mktemp(f"conformance-{target.replace('=', '-')}")
+                made[key] = stack.enter_context(open_suite(target, folder, settings=settings, plugins=plugins))
             return made[key]
 
         yield suite

@@ -1,4 +1,4 @@
-"""Trackers: where a run's numbers and samples go. Files in the run folder always; console, wandb, others by choice."""
+"""Trackers record a run's numbers and samples: always as files in the run folder, by choice on console, wandb etc."""
 
 from rlcore.trackers.base import Tracker
 from rlcore.trackers.trackers import Trackers

@@ -8,26 +8,26 @@ from typing import Any
 
 
 class Tracker:
-    """Takes a run's numbers and samples somewhere; overrides what it has a use for.
+    """Records a run's numbers and samples. A subclass overrides the methods that it needs.
 
-    Made with (config, run_dir), then `start`, any number of the others, and `finish`, all in the controller's process.
-    An exception ends the run, so a tracker of a service that can be out of reach copes with that itself.
+    rlcore creates a tracker with (config, run_dir), calls `start`, then the other methods, then `finish`, all in the
+    controller's process. An exception ends the run, so a tracker of a remote service must handle its outages.
     """
 
     def start(self, resume_step: int) -> None:
         """Begin, before the first step. Raises ConfigError when the tracker cannot work.
 
-        `resume_step`: the run goes on after this step, and what was logged of later ones is void; 0 for a fresh run.
+        `resume_step` is the step that the run continues after; records of later steps are void. 0 for a fresh run.
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take a step's metrics, floats by name, some perhaps not finite. Step 0 is the evaluation before training."""
+        """Record a step's metrics, floats by name, possibly not finite. Step 0 is the evaluation before training."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take some samples of a step, one mapping each: uid, prompt_text, response_text, answer, score and more."""
+        """Record some samples of a step, one mapping each: uid, prompt_text, response_text, answer, score and more."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Take note of a checkpoint."""
+        """Record that a checkpoint was written to `path`."""
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """End. `status` is finished, interrupted or failed; `summary` is what summary.json holds, or empty."""
+        """End. `status` is finished, interrupted or failed; `summary` is the content of summary.json, or empty."""

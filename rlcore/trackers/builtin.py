@@ -1,4 +1,4 @@
-"""The built-in trackers, as a plugin. What a tracker needs is imported when a run uses it."""
+"""The built-in trackers, as a plugin. A tracker's libraries are imported when a run uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _wandb(config: Config, run_dir: Path) -> Tracker:
 
 @hookimpl
 def rlcore_trackers() -> list[TrackerSpec]:
-    """Give the console, the files (which are always on) and wandb."""
+    """Return the console, the files (which are always on) and wandb."""
     return [
         TrackerSpec("console", _console),
         TrackerSpec("jsonl", JsonlTracker),

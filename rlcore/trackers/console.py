@@ -28,7 +28,7 @@ class ConsoleTracker(Tracker):
     """Shows step, reward, held-out accuracy, KL, tokens/s and time left, and a line on the health of the step.
 
     In a terminal it is a display that stays in place; elsewhere (CI, pipes) each step is a line. `console` is rich's,
-    by default that of standard output.
+    standard output by default.
     """
 
     def __init__(self, config: Config, run_dir: Path, console: Console | None = None) -> None:
@@ -60,7 +60,7 @@ class ConsoleTracker(Tracker):
         self._print(line)
 
     def saved(self, step: int, path: Path) -> None:
-        """Say where the checkpoint is."""
+        """Print the checkpoint's path."""
         self._print(Text(f"checkpoint of step {step}: {path}"))
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class ConsoleTracker(Tracker):
             self._print(Text(line))
 
     def _print(self, text: Text) -> None:
-        # soft_wrap: a line stays one line, for whoever reads the output with grep or copies a command from it
+        # soft_wrap keeps a line whole, so that grep finds it and a command can be copied
         self._console.print(text, soft_wrap=True)
 
     def _figures(self, metrics: Mapping[str, float]) -> list[tuple[str, Text]]:
@@ -96,7 +96,7 @@ class ConsoleTracker(Tracker):
 
 
 def _health(metrics: Mapping[str, float]) -> Text:
-    """Return the line that says whether the step could teach anything."""
+    """Return the line on the step's health: whether the policy could learn from it."""
     line = Text()
     for name, value in (
         ("equal groups", _number(metrics.get("health/equal_groups"), ".0%")),
@@ -127,7 +127,7 @@ def _duration(seconds: float | None) -> Text:
 
 
 def _command() -> str:
-    """Return how to call rlcore from here: by its name if it is on the PATH, else by its path (`make train`)."""
+    """Return the command that calls rlcore: its name if it is on the PATH, else its path (`make train`)."""
     if shutil.which("rlcore"):
         return "rlcore"
     script = Path(sys.executable).with_name("rlcore")
@@ -135,7 +135,7 @@ def _command() -> str:
 
 
 def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Return the lines of the closing summary: how it went, where it is, and three commands to go on with."""
+    """Return the lines of the closing summary: the outcome, the run folder, and three commands to continue with."""
     folder, config = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "config.yaml"))
     lines = [f"{status}: {summary['steps']} steps" if "steps" in summary else status]
     if "train_seconds" in summary:

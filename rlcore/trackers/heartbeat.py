@@ -1,6 +1,6 @@
-"""RUN/heartbeat.json, for whoever watches a run from outside: who runs it, how far it is, and since when nothing came.
+"""RUN/heartbeat.json, for monitoring from outside: the run's host and process, its step, and the time of its last sign.
 
-A plugin like any other (`-p no:hooks.heartbeat` leaves it out), on the life-cycle hooks alone.
+An ordinary plugin that uses only life-cycle hooks; `-p no:hooks.heartbeat` leaves it out.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def _beat(run: Run, **news: Any) -> None:
 
 @hookimpl
 def rlcore_run_start(run: Run) -> None:
-    """Note that the run has begun."""
+    """Write the status "running"."""
     _beat(run, status="running")
 
 
 @hookimpl
 def rlcore_step_end(run: Run) -> None:
-    """Note the step."""
+    """Write the step."""
     _beat(run)
 
 
 @hookimpl
 def rlcore_checkpoint(run: Run, path: Path) -> None:
-    """Note the step of the checkpoint that is about to be complete."""
+    """Write the step of the checkpoint that is about to be complete."""
     _beat(run, checkpoint_step=run.step)
 
 
 @hookimpl
 def rlcore_run_end(run: Run, status: str) -> None:
-    """Note how the run ended."""
+    """Write the run's final status."""
     _beat(run, status=status)

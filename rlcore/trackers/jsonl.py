@@ -16,10 +16,10 @@ METRICS, SAMPLES = "metrics.jsonl", "samples"
 
 
 class JsonlTracker(Tracker):
-    """Writes RUN/metrics.jsonl, an object a step, and RUN/samples/step_000012.jsonl, an object a sample.
+    """Writes RUN/metrics.jsonl, one object per step, and RUN/samples/step_000012.jsonl, one object per sample.
 
-    Each line is on its way to disk when the call returns. JSON has no NaN and no infinity: such a metric is written as
-    the string "nan", "inf" or "-inf", which `float` reads.
+    A line of metrics is on disk when `log` returns. JSON has no NaN and no infinity: such a metric is written as the
+    string "nan", "inf" or "-inf", which `float` reads.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -28,7 +28,7 @@ class JsonlTracker(Tracker):
         self._file: IO[str] | None = None
 
     def start(self, resume_step: int) -> None:
-        """Open the file, without the lines and the samples of steps that a resumed run is about to repeat."""
+        """Open the file, and delete the lines and samples of steps that a resumed run will repeat."""
         kept = [line for line in _lines(self._path) if resume_step > 0 and line["step"] <= resume_step]
         aside = self._path.with_suffix(".writing")
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -48,7 +48,7 @@ class JsonlTracker(Tracker):
         os.fsync(self._file.fileno())  # a checkpoint of this step must not outlive its line
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the rows to the step's file; what JSON cannot hold is written as text."""
+        """Append the rows to the step's file; values without a JSON form are written as text."""
         with open(self._samples / f"step_{step:06d}.jsonl", "a", encoding="utf-8") as file:
             file.writelines(json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n" for row in rows)
 
@@ -59,7 +59,7 @@ class JsonlTracker(Tracker):
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return a file's objects up to the first line that is not one, such as the last of a run that was killed."""
+    """Return a file's objects up to the first broken line, such as the last line of a killed run."""
     lines: list[dict[str, Any]] = []
     if path.exists():
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -72,5 +72,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy or torch value as plain ones, anything else as its repr."""
+    """Return a NumPy or torch value as plain Python values, anything else as its repr."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -1,4 +1,4 @@
-"""`rlcore samples RUN`: what a run sampled, what reward each sample got, and why."""
+"""`rlcore samples RUN`: shows a run's samples, their rewards, and the cause of each failed reward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ RLCORE_API = 1
 
 
 def main(argv: list[str]) -> int:
-    """Print the samples of one step (the last by default) of a run folder as a table."""
+    """Print a table of one step's samples (the last step by default) of a run folder."""
     parser = argparse.ArgumentParser(prog="rlcore samples", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, help="step to show (default: the last that was written)")
     options = parser.parse_args(argv)
     files = sorted((options.run / "samples").glob("step_*.jsonl"))
     if not files:
-        raise DataError(f"{options.run / 'samples'} holds no samples; give the folder of a run that made a step")
+        raise DataError(f"{options.run / 'samples'} holds no samples; give the folder of a run that finished a step")
     steps = {int(file.stem.removeprefix("step_")): file for file in files}
     step = max(steps) if options.step is None else options.step
     if step not in steps:
-        raise DataError(f"step {step} of {options.run} has no samples; there are steps {min(steps)} to {max(steps)}")
+        raise DataError(f"step {step} of {options.run} has no samples; give a step from {min(steps)} to {max(steps)}")
     _show(step, steps[step])
     return 0
 
@@ -51,4 +51,4 @@ def _plain(value: object) -> str:
 @hookimpl
 def rlcore_commands() -> CommandSpec:
     """Register `rlcore samples`."""
-    return CommandSpec("samples", "show what a run sampled, and the rewards", main)
+    return CommandSpec("samples", "show a run's samples and their rewards", main)

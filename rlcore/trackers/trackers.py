@@ -1,4 +1,4 @@
-"""Trackers, which hands everything to all trackers of a run."""
+"""Trackers, which passes each record to all trackers of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlcore.trackers.jsonl import JsonlTracker
 class Trackers:
     """All trackers of a run: the files in the run folder first, then those of `tracker.use`, in that order.
 
-    An error in a tracker ends the run, with a note of which one it was: a run that leaves no record is not worth its
-    time. A tracker that talks to a service sees itself to outages.
+    An error in a tracker ends the run, and a note on the error names the tracker: a run without records is not worth
+    its time. A tracker of a remote service must handle its outages.
     """
 
     def __init__(self, config: Config, run_dir: Path, installed: Mapping[str, TrackerSpec]) -> None:
-        """`installed` are the trackers that plugins gave, by name. ConfigError for a name that is not among them."""
+        """`installed` holds the plugins' trackers by name. Raises ConfigError for a name that is not among them."""
         self._trackers: dict[str, Tracker] = {"jsonl": JsonlTracker(config, run_dir)}
         for name in config.tracker.use:
             if name in self._trackers:
@@ -36,9 +36,9 @@ class Trackers:
         self._evaluation: dict[str, float] = {}
 
     def start(self, resume_step: int = 0) -> None:
-        """Start all, before training, for a run that goes on after `resume_step` (0: from its start).
+        """Start all trackers, before training, of a run that continues after `resume_step` (0: from its start).
 
-        When one does not start, those that did are finished with the status "failed".
+        When one fails to start, those already started are finished with the status "failed".
         """
         for name, tracker in self._trackers.items():
             try:
@@ -56,13 +56,13 @@ class Trackers:
             _call(name, tracker.log, step, numbers)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation: that before the first step (step 0) at once, a later one with its step's metrics."""
+        """Record an evaluation: at step 0, before training, at once; a later one with its step's metrics."""
         self._evaluation = dict(metrics)
         if step == 0:
             self.log(0, {})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record samples of a step: what was sampled, what reward it got, and why."""
+        """Record samples of a step: their texts, rewards, and the causes of failed rewards."""
         for name, tracker in self._started.items():
             _call(name, tracker.samples, step, rows)
 
@@ -72,7 +72,7 @@ class Trackers:
             _call(name, tracker.saved, step, path)
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """Finish every tracker that started, even if one of them raises; the first error is raised afterwards."""
+        """Finish every started tracker, even if one of them raises; then raise the first error."""
         started, self._started = self._started, {}
         errors: list[Exception] = []
         for name, tracker in started.items():
@@ -89,7 +89,7 @@ def _call(name: str, method: Callable[..., None], *args: Any) -> None:
         method(*args)
     except OSError as error:
         raise DataError(
-            f"the tracker {name!r} cannot write: {error}. What the last checkpoint holds is safe; free space and go on "
+            f"the tracker {name!r} cannot write: {error}. The last checkpoint is safe: free disk space, then resume "
             "with the same command."
         ) from error
     except Exception as error:

@@ -19,9 +19,9 @@ RUN_ID = "wandb_run_id"
 class WandbTracker(Tracker):
     """Logs to wandb, online or offline (`tracker.mode`); its files are in RUN/wandb.
 
-    The wandb run's id is kept in RUN/wandb_run_id, so a resumed run goes on with the same one. The x-axis is the metric
-    `step`: steps that a resumed run repeats are drawn again at their place. wandb itself retries when its server is out
-    of reach. Raises ConfigError where wandb is not installed.
+    RUN/wandb_run_id holds the wandb run's id, so a resumed run continues the same wandb run. The x-axis is the metric
+    `step`, so steps that a resumed run repeats are drawn at their old place. wandb itself retries when its server is
+    unreachable. Raises ConfigError when wandb is not installed.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -29,7 +29,7 @@ class WandbTracker(Tracker):
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"tracker.use has wandb, but it cannot be imported ({error}); pip install wandb, or leave it out"
+                f"tracker.use names wandb, but it cannot be imported ({error}); pip install wandb, or leave it out"
             ) from error
         self._wandb = wandb
         self._config = config
@@ -37,7 +37,7 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, resume_step: int) -> None:
-        """Start or resume the wandb run; ConfigError when wandb refuses, as it does online without an API key."""
+        """Start or resume the wandb run; ConfigError when wandb refuses, for example online without an API key."""
         wandb, config = self._wandb, self._config
         try:
             self._run = wandb.init(
@@ -49,11 +49,11 @@ class WandbTracker(Tracker):
                 mode=config.tracker.mode,
                 dir=str(self._run_dir),
                 config=dataclasses.asdict(config),
-                settings=wandb.Settings(console="off", silent=True),  # the console is the console tracker's
+                settings=wandb.Settings(console="off", silent=True),  # the console tracker owns the console
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"wandb does not start: {error}. Log in with `wandb login`, or set tracker.mode=offline."
+                f"wandb failed to start: {error}. Log in with `wandb login`, or set tracker.mode=offline."
             ) from error
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -63,7 +63,7 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, **metrics})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log the rows as the table `samples`, whose columns are all names that occur in them."""
+        """Log the rows as the table `samples`, with one column per name that occurs in them."""
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -71,12 +71,12 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, "samples": table})
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """Put the run's summary into wandb's, and end it, as failed if it did."""
+        """Copy the run's summary to wandb's, and end the wandb run with the run's status."""
         self._run.summary.update({**summary, "status": status})
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _run_id(self) -> str:
-        """Return the id that this run folder has in wandb, made at its first start."""
+        """Return this run folder's wandb id; the first start creates it."""
         path = self._run_dir / RUN_ID
         if not path.exists():
             path.write_text(secrets.token_hex(4) + "\n")
@@ -84,7 +84,7 @@ class WandbTracker(Tracker):
 
 
 def _cell(value: Any) -> str | float | bool | None:
-    """Return a value that a table's column can hold: mappings and lists as JSON text."""
+    """Return the value as a table cell: mappings and lists become JSON text."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     return json.dumps(value, default=repr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from rlcore.errors import ConfigError
@@ -73,17 +73,6 @@ class ResourcePool:
         return tuple(counts)
 
 
-def split_resource_pool(resource_pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
-    """Return `resource_pool.split(split_size)`, or with a number pools of that many places each.
-
-    The name that programs for verl use. Raises ConfigError for sizes that do not add up.
-    """
-    if isinstance(split_size, int):
-        whole = max(1, resource_pool.world_size // max(1, split_size))
-        split_size = [split_size] * whole
-    return resource_pool.split(split_size)
-
-
 class ClassWithInitArgs:
     """A worker class and the arguments that every rank's worker is made with.
 
@@ -98,17 +87,3 @@ class ClassWithInitArgs:
         self.cls: type[Worker] = plain
         self.args = args
         self.kwargs = kwargs
-
-
-RayClassWithInitArgs = ClassWithInitArgs
-"""The name that programs for verl use; the class does not depend on the executor."""
-
-
-def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
-    """Return the classes of several roles, by name, to be fused: one process a rank, with a worker of each role in it.
-
-    `spawn(names)` of a RayWorkerGroup of them gives one group for each role. Raises ConfigError when no role is given.
-    """
-    if not class_dict:
-        raise ConfigError("create_colocated_worker_cls needs at least one role: {'actor': ClassWithInitArgs(...)}.")
-    return dict(class_dict)

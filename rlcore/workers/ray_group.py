@@ -8,9 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -18,11 +16,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
-from rlcore.errors import ConfigError, RLCoreError, WorkerError, did_you_mean
+from rlcore.errors import RLCoreError, WorkerError
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.dispatch import Call
 from rlcore.workers.executor import KERNEL_CACHES
-from rlcore.workers.group import Processes, WorkerGroup
+from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.ray_call import EncodedCall, encode_calls
 from rlcore.workers.ray_nodes import what_ray_has
@@ -30,7 +28,7 @@ from rlcore.workers.ray_pending import RayPending
 from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
-from rlcore.workers.worker import Worker, rank_name
+from rlcore.workers.worker import rank_name
 
 DEATH_SECONDS = 3.0
 """After an exception on one rank: time to find out whether another rank's death caused it."""
@@ -311,56 +309,6 @@ class RayProcesses(Processes):
 
 _STARTED: WeakSet[RayProcesses] = WeakSet()
 """All processes that this one has started and not let go of."""
-
-
-class RankHandle:
-    """One rank's worker: `handle.method.remote(...)` calls any of its methods and returns Ray's reference."""
-
-    def __init__(self, host: Any, role: str) -> None:
-        self._host = host
-        self._role = role
-
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=partial(self._host.call.remote, self._role, method))
-
-
-class RayWorkerGroup(WorkerGroup):
-    """A group on Ray, made where Ray is already connected. Of several fused classes, `spawn` gives the groups."""
-
-    def __init__(
-        self,
-        resource_pool: RayResourcePool,
-        ray_cls_with_init: ClassWithInitArgs | Mapping[str, ClassWithInitArgs],
-        *,
-        name: str = "worker",
-        log_dir: Path | None = None,
-        start_timeout: float = 120.0,
-    ) -> None:
-        self._classes: dict[str, ClassWithInitArgs] = {}
-        own = Worker
-        if isinstance(ray_cls_with_init, ClassWithInitArgs):
-            self._classes[name], own = ray_cls_with_init, ray_cls_with_init.cls
-        else:
-            self._classes |= ray_cls_with_init
-        processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
-        processes.wait_until_started()
-        super().__init__(processes, name, own)
-        self._hosts = processes.hosts
-
-    @property
-    def _workers(self) -> list[RankHandle]:
-        return [RankHandle(host, self.role) for host in self._hosts]
-
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return a group for each of the roles that were fused, on the same processes; ConfigError for others."""
-        groups = {}
-        for role in prefix_set:
-            if role not in self._classes:
-                raise ConfigError(
-                    f"spawn: no role {role!r}, only {list(self._classes)}.{did_you_mean(role, self._classes)}"
-                )
-            groups[role] = WorkerGroup(self._processes, role, self._classes[role].cls)
-        return groups
 
 
 def process_environment(pool: RayResourcePool) -> dict[str, str]:

@@ -244,7 +244,7 @@ def test_no_micro_batch_parts_a_pair(step, limit):
 
 def weights(run, role):
     engine = run.roles[role].group._processes._workers[role][0].train
-    return {name: value.clone() for name, value in engine.full_parameters()}
+    return {name: value.clone() for name, value in engine.export(torch.float32)}
 
 
 @pytest.mark.parametrize(
@@ -328,8 +328,8 @@ def test_a_judge_in_place_of_the_scores(step, pairs):
     ("overrides", "message"),
     [
         (["algo.judge=pairwise"], r"algo\.judge=pairwise asks a judge: set judge\.url and judge\.model"),
-        (["rollout.temperature=0"], r"rollout\.temperature=0 gives a prompt equal responses"),
-        (["algo.label_smoothing=0.5"], r"algo\.label_smoothing=0\.5 takes every preference for a coin toss"),
+        (["rollout.temperature=0"], r"rollout\.temperature=0 makes a prompt's responses equal"),
+        (["algo.label_smoothing=0.5"], r"algo\.label_smoothing=0\.5 treats every preference as a coin toss"),
         (["data.batch_size=3", "algo.mini_batches=4"], r"mini_batches is 4, but a step has at most 3 pairs"),
         (["data.batch_size=1", "algo.mini_batches=7", "algo.group_size=4", "algo.pairs=all"], "at most 6 pairs"),
     ],

@@ -22,7 +22,7 @@ from rlcore.assets import TINY
 from rlcore.config import check, compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
-from rlcore.plugins import PluginManager
+from rlcore.plugins import CRITIC, PluginManager
 from rlcore.roles.handles import RoleHandle
 from rlcore.run import check_roles
 
@@ -382,7 +382,7 @@ def test_without_the_kl_there_is_no_reference(take_steps):
 
 def test_roles_say_where_the_critic_starts_and_how_fast_it_learns():
     roles = PPO(PPOConfig(critic_model="folder", critic_lr=0.5)).roles()
-    assert (roles["critic"].kind, roles["critic"].model, roles["critic"].lr) == ("critic", "folder", 0.5)
+    assert (roles["critic"].kind, roles["critic"].model, roles["critic"].lr) == (CRITIC, "folder", 0.5)
     assert (roles["actor"].trains, roles["actor"].generates, roles["ref"].trains) == (True, True, False)
 
 
@@ -396,11 +396,11 @@ def test_a_critic_model_that_is_not_there_is_refused(tmp_path):
     ("overrides", "message"),
     [
         (["mini_batches=7", "samples=2"], r"algo\.mini_batches is 7, .* = 6 responses"),
-        (["critic_warmup=10"], r"algo\.critic_warmup is 10 of trainer\.total_steps=10"),
+        (["critic_warmup=10"], r"algo\.critic_warmup=10 covers all trainer\.total_steps=10"),
         (["dual_clip=1"], r"algo\.dual_clip is 1\.0; it must be above 1"),
         (["kl_controller=adaptive", "kl_coef=0"], r"nothing to steer with .*kl_coef=0"),
         (["kl_controller=adaptive", "kl_in=none"], r"nothing to steer with algo\.kl_in=none"),
-        (["kl_in=loss"], r"k1 has no gradient in expectation.* take k2 or k3"),
+        (["kl_in=loss"], r"k1 has zero expected gradient.* use k2 or k3"),
         (["mini_batches=6", "samples=2", "critic_warmup=9", "dual_clip=3", "kl_in=loss", "kl_estimator=k3"], None),
     ],
 )

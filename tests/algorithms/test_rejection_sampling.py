@@ -266,7 +266,7 @@ def checked(*overrides):
     ("overrides", "message"),
     [
         (["algo.keep=top_k", "algo.top_k=8"], r"algo\.top_k=8 of algo\.samples=8 keeps every response; raise"),
-        (["rollout.temperature=0"], r"rollout\.temperature=0 makes all algo\.samples=8 responses of a prompt the same"),
+        (["rollout.temperature=0"], r"rollout\.temperature=0 makes all algo\.samples=8 responses of a prompt equal"),
         (["algo.keep=best"], "best"),
         (["algo.samples=0"], "samples"),
         (["algo.top_k=0"], "top_k"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.plugins.manager import installed
-from rlcore.testing.suite import Suite
+from rlcore.testing.suites import open_suite
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
@@ -49,7 +49,7 @@ def scorer(tmp_path_factory) -> str:
 )
 def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
     settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
-    with Suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:
+    with open_suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:
         results = list(suite.results())
     print(*results, f"{name}: {sum(result.seconds for result in results):.0f} s", sep="\n")
     assert not [str(result) for result in results if result.outcome == "FAIL"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import main
-from rlcore.testing.checks import CHECKS
+from rlcore.testing.algorithm.checks import CHECKS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -48,7 +48,7 @@ def centred(batch):
 @pytest.mark.parametrize("words", [["test"], ["tset", "grpo"], ["test", "grpo", "ppo"]])
 def test_other_words(words, capsys):
     assert main(["plugins", *words]) == 2
-    assert "write rlcore plugins test NAME" in capsys.readouterr().err
+    assert "usage: rlcore plugins test NAME" in capsys.readouterr().err
 
 
 def test_the_pytest_plugin_imports_nothing_heavy():

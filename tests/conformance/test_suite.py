@@ -6,7 +6,7 @@ import pytest
 
 from rlcore.errors import PluginError
 from rlcore.testing import conformance
-from rlcore.testing.suite import Suite
+from rlcore.testing.suites import open_suite
 
 pytestmark = pytest.mark.e2e
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -17,7 +17,7 @@ test_sound = pytest.mark.ray(conformance("sound", plugins=[str(FIXTURES / "sound
 
 def test_each_broken_property_is_found_by_its_check(broken, tmp_path):
     chosen, file = broken
-    with Suite("sound", tmp_path, plugins=[file]) as suite:
+    with open_suite("sound", tmp_path, plugins=[file]) as suite:
         result = suite.result(chosen.check)
     assert result.outcome == "FAIL", result
     assert chosen.says in result.text
@@ -33,7 +33,7 @@ def test_a_mask_that_an_advantage_leaves_out_is_found(tmp_path):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (tmp_path / "leaky.py").write_text(text)
-    with Suite("leaky", tmp_path, plugins=[str(tmp_path / "leaky.py")]) as suite:
+    with open_suite("leaky", tmp_path, plugins=[str(tmp_path / "leaky.py")]) as suite:
         result = suite.result("masked_tokens")
     assert result.outcome == "FAIL", result
     assert (
@@ -43,7 +43,7 @@ def test_a_mask_that_an_advantage_leaves_out_is_found(tmp_path):
 
 def test_what_does_not_apply_follows_from_what_the_algorithm_does(tmp_path):
     """A sampler without training or scores: what is left is its config, its steps, its metrics, its repetition."""
-    with Suite("sampler", tmp_path, plugins=[str(FIXTURES / "sampler.py")]) as suite:
+    with open_suite("sampler", tmp_path, plugins=[str(FIXTURES / "sampler.py")]) as suite:
         results = {result.check: result for result in map(suite.result, _in_process())}
     applies = {"config", "steps", "metrics", "same_seed", "kill_and_resume"}
     assert {name for name, result in results.items() if result.outcome == "pass"} == applies
@@ -55,13 +55,18 @@ def test_what_does_not_apply_follows_from_what_the_algorithm_does(tmp_path):
 
 
 def _in_process() -> list[str]:
-    from rlcore.testing.checks import CHECKS
+    from rlcore.testing.algorithm.checks import CHECKS
 
     return [name for name in CHECKS if name not in ON_RAY]
 
 
 def test_unknown_names(tmp_path):
-    with pytest.raises(PluginError, match=r"algorithm 'grop' is not installed\. Did you mean 'grpo'"):
-        Suite("grop", tmp_path)
-    with Suite("grpo", tmp_path) as suite, pytest.raises(ValueError, match=r"no check is called 'step'\. Did you mean"):
+    with pytest.raises(PluginError, match=r"is called 'grop'\. Did you mean 'grpo'.*Installed: algorithm: grpo,"):
+        open_suite("grop", tmp_path)
+    with pytest.raises(PluginError, match=r"no suite tests data=gsm8k\..* Groups: algo"):
+        open_suite("data=gsm8k", tmp_path)
+    with (
+        open_suite("algo=grpo", tmp_path) as suite,
+        pytest.raises(ValueError, match=r"unknown check 'step'\. Did you mean"),
+    ):
         suite.result("step")

@@ -71,8 +71,8 @@ def plugins() -> PluginManager:
 
 @cache
 def known_keys() -> set[str]:
-    """Return all config keys, GRPO's under `algo`."""
-    sections = {**SECTIONS, "algo": rlcore_grpo.GRPOConfig}
+    """Return all config keys, also the plugins', and GRPO's under `algo`."""
+    sections = {**SECTIONS, "algo": rlcore_grpo.GRPOConfig, **plugins().sections()}
     return {key.name for section, cls in sections.items() for key in keys(section, cls)}
 
 
@@ -92,10 +92,11 @@ def known_options(group: str) -> set[str]:
 @each_page
 def test_config_keys_exist(page):
     for text in quoted(page):
-        match = re.match(rf"({'|'.join(GROUPS)})\.(?!py|json|NAME)(\w+)(?![\w(])", text)
-        if match and match[1] == "run" and (hasattr(Run, match[2]) or match[2] in ("actor", "ref", "config", "dir")):
+        match = re.match(rf"({'|'.join(GROUPS)})\.(?!py|json|NAME)(\w+(?:\.\w+)*)(?![\w(])", text)
+        first = match[2].partition(".")[0] if match else ""
+        if match and match[1] == "run" and (hasattr(Run, first) or first in ("actor", "ref", "config", "dir")):
             continue  # the run that an algorithm's step gets
-        assert not match or match[0] in known_keys(), text
+        assert not match or match[0] in known_keys() or match[2].endswith((".NAME", ".md")), text
 
 
 @each_page

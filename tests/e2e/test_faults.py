@@ -276,8 +276,8 @@ def rlcore_algorithm():
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        ("nan loss", r"the loss is not finite: loss term 'loss' is nan over rows uid=0:\d+ sample=0"),
-        ("text", "a metric is a number"),
+        ("nan loss", r"the loss is not finite: term 'loss' is nan over rows uid=0:\d+ sample=0"),
+        ("text", "a metric must be a number"),
         ("number", "must return metrics by name"),
     ],
 )

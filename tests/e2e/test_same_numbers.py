@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 SMALL = ["trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"]
-TWO = [*SMALL, "cluster.workers=2", "engine.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
+TWO = [*SMALL, "cluster.workers=2", "engine.torch.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_one_worker_on_ray_equals_two(ray_cluster, two_workers, train_here, tmp_
 
 
 def test_whole_copies_equal_shards(ray_cluster, two_workers, train_here, tmp_path):
-    compare(train_here(tmp_path / "run", *SMALL, "cluster.workers=2", "engine.shard=1"), two_workers)
+    compare(train_here(tmp_path / "run", *SMALL, "cluster.workers=2", "engine.torch.shard=1"), two_workers)
 
 
 def compare(one, other):

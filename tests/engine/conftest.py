@@ -7,9 +7,12 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engine.train import TrainSetup
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
+OWN = set(TorchConfig.__dataclass_fields__)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -76,15 +79,18 @@ def write_random_fixture():
 
 @pytest.fixture
 def make_engine(model_folder):
-    def make(kind: str = "qwen2", *, trains: bool = True, temperature: float = 1.0, **options) -> FSDPEngine:
+    def make(kind: str = "qwen2", *, trains: bool = True, temperature: float = 1.0, **options) -> TorchEngine:
         options = {"lr": 0.0, "clip_grad": 0.0, **options}
-        return FSDPEngine(
-            ModelConfig(path=str(model_folder(kind))),
-            EngineConfig(**options),
-            ranks=Ranks(),
-            trains=trains,
-            temperature=temperature,
-            total_steps=10,
+        return TorchEngine(
+            TrainSetup(
+                ModelConfig(path=str(model_folder(kind))),
+                EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
+                TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
+                ranks=Ranks(),
+                trains=trains,
+                temperature=temperature,
+                total_steps=10,
+            )
         )
 
     return make
@@ -125,7 +131,7 @@ def random_batch_fixture():
     return random_batch
 
 
-def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+def gradients(engine: TorchEngine) -> dict[str, torch.Tensor]:
     """Return each parameter's gradient after an update."""
     return {name: p.grad.clone() for name, p in engine.model.hf.named_parameters()}
 

@@ -28,10 +28,12 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.parameters import reshard
 
 spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
@@ -66,35 +68,42 @@ class Case:
         return f"{self.pp}-{self.tp}-{self.dp}" + (f"-shard{self.shard}" if self.shard else "")
 
 
-def engine_of(case: Case, rank: int) -> FSDPEngine:
+def engine_of(case: Case, rank: int) -> TorchEngine:
     world = case.pp * case.tp * case.dp
     rows = 3 if case.shard else 6  # copies of the weights go through several micro-batches before they add up
-    config = EngineConfig(
-        pp=case.pp, tp=case.tp, dp=case.dp, shard=case.shard, lr=0.0, clip_grad=0.0, micro_batch_rows=rows
+    config = EngineConfig(pp=case.pp, tp=case.tp, dp=case.dp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
+    engine = TorchEngine(
+        TrainSetup(
+            ModelConfig(path=case.folder),
+            config,
+            TorchConfig(shard=case.shard),
+            ranks=Ranks(rank, world),
+            trains=True,
+            total_steps=10,
+        )
     )
-    engine = FSDPEngine(ModelConfig(path=case.folder), config, ranks=Ranks(rank, world), trains=True, total_steps=10)
     whole = case.pp == case.tp == 1 and (case.dp == 1 or case.shard == 1)
     assert (engine.shared_module is not None) == whole, (case.name, engine.shared_module)
     return engine
 
 
-def step(engine: FSDPEngine, batch: Any) -> dict[str, float]:
+def step(engine: TorchEngine, batch: Any) -> dict[str, float]:
     place = engine.layout.place(engine.ranks.rank).dp
     rows = update_plan(len(batch), list(batch["uid"]), 1, engine.layout.dp)[place][0]
     item = UpdateItem(batch[rows], [len(rows)], grpo_loss, GRPOConfig(kl_coef=0.1), keep_together="uid")
     return engine.update([item], epochs=1, step=0)
 
 
-def gradients(engine: FSDPEngine) -> dict[str, Tensor]:
+def gradients(engine: TorchEngine) -> dict[str, Tensor]:
     return {name: state.local(parameter.grad).clone() for name, parameter in engine.parameters.here()}
 
 
-def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+def weights(engine: TorchEngine) -> dict[str, Tensor]:
     reshard(engine.root)
     return {name: state.local(parameter.detach()).clone() for name, parameter in engine.parameters.here()}
 
 
-def seen(engine: FSDPEngine) -> dict[str, Any]:
+def seen(engine: TorchEngine) -> dict[str, Any]:
     """Return all that is compared, of each tensor this rank's part."""
     found: dict[str, Any] = {"start": weights(engine)}
     for number, batch in enumerate(BATCHES[:2]):
@@ -114,16 +123,16 @@ def seen(engine: FSDPEngine) -> dict[str, Any]:
         engine.optimizer = made[kind](groups)  # at the rate of the config
         found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
         found[kind] = weights(engine)
-    full = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    full = {name: tensor.clone() for name, tensor in engine.masters()}
     mine = {name: engine.parameters.part(name, full[name]) for name in found["adamw"]}
     found["full"] = list(full) == list(engine.shapes) and same(mine, found["adamw"])
-    found["rollout"] = same({name: tensor.clone() for name, tensor in engine.rollout_weights()}, full)
+    found["rollout"] = same({name: tensor.clone() for name, tensor in engine.export(torch.float32)}, full)
     found["local"] = local_is_cut(engine, full)
     return found
 
 
-def go_on(engine: FSDPEngine) -> dict[str, Tensor]:
-    engine.park()  # which on a CPU moves nothing, and must change nothing
+def go_on(engine: TorchEngine) -> dict[str, Tensor]:
+    engine.offload()  # which on a CPU moves nothing, and must change nothing
     step(engine, BATCHES[0])
     return weights(engine)
 
@@ -132,10 +141,10 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
-def local_is_cut(engine: FSDPEngine, full: dict[str, Tensor]) -> bool:
+def local_is_cut(engine: TorchEngine, full: dict[str, Tensor]) -> bool:
     """Whether the local parameters are what `cuts` says of the whole ones, and no other."""
     place, given = engine.layout.place(engine.ranks.rank), dict[str, Tensor]()
-    for name, tensor in engine.local_parameters():
+    for name, tensor in engine.export_local():
         cut = engine.cuts[name]
         want = full[name] if cut.dim is None else full[name].chunk(engine.layout.tp, cut.dim)[place.tp]
         if not torch.equal(tensor, want):
@@ -144,7 +153,7 @@ def local_is_cut(engine: FSDPEngine, full: dict[str, Tensor]) -> bool:
     return set(given) == {name for name, cut in engine.cuts.items() if place.pp in cut.stages}
 
 
-def off(engine: FSDPEngine, got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+def off(engine: TorchEngine, got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """Return the largest difference of any tensor from the whole ones of one process, relative by norm."""
     squares = {}
     for name, tensor in got.items():
@@ -163,7 +172,7 @@ def off_metrics(got: dict[str, float], want: dict[str, float]) -> float:
     return max(abs(got[key] - want[key]) / max(abs(want[key]), 1e-3) for key in want)
 
 
-def compare(engine: FSDPEngine, got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+def compare(engine: TorchEngine, got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     computed = [
         (got["computed"][name][row] - want["computed"][name][at]).abs().max().item()
         for name in want["computed"]
@@ -190,7 +199,7 @@ def rank_main(rank: int, world: int, port: int, cases: list[Case], folder: Path,
             engine = engine_of(case, rank)
             got = seen(engine)
             if case.model == ACROSS:
-                engine.save_state(folder / case.name)
+                engine.save(folder / case.name)
                 got["next"] = go_on(engine)
             if world == 1:
                 torch.save(got, folder / f"{case.model}.pt")
@@ -212,19 +221,19 @@ def rank_main(rank: int, world: int, port: int, cases: list[Case], folder: Path,
         raise
 
 
-def across(engine: FSDPEngine, case: Case, folder: Path, one: dict[str, Any]) -> dict[str, float]:
+def across(engine: TorchEngine, case: Case, folder: Path, one: dict[str, Any]) -> dict[str, float]:
     """What one process saved goes on here; what was saved here goes on in one, and opens with transformers."""
-    engine.load_state(folder / "1-1-1")
+    engine.restore(folder / "1-1-1")
     report = {"loaded": float(engine.version == 8 and off(engine, weights(engine), one["adamw"]) == 0)}
     again = folder / f"{case.name}-again"
-    engine.save_state(again)
+    engine.save(again)
     report["next"] = off(engine, go_on(engine), one["next"])
     if engine.ranks.rank == 0:
         alone = engine_of(replace(case, pp=1, tp=1, dp=1, shard=0), 0)
         alone.config = replace(engine.config, micro_batch_rows=alone.config.micro_batch_rows)
-        alone.load_state(again)
+        alone.restore(again)
         report["there and back"] = float(same(go_on(alone), one["next"]))
-        alone.load_state(folder / case.name)
+        alone.restore(folder / case.name)
         report["elsewhere"] = off(alone, go_on(alone), one["next"])
         hf = AutoModelForCausalLM.from_pretrained(again / "model", dtype=torch.float32)
         report["exported"] = float(same(dict(hf.named_parameters()), one["adamw"]))

@@ -7,7 +7,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 
-from rlcore.engine.train import Importance, UpdateItem
+from rlcore.engine.update.items import Importance, UpdateItem
 from rlcore.ops import masked_sum, needs, objective
 
 CONFIG = GRPOConfig(kl_coef=0.1)

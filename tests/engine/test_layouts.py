@@ -1,5 +1,6 @@
 """Which layouts a model can take: refused before anything starts, with those that it can."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -9,12 +10,15 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_shape import check_layout, layout_of
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import micro_batches
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engines.torch.config import TorchConfig, check_layout
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.packing import Packing
 from rlcore.engines.torch.pipeline import stage_of_layer
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import ConfigError
 from rlcore.plugins import REWARD, Role
 from rlcore.roles.placement import plan
@@ -22,7 +26,7 @@ from rlcore.roles.placement import plan
 
 def check(folder, workers, **engine):
     config = EngineConfig(**engine)
-    check_layout(ModelConfig(path=str(folder)), config, layout_of(config, workers))
+    check_model_layout(ModelConfig(path=str(folder)), layout_of(config, workers))
 
 
 def test_the_rest_of_the_workers_are_data_parallel():
@@ -35,7 +39,6 @@ def test_the_rest_of_the_workers_are_data_parallel():
     [
         ({"tp": 2}, 3, "engine.tp=2, engine.dp=0 does not fit 3 workers.* Set cluster.workers=2"),
         ({"pp": 2, "dp": 2}, 2, "engine.dp=2 does not fit 2 workers.* Set cluster.workers=4"),
-        ({"shard": 4}, 6, "engine.shard=4 does not divide the 6 data-parallel places; allowed: 0, 1, 2, 3, 6"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_workers_is_refused(engine, workers, message):
@@ -64,9 +67,22 @@ def test_a_folder_that_cannot_be_read_here_is_left_to_the_workers(tmp_path):
     check(tmp_path, 4, tp=4)
 
 
-def test_stages_need_packed_rows(model_folder):
-    with pytest.raises(ConfigError, match="padding_free"):
-        check(model_folder(), 2, pp=2, padding_free=False)
+@pytest.mark.parametrize(
+    ("own", "layout", "message"),
+    [
+        ({"padding_free": False}, Layout(pp=2), r"engine.pp=2 needs engine.torch.padding_free=true"),
+        ({"shard": 4}, Layout(dp=6), r"engine.torch.shard=4 does not divide the 6 .* ranks; allowed: 0, 1, 2, 3, 6$"),
+    ],
+)
+def test_a_layout_that_the_engines_own_config_does_not_fit_is_refused(own, layout, message):
+    with pytest.raises(ConfigError, match=message):
+        check_layout(TorchConfig(**own), layout)
+    config = Config(algorithm="", algo=None, engine=EngineConfig(name="torch", pp=layout.pp))
+    config = dataclasses.replace(
+        config, cluster=ClusterConfig(workers=layout.world_size), sections={"engine.torch": TorchConfig(**own)}
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(config, {"actor": Role(trains=True)}, rlcore_train_engines())
 
 
 def test_the_run_is_refused_before_its_workers_start(model_folder):
@@ -119,14 +135,14 @@ class Bomb:
 def test_a_pickled_file_in_a_checkpoint_is_not_opened(model_folder, random_batch, tmp_path):
     """`.metadata` is what torch's default reader unpickles."""
     config = ModelConfig(path=str(model_folder()))
-    engine = FSDPEngine(config, EngineConfig(lr=1e-3), ranks=Ranks(), trains=True)
+    engine = TorchEngine(TrainSetup(config, EngineConfig(lr=1e-3), TorchConfig(), ranks=Ranks(), trains=True))
     batch = random_batch()
     engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig(kl_coef=0.1))], epochs=1, step=0)
-    engine.save_state(tmp_path / "state")
+    engine.save(tmp_path / "state")
     exploded = tmp_path / "exploded"
     for folder in (tmp_path / "state", tmp_path / "state" / "model", tmp_path / "state" / "optimizer"):
         (folder / ".metadata").write_bytes(pickle.dumps(Bomb(str(exploded))))
-    engine.load_state(tmp_path / "state")
+    engine.restore(tmp_path / "state")
     assert engine.version == 1
     assert not exploded.exists()
     pickle.loads((tmp_path / "state" / ".metadata").read_bytes()).close()

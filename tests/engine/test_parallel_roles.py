@@ -8,13 +8,17 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender, Weights
+from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, make_executor
 from rlcore.workers.executor import ProcessRequest
 
@@ -35,7 +39,19 @@ def config_of(folder, **engine):
 
 def worker_of(config):
     return ClassWithInitArgs(
-        ModelWorker, RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+        ModelWorker,
+        RoleSetup(
+            ACTOR,
+            config.model,
+            config.engine,
+            config.rollout,
+            create_torch,
+            create_hf,
+            TorchConfig(),
+            HFConfig(),
+            0,
+            10,
+        ),
     )
 
 
@@ -52,7 +68,9 @@ def actors(ray_cluster, model_folder):
         groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()
-        yield {name: RoleHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()}
+        yield {
+            name: PolicyHandle(name, ACTOR, group, configs[name], StepClock(step=1)) for name, group in groups.items()
+        }
 
 
 def steps(actor, prompts):
@@ -95,12 +113,12 @@ def test_two_steps_are_those_of_one_worker(actors, prompts, of_one, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_for_another_pool_are_packed_once_and_by_all_ranks(actors, layout):
-    of_one = Weights(Sender(actors["one"].group, torch.float32).send())
-    sent = Sender(actors[layout].group, torch.float32).send()
+    of_one = RemoteWeights(WeightExporter(actors["one"].group, torch.float32).send())
+    sent = WeightExporter(actors[layout].group, torch.float32).send()
     by_rank = [list(block.column().view()) for block in sent.table.columns["name"].blocks]
     assert len(by_rank) == 2
     assert [name for names in by_rank for name in names] == list(of_one)
-    assert all(torch.allclose(Weights(sent)[name], of_one[name], atol=1e-5) for name in of_one)
+    assert all(torch.allclose(RemoteWeights(sent)[name], of_one[name], atol=1e-5) for name in of_one)
 
 
 @needs("log_probs")

@@ -8,13 +8,16 @@ import torch
 from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -57,7 +60,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 def tokens_of(batch: DataProto) -> list[int]:
@@ -76,7 +79,9 @@ def actors(ray_cluster, model_folder):
         rollout=RolloutConfig(response_len=12),
         engine=EngineConfig(lr=1e-3, clip_grad=0.0, micro_batch_rows=3),
     )
-    setup = RoleSetup(ACTOR, config.model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+    setup = RoleSetup(
+        ACTOR, config.model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     import sys
 
     here = sys.modules[__name__]
@@ -89,7 +94,7 @@ def actors(ray_cluster, model_folder):
                 executor.resource_pool(), ClassWithInitArgs(ProbedWorker, setup), name=f"actor{len(handles)}"
             )
             group.start()
-            handles.append(RoleHandle("actor", ACTOR, group, config, StepClock(step=1)))
+            handles.append(PolicyHandle("actor", ACTOR, group, config, StepClock(step=1)))
         yield handles
 
 
@@ -280,15 +285,17 @@ def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, ass
     import sys
 
     model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
-    plain = RoleSetup(ACTOR, model, engine, RolloutConfig(response_len=6), create_fsdp, create_hf, 0, 10)
+    plain = RoleSetup(
+        ACTOR, model, engine, RolloutConfig(response_len=6), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     other = dataclasses.replace(
-        plain, engine=dataclasses.replace(engine, padding_free=False, activation_checkpointing=True, layerwise_above=0)
+        plain, train_config=TorchConfig(padding_free=False, activation_checkpointing=True, layerwise_above=0)
     )
     half = dataclasses.replace(plain, model=dataclasses.replace(model, dtype="bf16"))
     config = Config(algorithm="grpo", algo=GRPOConfig(kl_coef=0.1))
 
     def handle(group):
-        return RoleHandle("actor", ACTOR, group, config, StepClock(step=1))
+        return PolicyHandle("actor", ACTOR, group, config, StepClock(step=1))
 
     one = make_executor(ClusterConfig(executor="in_process", workers=1))
     two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[sys.modules[__name__]])
@@ -336,7 +343,7 @@ def test_a_state_saved_after_a_forward_is_whole(fresh, random_batch, tmp_path):
 
 def test_roles_say_what_they_cannot_do(fresh, random_batch):
     frozen = dataclasses.replace(ACTOR, trains=False, generates=False)
-    handle = RoleHandle("ref", frozen, fresh[0].group, fresh[0]._config, StepClock())
+    handle = PolicyHandle("ref", frozen, fresh[0].group, fresh[0]._config, StepClock())
     with pytest.raises(DataError, match="'ref' is frozen; declare it with Role"):
         handle.update(random_batch(), loss=grpo_loss)
     with pytest.raises(DataError, match="'ref' does not generate"):
@@ -345,7 +352,7 @@ def test_roles_say_what_they_cannot_do(fresh, random_batch):
     wrong["advantages"] = wrong["advantages"].double()
     with pytest.raises(DataError, match=r"column 'advantages' is .*; the glossary says"):
         fresh[0].update(wrong, loss=grpo_loss)
-    with pytest.raises(DataError, match=r"update\(epochs=0\): there must be at least 1"):
+    with pytest.raises(DataError, match=r"update\(epochs=0\): it must be at least 1"):
         fresh[0].update(random_batch(), loss=grpo_loss, epochs=0)
     with pytest.raises(DataError, match="needs a loss"):
         fresh[0].update(random_batch())

@@ -10,10 +10,13 @@ from transformers import AutoModelForSequenceClassification
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.handles import HANDLES, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
 pytestmark = pytest.mark.ray
@@ -38,7 +41,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 @needs("values")
@@ -62,7 +65,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
     hf.save_pretrained(folder)
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
-    plain = RoleSetup(Role(), config.model, engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
+    plain = RoleSetup(
+        Role(), config.model, engine, RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+    )
     classes = {
         name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(plain, role=role)) for name, role in ROLES.items()
     }
@@ -75,7 +80,9 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
             for group in groups.values():
                 group.start()
             clock = StepClock(step=1)
-            handles.append({name: RoleHandle(name, ROLES[name], groups[name], config, clock) for name in ROLES})
+            handles.append(
+                {name: HANDLES[ROLES[name].kind](name, ROLES[name], groups[name], config, clock) for name in ROLES}
+            )
         yield handles
 
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.config import ModelConfig
 from rlcore.engine.rollout import Sampling
-from rlcore.engines.hf.fused_decode import LeanDecoder
+from rlcore.engines.hf.fused_decode import FusedDecodeStep
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
@@ -156,9 +156,9 @@ def test_zero_rows_give_zero_rows(rollout):
 def counted(request, model_folder, monkeypatch):
     """An engine, and how many rows each of its forwards gets: of a model with a lean step, and of one without."""
     rollout, rows = engine(model_folder(request.param)), []
-    forward, step = rollout.hf.forward, LeanDecoder.step
+    forward, step = rollout.hf.forward, FusedDecodeStep.step
     monkeypatch.setattr(rollout.hf, "forward", lambda **kw: rows.append(len(kw["input_ids"])) or forward(**kw))
-    monkeypatch.setattr(LeanDecoder, "step", lambda lean, new, *args: rows.append(len(new)) or step(lean, new, *args))
+    monkeypatch.setattr(FusedDecodeStep, "step", lambda own, new, *args: rows.append(len(new)) or step(own, new, *args))
     return rollout, rows
 
 
@@ -178,30 +178,30 @@ def test_finished_rows_are_dropped_at_once(counted):
     assert rows[1] > 2 * rows[-1]
 
 
-def test_a_model_without_a_lean_step_says_so_once_and_one_that_is_off_is_found(model_folder, caplog, monkeypatch):
+def test_a_model_without_a_fused_step_says_so_once_and_one_that_is_off_is_found(model_folder, caplog, monkeypatch):
     with caplog.at_level("INFO", "rlcore.engines.hf.fused_decode"):
         engine(model_folder("qwen2"))
         assert not caplog.records
         engine(model_folder("mistral-window"))
         assert "no fast form of sliding_attention is known" in caplog.text
         monkeypatch.setattr(torch.Tensor, "roll", lambda values, *_: -values)
-        assert engine(model_folder("qwen2"))._lean is None
+        assert engine(model_folder("qwen2"))._fused is None
         assert "its log-probs would be off by" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_lean_step_is_the_modules_own(model_folder, kind, dtype):
+def test_the_fused_step_is_the_modules_own(model_folder, kind, dtype):
     """In bf16 it rounds where autocast does."""
     hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32).eval()
     before = {name: parameter.clone() for name, parameter in hf.named_parameters()}
-    lean = LeanDecoder.of(hf, dtype)
+    lean = FusedDecodeStep.of(hf, dtype)
     assert lean is not None
     assert all(torch.equal(before[name], parameter) for name, parameter in hf.named_parameters())
-    assert lean.difference() < (1e-5 if dtype is torch.float32 else 1e-2)
+    assert lean.probe() < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
-def test_the_lean_step_follows_the_weights(model_folder):
+def test_the_fused_step_follows_the_weights(model_folder):
     """An update in place, as of an optimizer, is seen without a word: there is no copy to be stale."""
     hf = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"), dtype=torch.float32).eval()
     rollout = engine(model_folder("qwen2"), shared=hf)
@@ -209,10 +209,10 @@ def test_the_lean_step_follows_the_weights(model_folder):
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    assert rollout._lean.difference() < 1e-5
+    assert rollout._fused.probe() < 1e-5
     batch = prompts(3, 1)
     out = rollout.generate(batch, Sampling(max_tokens=9, temperature=0.0))
-    assert rollout._lean._weights == rollout._lean._head == [], "nothing is held while the module trains"
+    assert rollout._fused._weights == rollout._fused._head == [], "nothing is held while the module trains"
     for prompt, response in zip(batch["prompts"].to_list(), out["responses"].to_list(), strict=True):
         ids = torch.cat([prompt, response])[None]
         with torch.no_grad():
@@ -241,9 +241,9 @@ def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(roll
             sync(weights, 4)
     assert own.version == 3
     assert all(torch.equal(p, fresh[name]) for name, p in own.hf.named_parameters())
-    with pytest.raises(DataError, match=f"weights {first} were announced and did not come"):
+    with pytest.raises(DataError, match=f"weights are missing: {first}"):
         sync({name: fresh[name] for name in rest}, 4, announced=fresh)
-    with pytest.raises(DataError, match=rf"weight {first} \[1\] was not announced so"):
+    with pytest.raises(DataError, match=rf"weight {first} has the unexpected shape \[1\]"):
         sync({**fresh, first: torch.zeros(1)}, 4, announced=fresh)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlcore.engine.rollout import Sampling
-from rlcore.engines.hf.sampling import sample_tokens
+from rlcore.engine.sampling import sample_tokens
 from rlcore.ops import noise_key, uniform_noise
 
 

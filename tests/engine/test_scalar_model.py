@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlcore.assets import TINY
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.train import UpdateItem
-from rlcore.engines.torch.engine import FSDPEngine
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.model import load_scalar_model
 from rlcore.errors import ConfigError, DataError
 from rlcore.ops import masked_sum, needs, objective
@@ -41,13 +43,16 @@ def scored_folder(model_folder, tmp_path_factory):
 
 
 def make(folder, kind, *, trains=True, padding_free=True, **options):
-    return FSDPEngine(
-        ModelConfig(path=str(folder)),
-        EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, "padding_free": padding_free, **options}),
-        ranks=Ranks(),
-        trains=trains,
-        kind=kind,
-        total_steps=10,
+    return TorchEngine(
+        TrainSetup(
+            ModelConfig(path=str(folder)),
+            EngineConfig(**{"lr": 1e-2, "clip_grad": 0.0, **options}),
+            TorchConfig(padding_free=padding_free),
+            ranks=Ranks(),
+            trains=trains,
+            kind=kind,
+            total_steps=10,
+        )
     )
 
 
@@ -159,13 +164,13 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_the_folder_opens_with_tra
     straight, saved = (make(model_folder(), REWARD) for _ in range(2))
     for engine in (straight, saved):
         step(engine, random_batch(seed=1), score_loss)
-    saved.save_state(tmp_path)
+    saved.save(tmp_path)
     resumed = make(model_folder(), REWARD)
-    resumed.load_state(tmp_path)
+    resumed.restore(tmp_path)
     batch = random_batch(seed=2)
     scores = resumed.compute(batch, ["scores"])["scores"]
     assert step(resumed, batch, score_loss, 1) == step(straight, batch, score_loss, 1)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(resumed.full_parameters(), straight.full_parameters()))  # noqa: B905
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(resumed.export(torch.float32), straight.export(torch.float32)))  # noqa: B905
     hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     assert (hf.config.num_labels, hf.config.architectures) == (1, ["Qwen2ForSequenceClassification"])
     for row, (_, whole) in enumerate(sequences(batch)):
@@ -197,14 +202,14 @@ def test_following_copies_or_averages(model_folder, random_batch, kind):
     with torch.no_grad():
         for parameter in leader.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    mine, theirs = (dict(engine.full_parameters()) for engine in (follower, leader))
+    mine, theirs = (dict(engine.export(torch.float32)) for engine in (follower, leader))
     want = {name: (mine[name] + theirs[name]) / 2 for name in mine}
     follower.follow(leader, 0.5)
-    for name, tensor in follower.full_parameters():
+    for name, tensor in follower.export(torch.float32):
         torch.testing.assert_close(tensor, want[name])
     follower.follow(leader, 1.0)
     assert follower.version == 2  # a rollout engine has to be brought up to date twice
-    for name, tensor in follower.full_parameters():
+    for name, tensor in follower.export(torch.float32):
         assert torch.equal(tensor, theirs[name])
         assert tensor.data_ptr() != theirs[name].data_ptr()
     assert not any(parameter.requires_grad for parameter in follower.model.parameters())
@@ -212,9 +217,9 @@ def test_following_copies_or_averages(model_folder, random_batch, kind):
 
 def test_following_another_model_is_refused(model_folder):
     follower = make(model_folder(), POLICY, trains=False)
-    with pytest.raises(DataError, match=r"these are of another: .*q_proj.bias is missing; .* and 2 more"):
+    with pytest.raises(DataError, match=r"belong to another model: .*q_proj.bias is missing; .* and 2 more"):
         follower.follow(make(model_folder("llama"), POLICY), 1.0)
-    with pytest.raises(DataError, match=r"of another: .*score.weight is unknown"):
+    with pytest.raises(DataError, match=r"another model: .*score.weight is unknown"):
         follower.follow(make(model_folder(), CRITIC), 1.0)
 
 

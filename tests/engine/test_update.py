@@ -7,7 +7,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.items import UpdateItem
 from rlcore.errors import DataError
 from rlcore.ops import masked_sum, metric, needs, objective
 from rlcore.protocol import DataProto
@@ -166,9 +166,9 @@ def test_a_higher_advantage_raises_the_log_prob(make_engine, random_batch):
 
 def test_learning_rate_zero_leaves_the_weights_bit_for_bit(make_engine, random_batch):
     engine = make_engine(lr=0.0)
-    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    before = {name: tensor.clone() for name, tensor in engine.export(torch.float32)}
     update(engine, random_batch())
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.export(torch.float32))
     assert engine.version == 1
 
 
@@ -223,10 +223,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_rows(make
     advantages[4] = float("nan")
     batch["advantages"] = advantages
     engine = make_engine(lr=1e-3, micro_batch_rows=1)
-    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
-    with pytest.raises(DataError, match=r"'policy' is nan over rows uid=0:1 sample=1;? ?.*weights were left"):
+    before = {name: tensor.clone() for name, tensor in engine.export(torch.float32)}
+    with pytest.raises(DataError, match=r"term 'policy' is nan over rows uid=0:1 sample=1;? ?.*weights were left"):
         update(engine, batch)
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.export(torch.float32))
     assert engine.version == 0
 
 
@@ -238,7 +238,7 @@ def steep(out, batch, config):
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(make_engine, random_batch):
     engine = make_engine(lr=1e-3)
-    with pytest.raises(DataError, match=r"gradient's norm is nan over rows uid=0:0 sample=0"):
+    with pytest.raises(DataError, match=r"gradient norm is nan over rows uid=0:0 sample=0"):
         update(engine, random_batch(), loss=steep)
     assert engine.version == 0
 
@@ -320,11 +320,12 @@ def test_recomputing_activations_turns_no_dropout_on(make_engine, random_batch, 
 def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, random_batch):
     from rlcore.config import EngineConfig, ModelConfig
     from rlcore.engine.collectives import Ranks
-    from rlcore.engines.torch.engine import FSDPEngine
+    from rlcore.engine.train import TrainSetup
+    from rlcore.engines.torch.config import TorchConfig
+    from rlcore.engines.torch.engine import TorchEngine
 
-    engine = FSDPEngine(
-        ModelConfig(path=str(model_folder()), dtype="bf16"), EngineConfig(lr=1e-3), ranks=Ranks(), trains=True
-    )
+    model = ModelConfig(path=str(model_folder()), dtype="bf16")
+    engine = TorchEngine(TrainSetup(model, EngineConfig(lr=1e-3), TorchConfig(), ranks=Ranks(), trains=True))
     off = (
         engine.compute(random_batch(), ["log_probs"])["log_probs"].values
         - make_engine().compute(random_batch(), ["log_probs"])["log_probs"].values
@@ -332,4 +333,4 @@ def test_a_model_in_bf16_trains_with_fp32_weights(make_engine, model_folder, ran
     assert 1e-4 < off.abs().max() < 0.3
     metrics = update(engine, random_batch())
     assert math.isfinite(metrics["loss/policy"])
-    assert all(tensor.dtype is torch.float32 for _, tensor in engine.full_parameters())
+    assert all(tensor.dtype is torch.float32 for _, tensor in engine.export(torch.float32))

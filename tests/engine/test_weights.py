@@ -7,15 +7,19 @@ import pytest
 import torch
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.weights.transfer import Sender, Weights, pack, packed_specs
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
 from rlcore.engines.torch import state
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
-from rlcore.roles.handles import RoleHandle, StepClock
-from rlcore.roles.rollout_pool import RolloutCopy
+from rlcore.roles.handles import PolicyHandle, StepClock
+from rlcore.roles.rollout_pool import RolloutPool
+from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
 
 ROLES = {"actor": Role(trains=True, generates=True), "average": Role(follows="actor")}
@@ -35,7 +39,7 @@ class ProbedWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
-        return {name: tensor.clone() for name, tensor in self.train.full_parameters()}
+        return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
 
 
 def made(setup, **roles):
@@ -48,7 +52,18 @@ def shapes_of(weights):
 
 def setup_of(folder) -> RoleSetup:
     engine = EngineConfig(lr=1e-2)
-    return RoleSetup(Role(), ModelConfig(path=str(folder)), engine, RolloutConfig(), create_fsdp, create_hf, 0, 10)
+    return RoleSetup(
+        Role(),
+        ModelConfig(path=str(folder)),
+        engine,
+        RolloutConfig(),
+        create_torch,
+        create_hf,
+        TorchConfig(),
+        HFConfig(),
+        0,
+        10,
+    )
 
 
 @pytest.mark.ray
@@ -65,7 +80,7 @@ def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(r
             group.start()
         beside["actor"].shake()
         for group, leader in ((beside["average"], None), (apart, beside["actor"])):
-            follower = RoleHandle("average", ROLES["average"], group, config, clock, leader=leader)
+            follower = PolicyHandle("average", ROLES["average"], group, config, clock, leader=leader)
             before = group.weights()[0]
             seen.append([])
             for share in (0.3, 1.0):
@@ -84,36 +99,43 @@ def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(r
 
 def test_a_parameter_that_does_not_fit_is_named_and_nothing_is_changed(make_engine):
     engine = make_engine()
-    weights = {name: tensor + 1 for name, tensor in engine.full_parameters()}
+    weights = {name: tensor + 1 for name, tensor in engine.export(torch.float32)}
     names = list(weights)
-    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    before = {name: tensor.clone() for name, tensor in engine.export(torch.float32)}
     short = {name: t[:-1] if name == names[0] else t for name, t in weights.items() if name != names[-1]}
     short["extra"] = torch.zeros(2)
-    packed = pack(list(short), short.items(), shapes_of(short), torch.float32, 7)
+    packed = pack_weights(list(short), short.items(), shapes_of(short), torch.float32, 7)
     rows, width = before[names[0]].shape
+    sent = RemoteWeights(packed)
     with pytest.raises(
         DataError,
         match=rf"{names[-1]} is missing; extra is unknown; {names[0]} has shape \[{rows - 1}, {width}\], not \[{rows}",
     ):
-        engine.take(Weights(packed), 1.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_parameters())
+        engine.load(sent, sent.shapes, 1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.export(torch.float32))
     assert engine.version == 0
 
 
 def test_a_parameter_that_is_not_made_is_not_sent_as_what_was_in_memory():
     weights = {"first": torch.ones(2), "second": torch.ones(3)}
     shapes = shapes_of(weights)
-    assert Weights(pack(["second"], weights.items(), shapes, torch.float32, 1))["second"].tolist() == [1, 1, 1]
-    with pytest.raises(DataError, match="weights second were announced and did not come"):
-        pack(["second"], [("first", weights["first"])], shapes, torch.float32, 1)
+    assert RemoteWeights(pack_weights(["second"], weights.items(), shapes, torch.float32, 1))["second"].tolist() == [
+        1,
+        1,
+        1,
+    ]
+    with pytest.raises(DataError, match="weights are missing: second"):
+        pack_weights(["second"], [("first", weights["first"])], shapes, torch.float32, 1)
 
 
 def test_bf16_weights_are_those_of_the_forward(make_engine):
     engine = make_engine()
     engine.dtype = torch.bfloat16
-    sent = Weights(pack(list(engine.shapes), engine.rollout_weights(), engine.shapes, torch.bfloat16, 3))
+    sent = RemoteWeights(
+        pack_weights(list(engine.shapes), engine.export(engine.dtype), engine.shapes, torch.bfloat16, 3)
+    )
     assert sent.version == 3
-    for name, tensor in engine.full_parameters():
+    for name, tensor in engine.export(torch.float32):
         assert torch.equal(sent[name], tensor.bfloat16())
 
 
@@ -133,11 +155,11 @@ class OneNumber(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        return pack(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
+        return pack_weights(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, share: float = 1.0) -> None:
-        self.step = int(Weights(weights)["step"])
+        self.step = int(RemoteWeights(weights)["step"])
 
     @register(Dispatch.RANK_ZERO)
     def held(self) -> int:
@@ -151,12 +173,12 @@ def play(ahead: int, steps: int, synced: tuple[int, ...] = ()) -> list[int]:
         trained, sampling = (
             executor.worker_group(executor.resource_pool(), ClassWithInitArgs(OneNumber)) for _ in range(2)
         )
-        copy = RolloutCopy(sampling, Sender(trained, torch.float32), ahead)
+        copy = RolloutPool(sampling, WeightExporter(trained, torch.float32), ahead)
         for step in range(1, steps + 1):
-            copy.before_generate(step)
+            copy.prepare(step)
             used.append(sampling.held())
             trained.train(step)
-            copy.changed()
+            copy.mark_stale()
             copy.end_step(step)
             if step in synced:
                 copy.sync()

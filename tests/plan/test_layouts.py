@@ -8,7 +8,7 @@ from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.roles.placement import only, plan
+from rlcore.roles.placement import plan, restrict_to_roles
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
@@ -61,8 +61,8 @@ def test_a_leader_on_another_pool_may_have_another_layout(checked):
 def test_an_evaluation_leaves_out_roles_that_it_has_not(checked):
     config = checked("engine.layouts={critic: [1, 2]}", "cluster.pools={a: [actor, critic], b: [ref]}")
     roles = {"actor": ROLES["actor"]}
-    assert only(config, roles).engine.layouts == {}
-    plan(only(config, roles), roles)
+    assert restrict_to_roles(config, roles).engine.layouts == {}
+    plan(restrict_to_roles(config, roles), roles)
 
 
 def test_auto_is_for_train(checked):

@@ -90,4 +90,4 @@ def test_errors_of_rlcore_pass_unchanged(distribution, without_own):
 
 def test_hooks_page_is_current():
     page = Path(__file__).parents[2] / "docs" / "hooks.md"
-    assert page.read_text() == markdown(), "run: python -m rlcore.plugins.reference > docs/hooks.md"
+    assert page.read_text() == markdown(), "run: python -m rlcore.plugins.reference hooks > docs/hooks.md"

@@ -56,7 +56,7 @@ def test_local_file_gives_all_kinds(plugin_file, without_own):
     assert list(plugins.rewards()) == ["arithmetic", "exact"]
     assert list(plugins.datasets()) == ["arithmetic", "riddles"]
     assert list(plugins.rollout_engines()) == ["hf"]
-    assert list(plugins.train_engines()) == ["fsdp"]
+    assert list(plugins.train_engines()) == ["torch"]
     assert list(plugins.trackers()) == ["console", "wandb", "smoke_signals"]
     assert plugins.commands()["hello"].summary == "greet"
     assert [module.__name__ for module in plugins.by_value_modules] == ["stand_in"]
@@ -98,6 +98,9 @@ def test_local_file_loaded_again_after_an_edit_is_the_new_one(tmp_path, without_
         ("strange_name", ["'a=b'", "letters, digits"]),
         ("mutable_config", ["Settings must be a frozen dataclass"]),
         ("no_config", ["Bad has no `config_class`"]),
+        ("section_taken", ["'trainer' cannot name a section of the config", "choose another name"]),
+        ("engine_name_taken", ["'top_k' cannot name a section", "rollout.top_k must be an identifier"]),
+        ("section_required", ["Needy.size has no default"]),
         ("plain_config", ["Bad.config_class", "frozen dataclass"]),
         ("unsupported_type", ["Settings.size", "set", "list[T]"]),
         ("unresolved_type", ["Missing", "import it in the module"]),

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rlcore.errors import DataError
-from rlcore.protocol import DataProto, DataProtoItem, Moments, Ragged, pad_dataproto_to_divisor, unpad_dataproto
+from rlcore.protocol import DataProto, DataProtoItem, Moments, Ragged
 
 
 @pytest.fixture
@@ -323,18 +323,6 @@ def test_make_iterator(batch):
     ):
         with pytest.raises(DataError, match=message):
             batch.make_iterator(**arguments)
-
-
-def test_padding_by_hand(batch):
-    padded, pad_size = pad_dataproto_to_divisor(batch, 8)
-    assert pad_size == 5
-    assert padded["scores"].tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
-    empty, pad_size = pad_dataproto_to_divisor(batch[:0], 4)
-    assert (len(empty), pad_size) == (0, 0)
-    with pytest.raises(DataError, match="cannot take 4 rows"):
-        unpad_dataproto(batch, 4)
-    with pytest.raises(DataError, match="size_divisor must be"):
-        pad_dataproto_to_divisor(batch, 0)
 
 
 # -- columns

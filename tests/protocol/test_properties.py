@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.protocol import DataProto, Ragged, pad_dataproto_to_divisor, unpad_dataproto
+from rlcore.compat import pad_dataproto_to_divisor, unpad_dataproto
+from rlcore.protocol import DataProto, Ragged
 
 quick = settings(deadline=None, max_examples=40, database=None)
 

@@ -117,13 +117,13 @@ def test_a_step_that_scored_nothing_has_what_it_returned_and_logged():
 
 @pytest.mark.parametrize("returned", [None, 3, [("loss", 1.0)]])
 def test_a_step_must_return_a_mapping(returned):
-    with pytest.raises(DataError, match=rf"{type(returned).__name__}; it must return metrics by name"):
+    with pytest.raises(DataError, match=rf"{type(returned).__name__}; it must return a mapping of metrics"):
         step_metrics(returned, {}, [], 1.0)
 
 
 @pytest.mark.parametrize("value", ["high", None, torch.tensor([1.0, 2.0]), [1.0]])
 def test_a_metric_must_be_a_number(value):
-    with pytest.raises(DataError, match=r"returned loss=.*a metric is a number"):
+    with pytest.raises(DataError, match=r"returned loss=.*a metric must be a number"):
         step_metrics({"fine": 1.0, "loss": value}, {}, [], 1.0)
 
 
@@ -142,7 +142,7 @@ def test_a_reward_that_is_not_recorded_is_left_out_of_the_steps_metrics(open_sma
 def test_scores_that_are_not_finite_stop_the_step(value, said):
     """An algorithm may have passed over them: NaN is neither above a threshold nor the best of a group."""
     batch = scored([1.0, value, 0.0], ["a", "b", "c"], [1, 1, 1])
-    with pytest.raises(DataError, match=rf"1 of 3 scores are not finite; the first, of uid=b, is {said}\. Mend"):
+    with pytest.raises(DataError, match=rf"1 of 3 scores are not finite; the first, of uid=b, is {said}\. Fix"):
         step_metrics({}, {}, [six_rows(), batch], pass_score=1.0)
 
 
@@ -155,8 +155,8 @@ def test_groups_of_one_say_nothing():
 @pytest.mark.parametrize(
     ("gap", "options", "cause"),
     [
-        (math.nan, {}, "are not numbers: rollout=hf has wrong weights"),
-        (0.3, {"temperature": 0.0}, "rollout.temperature=0.0 samples from a part of the distribution"),
+        (math.nan, {}, "are NaN: rollout=hf has wrong weights"),
+        (0.3, {"temperature": 0.0}, "rollout.temperature=0.0 samples from part of the distribution"),
         (0.3, {}, "in fp32 the two compute the same"),
     ],
 )

@@ -232,5 +232,5 @@ def test_samples_shows_why_a_reward_failed_and_text_as_it_is(tmp_path, show):
 def test_samples_of_what_is_not_there(straight, show, tmp_path):
     with pytest.raises(DataError, match="holds no samples; give the folder of a run"):
         show(tmp_path)
-    with pytest.raises(DataError, match=r"step 7 of .* has no samples; there are steps 1 to 6"):
+    with pytest.raises(DataError, match=r"step 7 of .* has no samples; give a step from 1 to 6"):
         show(straight, "--step", 7)

@@ -15,6 +15,7 @@ from rlcore.errors import ConfigError, DataError, NoRoleError, PluginError
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, PluginManager, Role
 from rlcore.protocol import DataProto
+from rlcore.roles.handles import CriticHandle, RewardHandle
 from rlcore.run import check_roles, open_run, with_reward_model
 from rlcore.trainer import train
 
@@ -149,14 +150,14 @@ def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
     check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config)
     for role in (Role(kind=REWARD, trains=True), Role(kind=CRITIC, trains=True)):
-        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer is another than"):
+        with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer differs from"):
             check_roles({"cost": replace(role, model=str(foreign))}, config)
     shutil.copytree(TINY, tmp_path / "teacher")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "teacher" / name).unlink()
         if (foreign / name).exists():
             shutil.copy(foreign / name, tmp_path / "teacher" / name)
-    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*another than that of model\.path=tiny"):
+    with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*differs from that of model\.path=tiny"):
         check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     (tmp_path / "teacher" / "tokenizer_config.json").unlink()
@@ -243,19 +244,27 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
     assert not hasattr(many, "tutor")
     with pytest.raises(NoRoleError, match=r"no role 'critics'. Did you mean 'critic'\?"):
         many.critics.values(batch)
-    with pytest.raises(DataError, match=r"role 'actor' is a policy, which has no values\(\).*Role\(kind=CRITIC\)"):
+    with pytest.raises(NoRoleError, match=r"role 'actor' is a policy, which has no values\(\).*Role\(kind=CRITIC\)"):
         many.actor.values(batch)
-    with pytest.raises(DataError, match=r"role 'critic' is a critic, which has no log_probs\(\)"):
+    with pytest.raises(NoRoleError, match=r"role 'critic' is a critic, which has no log_probs\(\)"):
         many.critic.log_probs(batch)
-    with pytest.raises(DataError, match=r"role 'critic' is a critic, which has no score\(\)"):
+    with pytest.raises(NoRoleError, match=r"role 'critic' is a critic, which has no score\(\).*Role\(kind=REWARD\)"):
         many.critic.score(batch)
+    with pytest.raises(NoRoleError, match=r"role 'actor' is a policy, which has no genrate.*Did you mean 'generate'"):
+        many.actor.genrate(batch)
+    assert not hasattr(many.actor, "values")
+    assert many.role("cost", RewardHandle) is many.cost
+    with pytest.raises(NoRoleError, match=r"role 'cost' is a reward model.* no CriticHandle; .*'cost', RewardHandle\)"):
+        many.role("cost", CriticHandle)
+    with pytest.raises(NoRoleError, match=r"this run has no role 'costs'\. Did you mean 'cost'"):
+        many.role("costs", RewardHandle)
     with pytest.raises(DataError, match=r"'value_loss' needs values, but role 'actor' is a policy, which gives log_pr"):
         many.actor.update(batch, loss=value_loss)
     with pytest.raises(DataError, match=r"'likelihood' needs log_probs, but role 'cost' is a reward model, which"):
         many.cost.update(batch, loss=likelihood)
     with pytest.raises(DataError, match=r"role 'rival' follows no other"):
         many.rival.follow()
-    with pytest.raises(DataError, match=r"ema\.follow\(1\.5\): the share must be from 0 to 1"):
+    with pytest.raises(DataError, match=r"ema\.follow\(1\.5\): tau must be from 0 to 1"):
         many.ema.follow(1.5)
     with pytest.raises(DataError, match=r"cost\.score\(\) reads prompts, responses; the batch lacks responses"):
         many.cost.score(batch.select(["prompts"], ["uid"], []))

@@ -59,7 +59,7 @@ def test_the_reward_that_a_data_set_names_is_needed_too(reward, needed):
 )
 def test_an_uninstalled_plugin_is_asked_for_by_its_distribution(run, capsys, command):
     assert main([word.format(run=run) for word in command]) == 2
-    said = f"rlcore: the run {run} was made with the plugin 'parrot', which is not installed any more: "
+    said = f"rlcore: the run {run} was made with the plugin 'parrot', which is no longer installed: "
     assert capsys.readouterr().err == said + "pip install rlcore-plugin-parrot==0.3.1\n"
 
 
@@ -70,7 +70,7 @@ def test_a_local_file_is_asked_for_by_its_path(tmp_path, capsys):
     assert main(["train", "algo=parrot", f"run.dir={tmp_path / 'run'}"]) == 2
     assert f"made with the plugin 'parrot', a local file; give it again with -p {file}\n" in capsys.readouterr().err
     assert main(["train", "-p", str(file), "-p", "no:parrot", "algo=parrot", f"run.dir={tmp_path / 'run'}"]) == 2
-    assert "'parrot', which -p no:parrot leaves out; leave out that option" in capsys.readouterr().err
+    assert "'parrot', which -p no:parrot blocks; remove that option" in capsys.readouterr().err
 
 
 def test_other_folders_need_nothing(tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
     trackers.start()
     (tmp_path / "samples").mkdir(exist_ok=True)
     (tmp_path / "samples" / "step_000001.jsonl").symlink_to("/dev/full")  # every write fails with "no space left"
-    with pytest.raises(DataError, match=r"'jsonl' cannot write: .*No space left.* the last checkpoint holds is safe"):
+    with pytest.raises(DataError, match=r"'jsonl' cannot write: .*No space left.* The last checkpoint is safe"):
         trackers.samples(1, [{"uid": "0:1"}])
     trackers.finish("failed", {})
 

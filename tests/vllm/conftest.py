@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.config import ModelConfig, RolloutConfig, compose
+from rlcore.config import ModelConfig, compose
 from rlcore.engine.rollout import Sampling
+from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
@@ -82,9 +83,9 @@ class Pair:
 
         self.folder = folder
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        rollout = RolloutConfig(kv_cache_mb=64)
+        config = VLLMConfig(kv_cache_mb=64)
         self.before = process_state()
-        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), rollout=rollout, device=torch.device("cpu"))
+        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), config=config, device=torch.device("cpu"))
         self.after = process_state()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -162,7 +163,7 @@ def train_here():
 
     def run(folder: Path, *overrides: str) -> tuple[dict, list[dict]]:
         plugins = PluginManager.load()
-        settings = ["experiment=quickstart", "rollout=vllm", "rollout.kv_cache_mb=64", "tracker=none"]
+        settings = ["experiment=quickstart", "rollout=vllm", "rollout.vllm.kv_cache_mb=64", "tracker=none"]
         train(compose([*settings, f"run.dir={folder}", *overrides], plugins), plugins)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return json.loads((folder / "summary.json").read_text()), metrics

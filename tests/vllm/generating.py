@@ -25,10 +25,13 @@ from vllm.distributed import get_tp_group
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import UpdateItem
-from rlcore.engine.weights.transfer import pack
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.transfer import pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_vllm
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.vllm.config import VLLMConfig
+from rlcore.engines.vllm.plugin import create_vllm
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
@@ -64,9 +67,11 @@ def make_worker(context: WorkerContext, folder: str, tp: int, shards: int, lr: f
         Role(trains=True, generates=kind.get("generates", True)),
         ModelConfig(path=folder),
         EngineConfig(tp=tp, lr=lr),
-        RolloutConfig(name="vllm", tp=shards, kv_cache_mb=32),
-        create_fsdp,
+        RolloutConfig(name="vllm", tp=shards),
+        create_torch,
         create_vllm,
+        TorchConfig(),
+        VLLMConfig(kv_cache_mb=32),
         seed=0,
         total_steps=10,
         samples_only=kind.get("samples_only", False),
@@ -159,10 +164,12 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
     for step in range(2):
         if step:
             trained.update([UpdateItem(rows(), [6], grpo_loss, GRPOConfig())], 1, step)
-        take(hf, {name: tensor.clone() for name, tensor in trained.train.rollout_weights()})
+        take(hf, {name: tensor.clone() for name, tensor in trained.train.export(torch.float32)})
         if copy:
             train = trained.train
-            sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, train.version)
+            sent = pack_weights(
+                list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, train.version
+            )
             worker.take_weights(sent)
         found["rounds"].append(answers(worker, hf))
     if not copy:

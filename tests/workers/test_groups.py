@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+from rlcore.compat import RayResourcePool, RayWorkerGroup
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.protocol import DataProto
@@ -22,8 +23,6 @@ from rlcore.workers import (
     Execute,
     Executor,
     Future,
-    RayResourcePool,
-    RayWorkerGroup,
     Worker,
     WorkerGroup,
     make_executor,

@@ -21,7 +21,6 @@ from rlcore.workers import (
     Worker,
     make_executor,
     register,
-    split_resource_pool,
 )
 from rlcore.workers.ray_nodes import Demand, Node, impossible, waited_in_vain
 from rlcore.workers.ray_pool import Reservation
@@ -36,20 +35,12 @@ def test_a_split_pool_keeps_the_places_in_order() -> None:
     assert (first.process_on_nodes, rest.process_on_nodes) == ((1,), (1, 3))
     assert [part.process_on_nodes for part in rest.split([2, 2])] == [(1, 1), (2,)]
     assert (pool.world_size, rest.gpus_per_worker, rest.on_cpu().gpus_per_worker) == (5, 1.0, 0.0)
-    assert [part.world_size for part in split_resource_pool(ResourcePool([4]), 2)] == [2, 2]
-    assert [part.world_size for part in split_resource_pool(ResourcePool([4]), [1, 3])] == [1, 3]
 
 
 @pytest.mark.parametrize("sizes", [[], [1, 2], [4, 1], [0, 4], [1.0, 3.0]])
 def test_sizes_that_do_not_add_up(sizes: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"the sizes must be 1 or more and add up to the pool's 4 places, as in"):
         ResourcePool([4]).split(sizes)
-
-
-@pytest.mark.parametrize("size", [3, 5, 0, -1])
-def test_a_number_that_does_not_divide_the_pool(size: int) -> None:
-    with pytest.raises(ConfigError, match="add up to the pool's 4 places"):
-        split_resource_pool(ResourcePool([4]), size)
 
 
 # What a cluster lacks

@@ -19,6 +19,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from rlcore.compat import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.protocol import DataProto
@@ -26,12 +27,8 @@ from rlcore.workers import (
     ClassWithInitArgs,
     Dispatch,
     Executor,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
     Worker,
     WorkerGroup,
-    create_colocated_worker_cls,
     make_executor,
     register,
 )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from rlcore_plugin_dapo import DAPOConfig, dapo_loss, differing, overlong_punishment
+from rlcore_plugin_dapo import DAPOConfig, dapo_loss, differing, overlong_penalty
 
 from rlcore.cli import main
 from rlcore.ops import Outputs
@@ -38,10 +38,10 @@ def run(folder, *overrides):
         (0.0, [0.0] * 5),
     ],
 )
-def test_overlong_punishment_by_hand(share, expected):
+def test_overlong_penalty_by_hand(share, expected):
     """Within the buffer it falls in a straight line to -1, at the full length of 20 tokens."""
-    punishment = overlong_punishment(torch.tensor([10, 15, 16, 18, 20]), 20, share)
-    torch.testing.assert_close(punishment, torch.tensor(expected))
+    penalty = overlong_penalty(torch.tensor([10, 15, 16, 18, 20]), 20, share)
+    torch.testing.assert_close(penalty, torch.tensor(expected))
 
 
 def test_a_group_differs_as_a_whole():
@@ -90,7 +90,7 @@ def test_prompts_are_drawn_until_the_batch_is_full(tmp_path):
         assert step["dapo/rounds"] > 1
         assert step["dapo/missing_groups"] == 0
         assert step["dapo/dropped_groups"] + step["dapo/surplus_groups"] + 4 == 4 * step["dapo/rounds"]
-        # Health is about all that was sampled, the update about what is left.
+        # Health metrics cover all samples, the update only the kept groups.
         assert step["health/equal_groups"] == step["dapo/dropped_groups"] / (4 * step["dapo/rounds"])
         assert (step["train/optimizer_steps"], step["train/skipped_updates"]) == (1, 0)
         assert step["train/grad_norm"] > 0

@@ -62,7 +62,7 @@ def test_loss_by_hand():
     terms = remax_loss(Outputs({"log_probs": log_probs, "entropy": entropy}), batch, ReMaxConfig())
     policy = terms["policy"]
     assert (policy.total.item(), policy.count, policy.weight) == (-1.5, 2, 1.0)
-    # Descent raises tokens that did better than the greedy response, lowers the others, and leaves what is masked.
+    # Descent raises tokens that did better than the greedy response, lowers the others, and leaves masked ones alone.
     (gradient,) = torch.autograd.grad(policy.total, log_probs)
     assert gradient.tolist() == [[-0.5, 0.0, -1.0], [1.0, 0.0, 0.0]]
     assert (terms["entropy"].total.item(), terms["entropy"].count, terms["entropy"].weight) == (6.0, 3, None)

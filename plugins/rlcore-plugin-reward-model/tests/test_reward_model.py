@@ -71,7 +71,7 @@ def test_centering_pulls_the_sum_of_a_pair_to_zero():
             "row 3: column 'rejected' holds None, not a response; its columns are prompt, ch",
         ),
         ({"chosen": ["7"]}, r"row 3: column 'chosen' holds \['7'\], not a response"),
-        ({"rejected": "7", "chosen": "7"}, "row 3: both sides are '7', so there is no preference; leave the pair out"),
+        ({"rejected": "7", "chosen": "7"}, "row 3: both sides are '7', so there is no preference; remove the pair"),
     ],
 )
 def test_a_pair_that_is_none_is_named_before_anything_starts(tmp_path, capsys, broken, message):

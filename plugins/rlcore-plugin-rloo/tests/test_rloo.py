@@ -54,7 +54,7 @@ def test_loss_by_hand():
     terms = rloo_loss(Outputs({"log_probs": log_probs}), batch, RLOOConfig())
     policy, kl = terms["policy"], terms["kl"]
     assert (policy.total.item(), policy.count, policy.weight) == (2.0, 2, 1.0)
-    # Descent raises the response that was better than the others, lowers the worse one, and leaves what is masked.
+    # Descent raises the response that was better than the others, lowers the worse one, and leaves masked tokens alone.
     (gradient,) = torch.autograd.grad(policy.total, log_probs)
     assert gradient.tolist() == [[-2.0, 0.0, -2.0], [1.0, 0.0, 0.0]]
     assert (kl.total.item(), kl.count, kl.weight) == (1.5, 3, None)

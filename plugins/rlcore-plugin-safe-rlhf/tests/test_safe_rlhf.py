@@ -62,7 +62,7 @@ def test_lambda_is_state_that_json_holds():
 
 
 def test_a_costly_token_is_worth_less_the_larger_lambda():
-    """(2 - 3 * 1) / 4 = -0.25 and (1 - 3 * -1) / 4 = 1; without lambda it is the reward's advantage alone."""
+    """(2 - 3 * 1) / 4 = -0.25 and (1 - 3 * -1) / 4 = 1; with lambda = 0 it is the reward's advantage."""
     of_reward, of_cost = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, -1.0]])
     assert mixed_advantages(of_reward, of_cost, 3.0).tolist() == [[-0.25, 1.0]]
     assert mixed_advantages(of_reward, of_cost, 0.0).tolist() == [[2.0, 1.0]]
@@ -131,7 +131,7 @@ def test_pretraining_loss_by_hand():
     ],
 )
 def test_value_loss_by_hand(value_clip, total, slope):
-    """Both returns are 2 above the new values, one of which has not moved, and the other has by 1."""
+    """Both returns are 2 above the new values. One value has not moved, the other has moved by 1."""
     values = torch.tensor([[1.0, 1.0, 7.0]], requires_grad=True)
     batch = {
         "response_mask": torch.tensor([[1, 1, 0]]),
@@ -157,7 +157,7 @@ def test_steps_with_a_cost_function_and_demonstrations(tmp_path, by_function):
     log_lambda = 0.0
     for step in steps:
         assert step["safe_rlhf/cost"] == pytest.approx(step["reward/costs.ones"])
-        assert step["reward/mean"] == step["reward/arithmetic"]  # the cost is no part of the reward
+        assert step["reward/mean"] == step["reward/arithmetic"]  # the cost adds nothing to the reward
         log_lambda += 0.5 * math.exp(log_lambda) * (step["safe_rlhf/cost"] - 0.1)
         assert step["safe_rlhf/lambda"] == pytest.approx(math.exp(log_lambda))
         for critic in ("critic", "cost_critic"):

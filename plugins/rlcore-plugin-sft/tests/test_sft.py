@@ -1,4 +1,4 @@
-"""SFT: its loss by hand, a training that learns, and what it says about rows that it cannot learn from."""
+"""SFT: its loss by hand, a training that learns, and its errors for rows that it cannot learn from."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_the_loss_falls_and_the_evaluation_counts_the_answers(run):
     assert losses[0] > 1
     assert losses[-1] < losses[0] / 3
     assert metrics[0]["eval/samples"] == metrics[-1]["eval/samples"] > 0
-    # `answer` stays what the reward compares with; an answer that ends with `!` is none to it.
+    # The reward still compares with `answer`, to which an answer ending with `!` is wrong.
     assert metrics[-1]["eval/accuracy"] <= metrics[0]["eval/accuracy"]
     assert metrics[-1]["eval/truncated"] == 0
 

@@ -36,12 +36,12 @@ class TrainMesh:
         return self.layout.pp == self.layout.tp == self.shards == 1
 
     @property
-    def is_first(self) -> bool:
+    def is_first_stage(self) -> bool:
         """Whether this rank is on the first stage."""
         return self.place.pp == 0
 
     @property
-    def is_last(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Whether this rank is on the last stage."""
         return self.place.pp == self.layout.pp - 1
 
@@ -63,13 +63,13 @@ class TrainMesh:
         """Return the process group of the ranks that differ from this one only along `axis`."""
         return self.devices[axis].get_group()
 
-    def of_places(self, everyone: Sequence[T]) -> list[T]:
-        """Return of every rank's value one for each place along dp: that of the last stage's first tensor rank."""
+    def one_per_dp_rank(self, everyone: Sequence[T]) -> list[T]:
+        """Keep one value for each data-parallel rank: that of tensor rank 0 on the last pipeline stage."""
         last = self.layout.pp - 1
         return [everyone[self.layout.rank(Place(pp=last, tp=0, dp=dp))] for dp in range(self.layout.dp)]
 
-    def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
-        """Return a tensor as the rank on `stage` has it, on every stage; others give one of its shape to fill."""
+    def broadcast_from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """Broadcast a tensor from the rank on `stage` to all stages; the others pass a tensor of its shape to fill."""
         if self.layout.pp > 1:
             source = self.layout.rank(Place(pp=stage, tp=self.place.tp, dp=self.place.dp))
             dist.broadcast(tensor, src=source, group=self.group("pp"))
@@ -99,12 +99,12 @@ class TrainMesh:
         dist.all_reduce(tensor, group=self.group("replicate"))
         tensor.div_(self.copies)
 
-    def sum_ends(self, tensor: Tensor) -> None:
-        """Add up, in place, what the first and the last stage have each; others do nothing."""
-        if self.layout.pp == 1 or not (self.is_first or self.is_last):
+    def reduce_tied_embeddings(self, tensor: Tensor) -> None:
+        """Add up, in place, the gradients that the first and the last stage have of tied embeddings."""
+        if self.layout.pp == 1 or not (self.is_first_stage or self.is_last_stage):
             return
         other = self.layout.rank(
-            Place(pp=self.layout.pp - 1 if self.is_first else 0, tp=self.place.tp, dp=self.place.dp)
+            Place(pp=self.layout.pp - 1 if self.is_first_stage else 0, tp=self.place.tp, dp=self.place.dp)
         )
         theirs = torch.empty_like(tensor)
         group = self.group("pp")

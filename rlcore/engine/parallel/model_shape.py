@@ -38,13 +38,7 @@ def layout_of(engine: EngineConfig, workers: int) -> Layout:
             f"{asked} does not fit {workers} workers: pp * tp * dp must be their number. Set cluster.workers={needed}, "
             "or engine.dp=0 for as many places as there are workers for"
         )
-    layout = Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
-    if engine.shard and layout.dp % engine.shard:
-        allowed = ", ".join(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0)
-        raise ConfigError(
-            f"engine.shard={engine.shard} does not divide the {layout.dp} data-parallel places; allowed: 0, {allowed}"
-        )
-    return layout
+    return Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
 
 
 @dataclass(frozen=True)
@@ -111,15 +105,13 @@ def _shape_of(path: str, trust_remote_code: bool) -> ModelShape:
     return ModelShape.of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True))
 
 
-def check_layout(model: ModelConfig, engine: EngineConfig, layout: Layout) -> None:
+def check_model_layout(model: ModelConfig, layout: Layout) -> None:
     """Raise ConfigError, listing those that it can, when a model cannot take a layout.
 
     A folder that cannot be read here is left to the workers, which check again.
     """
     if layout.pp == layout.tp == 1:
         return
-    if layout.pp > 1 and not engine.padding_free:
-        raise ConfigError("engine.pp above 1 needs engine.padding_free=true: stages hand on packed rows")
     try:
         shape = _shape_of(model.path, model.trust_remote_code)
     except (OSError, ValueError):

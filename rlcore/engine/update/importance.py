@@ -14,14 +14,14 @@ token's term: its derivative is the sum over tokens of dL/d(output_t) times d(ou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.train import UpdateItem
-from rlcore.engine.update.accounting import Account, LossBatch
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.loss_accumulator import LossAccumulator, LossBatch
 from rlcore.ops import Need, Outputs, importance_weights, needs_of, train_rollout_logprob_diff
 from rlcore.protocol import DataProto
 
@@ -39,7 +39,7 @@ def is_corrected(item: UpdateItem) -> bool:
     return item.importance is not None and is_sampled(item)
 
 
-def forward_needs(item: UpdateItem) -> Collection[Need]:
+def forward_needs(item: UpdateItem) -> Sequence[Need]:
     """Return what the forward has to give: what the loss needs, and log-probs where only the weights need them."""
     needs = needs_of(item.loss)
     if is_corrected(item) and "old_log_probs" not in item.batch:
@@ -47,14 +47,14 @@ def forward_needs(item: UpdateItem) -> Collection[Need]:
     return needs
 
 
-def correct(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> Outputs:
-    """Return a micro-batch's outputs with equal values, whose gradients are weighted; book the weights' statistics.
+def correct(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device) -> Outputs:
+    """Return a micro-batch's outputs with equal values, whose gradients are weighted; record the weights' statistics.
 
     Outputs are per token: [rows, tokens], logits [rows, tokens, vocab]. Tokens with response_mask 0 have weight 1.
     Metrics: train/importance_weight (mean), train/importance_truncated (share of tokens whose ratio is above the cap,
     or, of a mask, outside its band).
     """
-    how = account.item.importance
+    how = accumulator.item.importance
     assert how is not None
     columns = LossBatch(batch, device)
     old = columns["old_log_probs"] if "old_log_probs" in batch else out.log_probs.detach()
@@ -64,13 +64,13 @@ def correct(out: Outputs, batch: DataProto, account: Account, device: torch.devi
         cut = weights == 0
     else:
         cut = weights < importance_weights(old, sampled, mask, how.kind, cap=math.inf)
-    account.book("train/importance_weight", weights[mask].sum(), mask.sum())
-    account.book("train/importance_truncated", cut[mask].sum(), mask.sum())
-    return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(account.item.loss)})
+    accumulator.add_metric("train/importance_weight", weights[mask].sum(), mask.sum())
+    accumulator.add_metric("train/importance_truncated", cut[mask].sum(), mask.sum())
+    return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(accumulator.item.loss)})
 
 
-def measure_logprob_diff(out: Outputs, batch: DataProto, account: Account, device: torch.device) -> None:
-    """Book how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
+def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device) -> None:
+    """Record how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
 
     Metrics: rollout/train_rollout_logprob_diff (mean absolute difference, nats), the same with _max and with _beyond
     (share of tokens that differ by more than LOGPROB_DIFF_BOUND), rollout/kl (of the trained policy from the sampling
@@ -82,10 +82,10 @@ def measure_logprob_diff(out: Outputs, batch: DataProto, account: Account, devic
     gap = train_rollout_logprob_diff(
         out.log_probs, columns["rollout_log_probs"], columns["response_mask"], LOGPROB_DIFF_BOUND
     )
-    account.book("rollout/train_rollout_logprob_diff", gap["difference"], gap["tokens"])
-    account.book("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])
-    account.book("rollout/kl", gap["kl"], gap["tokens"])
-    account.keep_most("rollout/train_rollout_logprob_diff_max", gap["most"])
+    accumulator.add_metric("rollout/train_rollout_logprob_diff", gap["difference"], gap["tokens"])
+    accumulator.add_metric("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])
+    accumulator.add_metric("rollout/kl", gap["kl"], gap["tokens"])
+    accumulator.track_max("rollout/train_rollout_logprob_diff_max", gap["most"])
 
 
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ class GenerationLayout:
 
     A generating stage is `training.pp / pp` neighbouring training stages, a generating tensor shard `training.tp / tp`
     neighbouring training shards. In the paper's grouping each rank gets the generating shard that its training shard is
-    a part of: tensor groups are ranks at intervals of `training.tp / tp`, micro-DP groups neighbours. `vanilla` is the
-    grouping that it improves on: tensor groups are consecutive ranks, and a training shard may lie outside.
+    a part of: tensor groups are ranks at intervals of `training.tp / tp`, micro-DP groups neighbours.
 
     Raises ConfigError when `pp` or `tp` does not divide training's.
     """
@@ -36,7 +35,6 @@ class GenerationLayout:
     training: Layout
     pp: int = 1
     tp: int = 1
-    vanilla: bool = False
 
     def __post_init__(self) -> None:
         for axis in ("pp", "tp"):
@@ -62,11 +60,6 @@ class GenerationLayout:
     def place(self, rank: int) -> GenerationPlace:
         """Return where a rank stands."""
         at = self.training.place(rank)
-        if self.vanilla:
-            within = at.pp * self.training.tp + at.tp
-            return GenerationPlace(
-                pp=within // self.tp % self.pp, tp=within % self.tp, micro_dp=within // (self.tp * self.pp), dp=at.dp
-            )
         tp, tp_part = divmod(at.tp, self.training.tp // self.tp)
         pp, pp_part = divmod(at.pp, self.training.pp // self.pp)
         return GenerationPlace(pp=pp, tp=tp, micro_dp=pp_part * (self.training.tp // self.tp) + tp_part, dp=at.dp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,12 +48,21 @@ class Piece:
 
 @dataclass
 class Meter:
-    """Counts in bytes, of this rank: `received` from others, `copied` within the process, `held` in buffers now."""
+    """Counts of this rank in bytes.
+
+    `received` from other ranks and `copied` within the process, over all switches. `held` in buffers now, and the
+    `peak` of that. `redundant`: training weights that the last switch left in memory beside their place in a buffer.
+    """
 
     received: int = 0
     copied: int = 0
     held: int = 0
     peak: int = 0
+    redundant: int = 0
+
+    def report(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
 
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, which counts until `free`."""

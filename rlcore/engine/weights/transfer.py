@@ -1,4 +1,4 @@
-"""Whole parameters on their way from one role's processes to another's: a batch with one row a parameter."""
+"""Whole parameters as a batch, one row for each, so that they travel between processes like any other column."""
 
 from __future__ import annotations
 
@@ -13,31 +13,13 @@ from torch import Tensor
 from rlcore.errors import DataError
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.columns import ColumnSpec
-from rlcore.workers import WorkerGroup
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each parameter by its Hugging Face name."""
 
 
-class Sender:
-    """Sends whole parameters of a role's ModelWorkers in one `dtype`; the controller gets references, and never waits.
-
-    Rank r packs the r-th part of them.
-    """
-
-    def __init__(self, group: WorkerGroup, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-        self._names: DataProto | None = None
-
-    def send(self) -> DataProto:
-        """Return the weights as all earlier calls leave them, in the columns of `pack`. Asks for the names once."""
-        if self._names is None:
-            self._names = DataProto.from_single_dict({"name": _objects(self._group.parameter_names())})
-        return self._group.send_weights(self._names, self._dtype)
-
-
 def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
-    """Return the columns that `pack` gives."""
+    """Return the columns of `pack_weights`."""
     return {
         "name": ColumnSpec.objects(),
         "shape": ColumnSpec.objects(),
@@ -46,41 +28,41 @@ def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
     }
 
 
-def pack(
+def pack_weights(
     names: Sequence[str], weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, version: int
 ) -> DataProto:
-    """Return the parameters called `names`, a row each: `name` and `shape` (objects), `values` (ragged), `version`.
+    """Return one row for each of `names`: `name` and `shape` (objects), `values` (ragged `dtype`), `version` (int64).
 
-    All of `weights`, which gathers them, is gone through, and has to be what `shapes` says (else DataError); what it
-    yields need be valid only until the next. As rows of a batch the parameters are cut into blocks and travel by
-    reference like any other column.
+    Iterates over all of `weights`, because gathering them is collective. A tensor of `weights` may be valid only until
+    the next one. Raises DataError when they differ from `shapes`.
     """
     lengths = torch.tensor([math.prod(shapes[name]) for name in names], dtype=torch.int64)
     values = Ragged.from_lengths(torch.empty(int(lengths.sum()), dtype=dtype), lengths)
     row = {name: number for number, name in enumerate(names)}
-    for name, tensor in as_announced(weights, shapes):
+    for name, tensor in checked(weights, shapes):
         if name in row:
             values[row[name]].copy_(tensor.detach().reshape(-1))
     return DataProto.from_single_dict(
         {
-            "name": _objects(names),
-            "shape": _objects([shapes[name] for name in names]),
+            "name": object_column(names),
+            "shape": object_column([shapes[name] for name in names]),
             "values": values,
             "version": torch.full((len(names),), version, dtype=torch.int64),
         }
     )
 
 
-def _objects(entries: Sequence[Any]) -> np.ndarray:
+def object_column(entries: Sequence[Any]) -> np.ndarray:
+    """Return entries of any type as a one-dimensional object array."""
     column = np.empty(len(entries), dtype=object)
     column[:] = entries
     return column
 
 
-class Weights(Mapping[str, Tensor]):
-    """What `pack` made, by parameter name. Reading a parameter brings its block here, and no other.
+class RemoteWeights(Mapping[str, Tensor]):
+    """The parameters of `pack_weights` by name. Reading one fetches its block and no other.
 
-    `shapes` are known without that; `version` is that of the train engine that they are from.
+    `shapes` are known without fetching. `version` is that of the train engine that exported them.
     """
 
     def __init__(self, batch: DataProto) -> None:
@@ -102,8 +84,8 @@ class Weights(Mapping[str, Tensor]):
         return len(self._row)
 
 
-def check_fit(own: Shapes, given: Shapes) -> None:
-    """Raise DataError naming the parameters that are missing, unknown or of another shape than one's own."""
+def check_same_parameters(own: Shapes, given: Shapes) -> None:
+    """Raise DataError naming the parameters of `given` that are missing, unknown or of another shape than `own`."""
     wrong = [
         *(f"{name} is missing" for name in own if name not in given),
         *(f"{name} is unknown" for name in given if name not in own),
@@ -115,18 +97,16 @@ def check_fit(own: Shapes, given: Shapes) -> None:
     ]
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise DataError(
-            f"weights can be taken over from the same model only; these are of another: {'; '.join(wrong[:5])}{more}"
-        )
+        raise DataError(f"these weights belong to another model: {'; '.join(wrong[:5])}{more}")
 
 
-def as_announced(weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights while they are those of `shapes`, each once; raise DataError where they are not."""
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights. Raises DataError for an unexpected shape, a duplicate, and at the end for a missing one."""
     seen = set()
     for name, tensor in weights:
         if name in seen or shapes.get(name) != tuple(tensor.shape):
-            raise DataError(f"weight {name} {list(tensor.shape)} was not announced so, or comes for the second time")
+            raise DataError(f"weight {name} has the unexpected shape {list(tensor.shape)}, or is a duplicate")
         seen.add(name)
         yield name, tensor
     if missing := [name for name in shapes if name not in seen]:
-        raise DataError(f"weights {', '.join(missing[:5])} were announced and did not come")
+        raise DataError(f"weights are missing: {', '.join(missing[:5])}")

@@ -1,15 +1,14 @@
-"""One token of each row through a decoder of the Llama family, in as few kernels as that takes.
+"""One token of each row through a decoder of the Llama family, in as few kernels as possible.
 
 A module of transformers spends most of a small step's time outside the kernels, on masks, copies and calls. Here the
-step is written out: projections of the same input are one product, the heads that share a key attend as one row's
-queries, and nothing is made twice. Only what a probe finds to give the module's own logits is used.
+step is written out: projections of the same input are one product, the query heads that share a key head attend as
+queries of one row, and nothing is computed twice. A probe compares it with the module's own forward before it is used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,21 +26,24 @@ ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary positions whose frequencies do not depend on the length."""
 
 
-def lay_together(*modules: nn.Linear) -> None:
-    """Lay the weights of linear layers that read the same input side by side in memory; they stay the layers' own."""
+def make_adjacent(*modules: nn.Linear) -> None:
+    """Move the weights of linear layers that read the same input next to each other in memory.
+
+    They stay the layers' own parameters, as views.
+    """
     for parts in _weights_and_biases(modules):
-        at, together = 0, torch.cat([part.detach() for part in parts])
+        at, buffer = 0, torch.cat([part.detach() for part in parts])
         for part in parts:
-            part.data = together[at : at + len(part)]
+            part.data = buffer[at : at + len(part)]
             at += len(part)
 
 
-def joined(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
-    """Return weight [outputs of all, inputs], and bias if there is one, of linear layers as one.
+def fused_weights(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
+    """Return the weight [outputs of all, inputs], and the bias if there is one, of several linear layers as one.
 
-    A view where the parts stand side by side in memory and have the `dtype`, else a copy.
+    A view where the parts are adjacent in memory and have the `dtype`, else a copy.
     """
-    return [_together([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
+    return [_concatenated([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
 
 
 def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
@@ -50,7 +52,8 @@ def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
     return [weights, biases] if biases else [weights]
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one tensor: a view if they are adjacent in memory, else a copy."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous() or part.untyped_storage() != first.untyped_storage():
@@ -59,7 +62,7 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
-class LeanDecoder:
+class FusedDecodeStep:
     """The decoding step of a Hugging Face causal language model, on the module's own weights.
 
     `dtype` is that of the products and of the keys and values; the residual stream has that of the embedding.
@@ -76,43 +79,50 @@ class LeanDecoder:
         for layer in base.layers:
             for modules in _linears(layer):
                 if len(modules) > 1:
-                    lay_together(*modules)
+                    make_adjacent(*modules)
         self._weights: list[list[list[Tensor]]] = []
         self._head: list[Tensor] = []
+        self._positions = 0
 
     @staticmethod
-    def of(hf: Any, dtype: torch.dtype) -> LeanDecoder | None:
-        """Return a decoder for `hf`, or None with one line in the log where it cannot serve the module."""
-        lacks = _lacks(hf)
-        if lacks is None:
-            lean = LeanDecoder(hf, dtype)
-            off = lean.difference()
-            if off <= (1e-4 if dtype is torch.float32 else 5e-2):
-                return lean
-            lacks = f"its log-probs would be off by {off:.2g}"
-        log.info("%s decodes with the module's own forward: %s", type(hf).__name__, lacks)
+    def of(hf: Any, dtype: torch.dtype) -> FusedDecodeStep | None:
+        """Return the step for `hf`, or None with one line in the log that says why the module is not served."""
+        reason = _unsupported(hf)
+        if reason is None:
+            step = FusedDecodeStep(hf, dtype)
+            error = step.probe()
+            if error <= (1e-4 if dtype is torch.float32 else 5e-2):
+                return step
+            reason = f"its log-probs would be off by {error:.2g}"
+        log.info("%s decodes with the module's own forward: %s", type(hf).__name__, reason)
         return None
 
-    @contextmanager
-    def ready(self, length: int, device: torch.device) -> Iterator[None]:
-        """Hold the weights as they are now, cast or joined where need be, and the rotary tables below `length`."""
-        self._weights = [[joined(modules, self.dtype) for modules in _linears(layer)] for layer in self._base.layers]
-        self._head = joined([self.hf.get_output_embeddings()], self.dtype)
-        positions = torch.arange(length, device=device)[None]
-        cos, sin = self._base.rotary_emb(torch.zeros((), device=device, dtype=torch.float32), positions)
-        half = self._head_size // 2
-        # rotate_half(x) * sin is roll(x) times sin with its first half negative.
-        self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-        try:
-            yield
-        finally:  # copies would take memory from training, and views keep buffers that the module has let go of
-            self._weights, self._head = [], []
+    def prepare(self, positions: int, device: torch.device) -> None:
+        """Hold the weights as they are now, cast or concatenated where necessary, until `release`.
+
+        Rotary tables cover the first `positions` positions; a later call with more extends them.
+        """
+        if not self._weights:
+            layers = self._base.layers
+            self._weights = [[fused_weights(modules, self.dtype) for modules in _linears(layer)] for layer in layers]
+            self._head = fused_weights([self.hf.get_output_embeddings()], self.dtype)
+        if positions > self._positions:
+            self._positions = positions
+            zero = torch.zeros((), device=device, dtype=torch.float32)
+            cos, sin = self._base.rotary_emb(zero, torch.arange(positions, device=device)[None])
+            half = self._head_size // 2
+            # rotate_half(x) * sin is roll(x) times sin with its first half negative.
+            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def release(self) -> None:
+        """Let go of the weights: copies would take memory from training, and views keep buffers alive."""
+        self._weights, self._head, self._positions = [], [], 0
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
         """Return the logits [rows, vocab] after one more token of each row, int64 [rows], at `positions` [rows].
 
-        Only while `ready`. `mask` fp32 [rows, slots]: 0 for each slot of the cache and the new one that is seen, -inf
-        for others; None where all are seen.
+        Only after `prepare`. `mask` fp32 [rows, columns of the cache and the new one]: 0 for a column that the row
+        attends to, -inf for padding; None without padding.
         """
         rows, size, heads, keys = len(tokens), self._head_size, self._heads, self._key_heads
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
@@ -136,8 +146,8 @@ class LeanDecoder:
         return F.linear(_norm(self._base.norm, hidden).to(self.dtype), *self._head)
 
     @torch.no_grad()
-    def difference(self) -> float:
-        """Return how far log-probs are from those of the module, at most, on two short rows of different length."""
+    def probe(self) -> float:
+        """Return the largest difference of a log-prob to the module's own, on two short rows of different length."""
         device = next(self.hf.parameters()).device
         vocabulary = self.hf.get_input_embeddings().weight.shape[0]
         ids = (torch.arange(12, device=device) * 7 % min(vocabulary, 89) + 3).clamp(max=vocabulary - 1).view(2, 6)
@@ -145,26 +155,28 @@ class LeanDecoder:
         mask[0, :3] = 0
         places = (mask.cumsum(-1) - 1).clamp(min=0)
         caches = [BufferedCache(len(self._base.layers), 6) for _ in range(2)]
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
+        autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32)
+        with autocast:
             for cache in caches:
                 self.hf(input_ids=ids[:, :4], attention_mask=mask[:, :4], position_ids=places[:, :4], **_cached(cache))
         seen = torch.zeros(2, 6, device=device).masked_fill(mask == 0, float("-inf"))
         for cache in caches:
-            cache.pick(torch.arange(2, device=device), self.dtype)
+            cache.select(torch.arange(2, device=device), self.dtype)
         worst = 0.0
-        with self.ready(6, device):
-            for at in (4, 5):
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.dtype is not torch.float32):
-                    new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
-                    expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
-                got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
-                apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
-                worst = max(worst, float(apart.abs().max()))
+        self.prepare(6, device)
+        for at in (4, 5):
+            with autocast:
+                new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
+                expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
+            got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
+            apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
+            worst = max(worst, float(apart.abs().max()))
+        self.release()
         return worst
 
 
 def _linears(layer: Any) -> list[tuple[nn.Linear, ...]]:
-    """Return the linear layers of a decoder layer in the order of their use, those of one input together."""
+    """Return the linear layers of a decoder layer in order of use, those that read the same input in one tuple."""
     attention, mlp = layer.self_attn, layer.mlp
     heads = (attention.q_proj, attention.k_proj, attention.v_proj)
     return [heads, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
@@ -178,8 +190,8 @@ def _norm(module: Any, values: Tensor) -> Tensor:
     return F.rms_norm(values, module.weight.shape, module.weight.to(values.dtype), module.variance_epsilon)
 
 
-def _lacks(hf: Any) -> str | None:
-    """Return why the step written out here is not that of the module; None if it may be."""
+def _unsupported(hf: Any) -> str | None:
+    """Return why the fused step cannot be the module's; None if it may be."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
     if base is None or not kinds or not kinds <= LAYERS:

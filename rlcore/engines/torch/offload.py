@@ -8,37 +8,37 @@ from torch import nn
 GB = 1e9
 
 
-class Parking:
-    """Moves what an engine keeps on `device` to main memory and back; on a CPU both are the same place.
+class Offloader:
+    """Moves an engine's weights and optimizer state from `device` to main memory and back; on a CPU nothing moves.
 
-    `weights`: whether the module's parameters go too; those that a rollout engine shares have to stay.
+    `weights` False keeps the module's parameters on the device: a rollout engine shares them.
     """
 
     def __init__(
         self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, *, weights: bool
     ) -> None:
         self._root, self._optimizer, self._device, self._weights = root, optimizer, device, weights
-        self.is_parked = False
+        self.is_offloaded = False
         self.metrics: dict[str, float] = {}
 
-    def park(self) -> None:
-        """Move all to main memory, and note in `metrics` what was on the device before and after, in GB."""
-        if self.is_parked:
+    def offload(self) -> None:
+        """Move all to main memory. `metrics` then holds the memory allocated on the device before and after, in GB."""
+        if self.is_offloaded:
             return
         before = self._allocated()
         if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)  # the last step's, which nothing reads again
+            self._optimizer.zero_grad(set_to_none=True)  # nothing reads the last step's gradients again
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # or the allocator keeps it from the rollout engine's own
-        self.is_parked = True
-        self.metrics = {"memory/before_parking_gb": before, "memory/parked_gb": self._allocated()}
+            torch.cuda.empty_cache()  # or torch's allocator keeps the memory from the rollout engine
+        self.is_offloaded = True
+        self.metrics = {"memory/before_offload_gb": before, "memory/offloaded_gb": self._allocated()}
 
-    def unpark(self) -> None:
+    def onload(self) -> None:
         """Move all back."""
-        if self.is_parked:
+        if self.is_offloaded:
             self._move(self._device)
-            self.is_parked = False
+            self.is_offloaded = False
 
     @torch.no_grad()
     def _move(self, device: torch.device) -> None:

@@ -77,10 +77,10 @@ class Parameters:
             if mesh.place.pp == cut.stages[0]:
                 rows = cut.shape[0] // (mesh.layout.tp if cut.dim == 0 else 1)
                 shard = mesh.join_data_shards(state.local(tensors[name].detach()), rows)
-                yield name, mesh.from_stage(cut.stages[0], mesh.join_tensor_shards(shard, cut.dim))
+                yield name, mesh.broadcast_from_stage(cut.stages[0], mesh.join_tensor_shards(shard, cut.dim))
             else:
                 empty = torch.empty(cut.shape, dtype=torch.float32, device=mesh.ranks.device)
-                yield name, mesh.from_stage(cut.stages[0], empty)
+                yield name, mesh.broadcast_from_stage(cut.stages[0], empty)
 
     def local(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's model-parallel shards in the precision of the forward, whole along dp.
@@ -113,12 +113,13 @@ class Parameters:
             if stage == mesh.place.pp:
                 for name, shard in self.local(root, dtype):
                     if self.cuts[name].stages[0] == stage:
-                        yield name, mesh.from_stage(stage, mesh.join_tensor_shards(shard, self.cuts[name].dim))
+                        whole = mesh.join_tensor_shards(shard, self.cuts[name].dim)
+                        yield name, mesh.broadcast_from_stage(stage, whole)
                 continue
             for name in self._orders[stage]:
                 if self.cuts[name].stages[0] == stage:
                     empty = torch.empty(self.cuts[name].shape, dtype=dtype, device=mesh.ranks.device)
-                    yield name, mesh.from_stage(stage, empty)
+                    yield name, mesh.broadcast_from_stage(stage, empty)
 
     # Gradients
 
@@ -141,7 +142,7 @@ class Parameters:
         for name, cut in self.cuts.items():
             gradient = held[name].grad if len(cut.stages) > 1 and name in held else None
             if gradient is not None:
-                mesh.sum_ends(state.local(gradient))
+                mesh.reduce_tied_embeddings(state.local(gradient))
 
     def _average_gradients(self) -> None:
         gradients = [parameter.grad for _, parameter in self.here() if parameter.grad is not None]

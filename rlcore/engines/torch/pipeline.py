@@ -85,7 +85,7 @@ class Stage(nn.Module):
     def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
         super().__init__()
         self.model = model
-        self.is_first, self.is_last = mesh.is_first, mesh.is_last
+        self.is_first_stage, self.is_last_stage = mesh.is_first_stage, mesh.is_last_stage
         self.selections: Sequence[Selection] = ()
         self.finish: Finish | None = None
 
@@ -96,8 +96,8 @@ class Stage(nn.Module):
         step's micro-batches it is.
         """
         number = int(index)
-        hidden = self.model.decode(self.selections[number].packing, None if self.is_first else received)
-        if not self.is_last:
+        hidden = self.model.decode(self.selections[number].packing, None if self.is_first_stage else received)
+        if not self.is_last_stage:
             return hidden
         assert self.finish is not None
         return torch.stack([self.finish(number, hidden[0])])
@@ -117,7 +117,7 @@ class Pipeline:
         self.stage.selections, self.stage.finish = selections, finish
         indices = torch.arange(len(selections))
         placeholder = torch.zeros(len(selections), 1, device=self.mesh.ranks.device)
-        received = (placeholder,) if self.mesh.is_first else ()
+        received = (placeholder,) if self.mesh.is_first_stage else ()
         schedule = self._schedule(len(selections[0].packing.input_ids), len(selections))
         try:
             if backward:
@@ -142,8 +142,8 @@ class Pipeline:
             self.mesh.place.pp,
             layout.pp,
             device,
-            input_args=torch.empty(1, 1, device="meta") if self.mesh.is_first else hidden,
-            output_args=torch.empty(1, device="meta") if self.mesh.is_last else hidden,
+            input_args=torch.empty(1, 1, device="meta") if self.mesh.is_first_stage else hidden,
+            output_args=torch.empty(1, device="meta") if self.mesh.is_last_stage else hidden,
             group=self.mesh.group("pp"),
         )
         return Schedule1F1B(stage, count, loss_fn=_as_it_is, scale_grads=False)

@@ -1,4 +1,4 @@
-"""What vLLM needs on a CPU alone."""
+"""Options and start-up of vLLM on a CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 
 OPTIONS: dict[str, Any] = {
     "enforce_eager": True,  # no compiled graph: it takes longer to make than a small model to run
-    # A prompt whose chunk ends within it has its seeded generator rewound by vLLM, which a CPU's generator refuses.
-    "enable_chunked_prefill": False,
 }
 """Arguments of vllm.LLM on a CPU."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,36 +13,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.assets import model_path
-from rlcore.config import ModelConfig, RolloutConfig
+from rlcore.config import ModelConfig
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.random_state import random_state, set_random_state
-from rlcore.engine.responses import Response, end_tokens, ends_with_stop, response_columns
-from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.responses import end_tokens, ends_with_stop
+from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
-from rlcore.engine.weights.transfer import Shapes, as_announced, check_fit
+from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
+from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
-from rlcore.protocol import DataProto
+
+REASONS: dict[str, Reason] = {"stop": "end", "length": "length", "abort": "abort"}
+"""Our reasons by vLLM's; stop strings are not left to vLLM."""
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A request, and the id by which vLLM knows it."""
+
+    request: Request
+    internal_id: str
 
 
 class VLLMRollout(RolloutEngine):
     """Decodes with vLLM. It starts without weights, and has none again if an update broke off half-way.
 
-    Rows with the same prompt share what its whole blocks of the key-value cache hold. A row's tokens are drawn by a
-    generator of its own, seeded by Sampling.key.
+    Rows with the same prompt share the whole blocks of its key-value cache.
 
     `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer; all ranks of all
-    such groups start together, and `engine_order` is them all, group after group. The ranks of a group sample alike:
-    they have the same logits, and schedule alike.
+    such groups start together, and `engine_order` lists them, group after group. The ranks of a group sample alike:
+    they have the same logits and noise, and schedule alike.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         *,
-        rollout: RolloutConfig,
+        config: VLLMConfig,
         device: torch.device,
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
@@ -60,6 +71,8 @@ class VLLMRollout(RolloutEngine):
             stack.enter_context(_starting(on_cpu=on_cpu))
             from vllm import LLM
 
+            from rlcore.engines.vllm.internals import RowNoise, sample_by_name
+
             sharded: dict[str, Any] = {}
             if tensor_group is not None:
                 stack.enter_context(numbered(engine_order))
@@ -70,100 +83,140 @@ class VLLMRollout(RolloutEngine):
                 trust_remote_code=model.trust_remote_code,
                 dtype="bfloat16" if model.dtype == "bf16" else "float32",
                 load_format="dummy",  # all weights come by `sync`, before the first token
-                generation_config="vllm",  # what ends a response is said with each request, and no other default holds
+                generation_config="vllm",  # each request names its end tokens; no other default applies
                 max_model_len=-1,  # as long as the model and the cache allow
-                max_num_seqs=rollout.batch_size,
-                kv_cache_memory_bytes=rollout.kv_cache_mb << 20,
+                max_num_seqs=config.batch_size,
+                kv_cache_memory_bytes=config.kv_cache_mb << 20,
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
-                **(OPTIONS if on_cpu else {"enable_chunked_prefill": True}),
+                logits_processors=[RowNoise],
+                **(OPTIONS if on_cpu else {}),
                 **sharded,
             )
             if sharded and on_cpu:
                 unlink_shared_memory()
+            self.llm.collective_rpc(sample_by_name)
+        self._requests: dict[str, _InFlight] = {}
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
-        """See RolloutEngine. Tensors go into the model one by one, and what was cached of the old ones is forgotten."""
-        check_fit(self.shapes, shapes)
+        """See RolloutEngine. Tensors go into the model one by one, and the prefix cache is emptied."""
+        refuse_in_flight(self.in_flight)
+        check_same_parameters(self.shapes, shapes)
         self._load(weights, version, shapes)
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. They are copied, as by `sync`."""
-        check_fit(self.shard_shapes, shapes)
+        refuse_in_flight(self.in_flight)
+        check_same_parameters(self.shard_shapes, shapes)
         self._load(shards, version, shapes)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         def load(module: Any) -> None:
-            with closing(with_shards(module, as_announced(weights, shapes), self.shapes)) as loading:
+            with closing(with_shards(module, checked(weights, shapes), self.shapes)) as loading:
                 module.load_weights(loading)
 
         self.version = -1
         self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
-            raise DataError("vLLM did not let go of the keys and values of the former weights: requests are under way")
+            raise DataError("vLLM kept keys and values of the former weights: its prefix cache could not be emptied")
         self.version = version
 
-    def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
-        """See RolloutEngine. Raises DataError for a prompt that leaves no room for the tokens asked, or no weights."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """See RolloutEngine. Raises DataError also for a row that does not fit into the key-value cache."""
         if self.version < 0:
-            raise DataError("the vLLM engine has no whole set of weights: sync comes before generate")
-        prompts = [prompt.tolist() for prompt in batch.view("prompts").to_list()]
-        if prompts and (most := max(map(len, prompts)) + sampling.max_tokens) > self.longest:
+            raise DataError("the vLLM engine has no whole set of weights: sync comes before the first request")
+        check_requests(requests, self._requests)
+        most = max((len(each.prompt) + each.sampling.max_tokens for each in requests), default=0)
+        if most > self.longest:
             raise DataError(
-                f"a prompt and {sampling.max_tokens} new tokens make {most}, but vLLM has room for {self.longest} (by "
-                "the model's max_position_embeddings and rollout.kv_cache_mb); set rollout.response_len or "
-                "data.prompt_len lower, or rollout.kv_cache_mb higher"
+                f"a prompt and its new tokens make {most}, but vLLM has room for {self.longest} (by the model's "
+                "max_position_embeddings and rollout.vllm.kv_cache_mb); set rollout.response_len or data.prompt_len "
+                "lower, or rollout.vllm.kv_cache_mb higher"
             )
-        keys = [
-            sampling.key(str(u), int(i)) for u, i in zip(batch.view("uid"), batch.view("sample_index"), strict=True)
-        ]
-        # Rows with the same prompt stand together: the first computes what the others find in the prefix cache.
-        order = sorted(range(len(prompts)), key=prompts.__getitem__)
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # vLLM draws what it drops
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": prompts[row]} for row in order],
-                [self._parameters(sampling, keys[row]) for row in order],
-                use_tqdm=False,
-            )
-        done = {row: self._response(output.outputs[0], sampling) for row, output in zip(order, outputs, strict=True)}
-        rows = [done[row] for row in range(len(prompts))]
-        return response_columns(rows, batch.view("prompts").lengths, self.tokenizer, self.version)
+        for request in requests:
+            prompt = {"prompt_token_ids": [*request.prompt, *request.sampled]}
+            internal_id = self.llm.llm_engine.add_request(request.id, prompt, self._parameters(request))
+            self._requests[request.id] = _InFlight(request, internal_id)
+
+    @property
+    def in_flight(self) -> Collection[str]:
+        """See RolloutEngine."""
+        return self._requests.keys()
+
+    def step(self) -> list[Finished]:
+        """See RolloutEngine. One iteration of vLLM's scheduler."""
+        if not self._requests:
+            return []
+        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+        finished = [self._finished(output.request_id, output.outputs[0]) for output in ended]
+        return finished + self._stop()
+
+    def _stop(self) -> list[Finished]:
+        """Return the rows whose newest token completed a stop string, and take them out of vLLM."""
+        from rlcore.engines.vllm.internals import output_so_far, tokens_so_far
+
+        engine, stopped = self.llm.llm_engine, []
+        for each in [each for each in self._requests.values() if each.request.sampling.stop]:
+            if self._stopped(each.request, tokens_so_far(engine, each.internal_id)):
+                output = output_so_far(engine, each.internal_id)
+                engine.abort_request([each.internal_id], internal=True)
+                stopped.append(self._finished(each.request.id, output))
+        return stopped
+
+    def _stopped(self, request: Request, tokens: Sequence[int]) -> bool:
+        response = [*request.sampled, *tokens] if request.sampled else tokens
+        enough = tokens and len(response) >= request.sampling.min_tokens
+        return bool(enough) and ends_with_stop(response, request.sampling.stop, self.tokenizer)
+
+    def abort(self, ids: Collection[str]) -> list[Finished]:
+        """See RolloutEngine."""
+        from rlcore.engines.vllm.internals import output_so_far
+
+        if unknown := [each for each in ids if each not in self._requests]:
+            raise DataError(f"cannot abort {', '.join(map(repr, unknown))}: no such request is in flight")
+        engine, gone = self.llm.llm_engine, [self._requests[each] for each in dict.fromkeys(ids)]
+        outputs = [output_so_far(engine, each.internal_id) for each in gone]
+        engine.abort_request([each.internal_id for each in gone], internal=True)
+        return [self._finished(each.request.id, output) for each, output in zip(gone, outputs, strict=True)]
 
     def close(self) -> None:
         """See RolloutEngine. With it go vLLM's process groups, and the default one if vLLM made that."""
         with keeping_default_group() if self._joined else nullcontext():
             self.llm.llm_engine.engine_core.shutdown()
 
-    def _parameters(self, sampling: Sampling, key: int) -> Any:
+    def _parameters(self, request: Request) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
+        sampling, done = request.sampling, len(request.sampled)
         return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
+            max_tokens=sampling.max_tokens - done,
+            min_tokens=max(0, sampling.min_tokens - done),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop=list(sampling.stop),
-            include_stop_str_in_output=True,
             stop_token_ids=self.end_ids,
             ignore_eos=True,  # the tokenizer's; those of the generation config are in stop_token_ids
-            seed=key & (2**63 - 1),  # a seed of -1 would be none
-            logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token alone
-            detokenize=bool(sampling.stop),
+            logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token only
+            detokenize=False,  # stop strings are looked for here, also across the border to tokens sampled before
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"rlcore_noise": (request.key, done)},
         )
 
-    def _response(self, output: Any, sampling: Sampling) -> Response:
+    def _finished(self, request_id: str, output: Any) -> Finished:
+        """Return a row from vLLM's CompletionOutput, and forget its request."""
+        request = self._requests.pop(request_id).request
         tokens = list(output.token_ids)
-        if sampling.temperature == 0:
+        if request.sampling.temperature == 0:
             log_probs = [0.0] * len(tokens)  # a greedy token was certain
         else:
-            log_probs = [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
-        # vLLM does not look for stop strings in the first min_tokens tokens, where one may end with the last of them.
-        least = sampling.min_tokens
-        if 0 < least < len(tokens) and ends_with_stop(tokens[:least], sampling.stop, self.tokenizer):
-            return Response(tokens[:least], log_probs[:least], finished=True)
-        return Response(tokens, log_probs, finished=output.finish_reason == "stop")
+            log_probs = [at[token].logprob for at, token in zip(output.logprobs or (), tokens, strict=True)]
+        reason: Reason = REASONS[output.finish_reason]
+        if reason != "end" and self._stopped(request, tokens):
+            reason = "stop"
+        response = [*request.sampled, *tokens], [*request.sampled_log_probs, *log_probs]
+        return Finished(request_id, *response, reason, self.version)
 
 
 def _describe(folder: str, options: dict[str, Any], ranks: int) -> tuple[Shapes, Shapes, Any]:
@@ -194,6 +247,7 @@ def _starting(*, on_cpu: bool) -> Iterator[None]:
     """Set what vLLM reads while it starts, and leave the process's random state as it was: vLLM seeds it anew."""
     state = random_state()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, where weights are handed over
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one whose sampler `internals` replaces
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run reports to nobody whom its config does not name
     try:
         with starting_on_cpu() if on_cpu else nullcontext():

@@ -15,11 +15,14 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
-from rlcore.engine.train import UpdateItem
-from rlcore.engine.weights.transfer import Weights, pack
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.transfer import RemoteWeights, pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
 from rlcore.engines.hf.rollout import HFRollout
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
@@ -57,8 +60,10 @@ def make_worker(context: WorkerContext, folder: str, pp: int, tp: int, shards: i
         ModelConfig(path=folder),
         EngineConfig(pp=pp, tp=tp, lr=1e-2),
         RolloutConfig(tp=shards),
-        create_fsdp,
+        create_torch,
         create_hf,
+        TorchConfig(),
+        HFConfig(),
         seed=0,
         total_steps=10,
         **options,
@@ -89,7 +94,7 @@ def wrong_weights(worker: ModelWorker, shards: int) -> list[str]:
     held = dict(worker.rollout.hf.named_parameters())
     index = worker.rollout._shards._index if shards > 1 else 0
     bad = []
-    for name, whole in worker.train.rollout_weights():
+    for name, whole in worker.train.export(torch.float32):
         dim = worker.train.cuts[name].dim
         part = whole if dim is None or shards == 1 else whole.chunk(shards, dim)[index]
         if not torch.equal(held.pop(name), part):
@@ -105,14 +110,14 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     for step in range(3):
         if step:
             worker.update([UpdateItem(rows(), [9], grpo_loss, GRPOConfig())], 1, step)
-        plain.sync(worker.train.rollout_weights(), worker.train.version, worker.train.shapes)
+        plain.sync(worker.train.export(torch.float32), worker.train.version, worker.train.shapes)
         figures = off(worker, plain)
         found["rounds"].append({**figures, "wrong": wrong_weights(worker, shards), "version": worker.rollout.version})
-    kept = worker._reshard.meter
-    found["held"], found["parameters"] = kept.held, sum(p.nbytes for p in worker.rollout.hf.parameters())
+    kept = worker.switch_bytes()
+    found["held"], found["parameters"] = kept["held"], sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
     divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.cuts.items() if cut.dim is not None]
-    found["received"], found["divided"] = kept.received / len(found["rounds"]), 4 * sum(divided)
+    found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
     return found
 
 
@@ -122,9 +127,9 @@ def copy(context: WorkerContext, folder: str) -> dict:
     worker = make_worker(context, folder, 1, 1, 2, samples_only=True)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
     train = trained.train
-    sent = pack(list(train.shapes), train.rollout_weights(), train.shapes, torch.float32, 7)
+    sent = pack_weights(list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, 7)
     worker.take_weights(sent)
-    plain.sync(iter(Weights(sent).items()), 7, trained.train.shapes)
+    plain.sync(iter(RemoteWeights(sent).items()), 7, trained.train.shapes)
     return {**off(worker, plain), "version": worker.rollout.version}
 
 

@@ -1,5 +1,6 @@
 """Four ranks that train under a layout and generate under another, against one rank with whole weights."""
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, check, compose
 from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.builtin import create_fsdp, create_hf, rlcore_check_config
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import ConfigError
-from rlcore.plugins import Role
-from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.plugins import PluginManager, Role, RolloutCapabilities
+from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import plan
 from rlcore.workers import ClassWithInitArgs, make_executor
 
@@ -97,12 +101,14 @@ def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, mode
             engine=EngineConfig(tp=workers),
             rollout=RolloutConfig(response_len=12, tp=shards),
         )
-        setup = RoleSetup(ACTOR, model, config.engine, config.rollout, create_fsdp, create_hf, 0, 10)
+        setup = RoleSetup(
+            ACTOR, model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+        )
         kind = "in_process" if workers == 1 else "ray"
         with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:
             group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(ModelWorker, setup))
             group.start()
-            out = RoleHandle("actor", ACTOR, group, config, StepClock(step=1)).generate(prompts)
+            out = PolicyHandle("actor", ACTOR, group, config, StepClock(step=1)).generate(prompts)
             found.append([row.tolist() for row in out["responses"].to_list()])
             assert out["uid"].tolist() == prompts["uid"].tolist()
             assert (group.mesh.size("micro_dp"), group.mesh.size("dp")) == (workers // shards, 1)
@@ -129,6 +135,9 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(options, pool
 
 
 def test_other_engines_do_not_generate_tensor_parallel():
-    config = Config(algorithm="", algo=None, rollout=RolloutConfig(name="other", tp=2))
-    with pytest.raises(ConfigError, match="rollout=vllm can load shards of a model; rollout=other has whole ones"):
-        rlcore_check_config(config)
+    plugins = PluginManager.load()
+    spec = plugins.rollout_engines()["hf"]
+    plugins.rollout_engines()["other"] = dataclasses.replace(spec, name="other", capabilities=RolloutCapabilities())
+    config = compose(["algo=grpo", "rollout=other", "rollout.tp=2"], plugins)
+    with pytest.raises(ConfigError, match=r"rollout=other cannot shard .* set rollout.tp=1, or choose .*: hf, vllm$"):
+        check(config, plugins)

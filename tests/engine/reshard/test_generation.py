@@ -13,12 +13,12 @@ def divisors(number):
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def every_layout(vanilla=False):
+def every_layout():
     """All generation layouts of all training layouts of up to 16 ranks."""
     for pp, tp, dp in itertools.product(range(1, 17), repeat=3):
         if pp * tp * dp <= 16:
             for stages, shards in itertools.product(divisors(pp), divisors(tp)):
-                yield GenerationLayout(Layout(pp, tp, dp), stages, shards, vanilla)
+                yield GenerationLayout(Layout(pp, tp, dp), stages, shards)
 
 
 def from_one(groups):
@@ -32,9 +32,6 @@ def test_figure_8():
     assert ours.replicas == 4
     assert from_one(ours.groups("tp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
     assert from_one(ours.groups("micro_dp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    vanilla = GenerationLayout(Layout(pp=1, tp=4, dp=2), pp=1, tp=2, vanilla=True)
-    assert from_one(vanilla.groups("tp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert [rank + 1 for rank in range(8) if not vanilla.reuses(rank)] == [2, 3, 6, 7]
 
 
 def test_stages_are_grouped_at_intervals_too():
@@ -71,15 +68,6 @@ def test_every_layout_up_to_16_ranks():
         runs = [order[start : start + layout.tp] for start in range(0, world, layout.tp)]
         assert sorted(runs) == layout.groups("tp")
     assert count > 200
-
-
-def test_the_vanilla_grouping_is_redundant_somewhere_unless_a_shard_is_all_or_as_in_training():
-    for layout in every_layout(vanilla=True):
-        training = layout.training
-        redundant = [rank for rank in range(training.world_size) if not layout.reuses(rank)]
-        as_trained = (layout.pp, layout.tp) == (training.pp, training.tp)
-        fits = layout.tp in (1, training.tp) and (layout.pp == 1 or as_trained)
-        assert (not redundant) == fits, layout
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.roles.placement import PoolPlan, only, plan
+from rlcore.roles.placement import PoolPlan, plan, restrict_to_roles
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
@@ -58,7 +58,7 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
     pools = {"main": {"roles": ["actor", "ref"], "node": "west"}, "side": ["critic"], "more": ["rollout"]}
     ahead = replace(with_pools(config, pools), trainer=replace(config.trainer, rollouts_ahead=1))
     plan(ahead, ROLES)
-    some = only(ahead, {"actor": Role(generates=True)})
+    some = restrict_to_roles(ahead, {"actor": Role(generates=True)})
     assert some.cluster.pools == {"main": {"roles": ["actor"], "node": "west"}}
     assert plan(some, {"actor": Role(generates=True)}) == [PoolPlan("main", ("actor",), 2, 4, node="west"), REWARD]
 

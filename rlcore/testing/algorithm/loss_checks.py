@@ -14,9 +14,10 @@ from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.row_groups import row_groups
-from rlcore.testing.losses import TOLERANCE, Evaluated, LossProbe, difference
-from rlcore.testing.suite import CheckFailed, NotApplicable, Suite
-from rlcore.testing.watch import Changes, RunRecord, function_name, hole_positions, with_holes
+from rlcore.testing.algorithm.losses import TOLERANCE, Evaluated, LossProbe, difference
+from rlcore.testing.algorithm.suite import AlgorithmSuite
+from rlcore.testing.algorithm.watch import Changes, RunRecord, function_name, hole_positions, with_holes
+from rlcore.testing.report import CheckFailed, NotApplicable
 
 MOST_ROWS = 8
 """Rows (or units) that are looked at one by one."""
@@ -24,7 +25,7 @@ CANDIDATES = 3
 """Samples whose score is raised, one after the other, until one of them shows an effect."""
 
 
-def micro_batch_split(suite: Suite) -> str:
+def micro_batch_split(suite: AlgorithmSuite) -> str:
     """Loss and gradient are the same whether the rows go through the model at once, in halves, or unit by unit."""
 
     def check(probe: LossProbe) -> None:
@@ -38,7 +39,7 @@ def micro_batch_split(suite: Suite) -> str:
     return _each(suite.probes(suite.plain), check)
 
 
-def padding(suite: Suite) -> str:
+def padding(suite: AlgorithmSuite) -> str:
     """Loss and gradient are the same when every padded column is wider than it needs to be."""
 
     def check(probe: LossProbe) -> None:
@@ -49,7 +50,7 @@ def padding(suite: Suite) -> str:
     return _each(suite.probes(suite.plain), check)
 
 
-def row_order(suite: Suite) -> str:
+def row_order(suite: AlgorithmSuite) -> str:
     """Loss and gradient are the same whatever the order of the rows; units stay whole."""
 
     def check(probe: LossProbe) -> None:
@@ -62,7 +63,7 @@ def row_order(suite: Suite) -> str:
     return _each(suite.probes(suite.plain), check)
 
 
-def rows_together(suite: Suite) -> str:
+def rows_together(suite: AlgorithmSuite) -> str:
     """A row's gradient depends on its own unit's outputs only: rows that are compared are kept together."""
 
     def check(probe: LossProbe) -> None:
@@ -84,7 +85,7 @@ def rows_together(suite: Suite) -> str:
     return _each(probes, check, f"units of {', '.join(sorted({_unit(probe) for probe in probes}))}")
 
 
-def masked_tokens(suite: Suite) -> str:
+def masked_tokens(suite: AlgorithmSuite) -> str:
     """Tokens with response_mask 0 get no gradient; their outputs change no loss, gradient or result of a map."""
     finished = suite.changed("holes", Changes(holes=True, stop_after=1))
     maps_leave_out_masked(finished.record)
@@ -115,7 +116,7 @@ def masked_tokens(suite: Suite) -> str:
     return _each(probes, check)
 
 
-def reports_nan(suite: Suite) -> None:
+def reports_nan(suite: AlgorithmSuite) -> None:
     """Raise CheckFailed when a loss gives a finite number although the model's outputs are NaN."""
     for probe in suite.probes(suite.plain):
         leaves = {name: leaf * torch.nan for name, leaf in probe.leaves.items()}
@@ -123,7 +124,7 @@ def reports_nan(suite: Suite) -> None:
             raise CheckFailed(f"{probe.item.title} hides a model whose outputs are NaN behind a finite loss")
 
 
-def maps_by_row(suite: Suite) -> None:
+def maps_by_row(suite: AlgorithmSuite) -> None:
     """Raise CheckFailed when a map function gives a row something else if it does not see all rows, but whole units."""
     for mapped in suite.plain.record.mapped:
         units = row_groups(len(mapped.batch), column_values(mapped.batch, mapped.keep_together))
@@ -174,7 +175,7 @@ def _alike(one: Any, other: Any) -> bool:
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), TOLERANCE, 1e-6, equal_nan=True)
 
 
-def better_sample(suite: Suite) -> str:
+def better_sample(suite: AlgorithmSuite) -> str:
     """Raising a sample's advantage or its score makes the update push its log-prob further up."""
     probes = [probe for probe in suite.probes(suite.plain, kinds=[POLICY]) if _speaks_of_log_probs(probe)]
     with_advantages = [probe for probe in probes if "advantages" in probe.item.batch]
@@ -214,7 +215,7 @@ def _raised(advantages: Tensor | Ragged, row: int) -> Tensor | Ragged:
     return Ragged.from_list(rows, dtype=advantages.dtype)
 
 
-def _check_scores(suite: Suite) -> str:
+def _check_scores(suite: AlgorithmSuite) -> str:
     """Raise one sample's score and compare what the update of the step then does to its log-prob."""
     plain = suite.plain.record
     pushes = []
@@ -248,7 +249,7 @@ def _candidates(record: RunRecord) -> list[tuple[int, int]]:
     return [(call, row) for row in order if times[calls[call][row]] == 1]
 
 
-def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: Suite) -> float:
+def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: AlgorithmSuite) -> float:
     """Return how far up step 1's updates of policies push the log-prob of a response; 0 if it is not among them."""
     total = 0.0
     for item in record.items:

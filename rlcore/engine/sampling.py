@@ -1,4 +1,4 @@
-"""One token from each row of logits, by inverse transform of a uniform number that belongs to the row."""
+"""The distribution that is sampled: from a row of logits to one token and its log-prob."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ def sample_tokens(
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
     log_probs = torch.log_softmax(logits, dim=-1)
+    tokens = draw_tokens(log_probs, noise)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def draw_tokens(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """Return int64 [rows]: one token from each distribution, by inverse transform of its uniform number.
+
+    `log_probs` fp32 [rows, vocab], in nats, -inf for a token that cannot be drawn; `noise` fp64 [rows] in [0, 1).
+    """
     cumulative = log_probs.exp().cumsum(-1)
     # The total is 1 up to rounding; scaling the noise by it makes every draw fall on a token. The first cumulative sum
     # above the draw is never that of a token with probability 0.
     draw = noise.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
     # A draw rounded up to the total itself would fall beyond: it belongs to the last token that has a probability.
-    tokens = torch.minimum(tokens, _last_possible(log_probs))
-    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+    return torch.minimum(tokens, _last_possible(log_probs))
 
 
 def _last_possible(log_probs: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The checks on an algorithm's runs, and the list of all checks.
 
-A check takes a Suite and returns what it looked at, in a few words. It raises CheckFailed with what is wrong, or
-NotApplicable with the reason, which follows from the roles that the algorithm declares and from what it does, never
-from anything that an author could set.
+A check takes an AlgorithmSuite and returns what it looked at, in a few words. It raises CheckFailed with what is wrong,
+or NotApplicable with the reason. The reason follows from the roles that the algorithm declares and from its runs; no
+author can set it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from rlcore.config import check as check_config
 from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.plugins import PluginManager
 from rlcore.run import Run, check_roles, with_reward_model
-from rlcore.testing import loss_checks
-from rlcore.testing.suite import KILLED_AT, CheckFailed, FinishedRun, NotApplicable, Suite, contents
-from rlcore.testing.watch import Changes, function_name, plain_function
+from rlcore.testing.algorithm import loss_checks
+from rlcore.testing.algorithm.suite import KILLED_AT, AlgorithmSuite, FinishedRun, contents
+from rlcore.testing.algorithm.watch import Changes, function_name, plain_function
+from rlcore.testing.report import CheckFailed, NotApplicable
 
 METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
 NOT_FINITE = re.compile(r"not finite|\b(nan|inf)\b")
@@ -28,10 +29,10 @@ RATIO_TOLERANCE = 1e-4
 """How far from 1 a ratio may be by the noise of fp32: rollout and update compute in another order."""
 
 
-def config(suite: Suite) -> str:
+def config(suite: AlgorithmSuite) -> str:
     """The spec is valid, and so is its default config (with the given settings): rlcore train would start."""
     plugins = PluginManager.load(suite.plugins)
-    config = compose([f"algo={suite.algorithm}", *suite.settings], plugins)
+    config = compose([f"algo={suite.name}", *suite.settings], plugins)
     check_config(config, plugins)
     roles = suite.spec.algorithm(config.algo).roles()
     check_roles(with_reward_model(roles, config), config)
@@ -41,7 +42,7 @@ def config(suite: Suite) -> str:
     return f"{fields} settings; roles: {', '.join(roles) or 'none'}"
 
 
-def steps(suite: Suite) -> str:
+def steps(suite: AlgorithmSuite) -> str:
     """It takes two steps on the tiny model, and something reaches an optimizer."""
     finished = suite.plain
     items = [item for item in finished.record.items if len(item.batch)]
@@ -51,7 +52,7 @@ def steps(suite: Suite) -> str:
     return f"{len(finished.record.metrics)} steps; updates by {updated or 'none'}"
 
 
-def metrics(suite: Suite) -> str:
+def metrics(suite: AlgorithmSuite) -> str:
     """Every metric is a finite number and has a name that trackers can group: words, with / between them."""
     names: dict[str, None] = {}
     for step, row in enumerate(suite.plain.record.metrics, start=1):
@@ -66,7 +67,7 @@ def metrics(suite: Suite) -> str:
     return f"{len(names)} metrics"
 
 
-def same_seed(suite: Suite) -> str:
+def same_seed(suite: AlgorithmSuite) -> str:
     """A second run with the same seed gives the same metrics and samples, whatever global random generators hold."""
     again = suite.changed("again", Changes(random_seed=20261121))
     if found := _unequal(suite.plain, again, exact=True):
@@ -76,7 +77,7 @@ def same_seed(suite: Suite) -> str:
     return _compared(again)
 
 
-def reaches_workers(suite: Suite) -> str:
+def reaches_workers(suite: AlgorithmSuite) -> str:
     """Loss and map functions are module-level functions, and run in Ray's worker processes."""
     record = suite.plain.record
     functions = list(
@@ -96,7 +97,7 @@ def reaches_workers(suite: Suite) -> str:
     return f"{', '.join(map(function_name, functions)) or 'no function'}"
 
 
-def in_process_equals_ray(suite: Suite) -> str:
+def in_process_equals_ray(suite: AlgorithmSuite) -> str:
     """A run in one process and one on Ray give the same samples, and the same metrics but for noise."""
     # The run on Ray has two workers. Only if it differs is one with a single worker made, to tell the two causes apart.
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.plain, suite.on_ray(1))):
@@ -104,7 +105,7 @@ def in_process_equals_ray(suite: Suite) -> str:
     return _compared(suite.plain)
 
 
-def one_worker_equals_two(suite: Suite) -> str:
+def one_worker_equals_two(suite: AlgorithmSuite) -> str:
     """One worker and two give the same samples, and the same metrics but for noise; map functions see parts."""
     loss_checks.maps_by_row(suite)  # as few rows as these, Ray's workers would send here to be mapped
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.on_ray(1), suite.on_ray(2))):
@@ -112,7 +113,7 @@ def one_worker_equals_two(suite: Suite) -> str:
     return _compared(suite.on_ray(2))
 
 
-def zero_learning_rate(suite: Suite) -> str:
+def zero_learning_rate(suite: AlgorithmSuite) -> str:
     """With learning rate 0 the weights stay what they were, bit for bit, and the ratio to old_log_probs at 1."""
     if not any(role.trains for role in suite.roles.values()):
         raise NotApplicable("no role trains")
@@ -135,7 +136,7 @@ def zero_learning_rate(suite: Suite) -> str:
     return f"weights equal; {f'ratio of {ratios} at 1' if ratios else 'no loss reads old_log_probs'}"
 
 
-def kill_and_resume(suite: Suite) -> str:
+def kill_and_resume(suite: AlgorithmSuite) -> str:
     """A run that was killed and resumed equals one that was not, bit for bit: metrics, samples, weights, optimizers."""
     resumed = suite.resumed
     if found := _unequal(suite.plain, resumed, exact=True):
@@ -151,7 +152,7 @@ def kill_and_resume(suite: Suite) -> str:
     return f"killed in step {KILLED_AT} of {last}; {len(one)} files of weights and optimizers are equal"
 
 
-def non_finite(suite: Suite) -> str:
+def non_finite(suite: AlgorithmSuite) -> str:
     """A score or a loss that is not finite stops the run with an error that says so."""
     plain = suite.plain.record
     if not any(len(item.batch) for item in plain.items) and not plain.scored:
@@ -167,7 +168,7 @@ def non_finite(suite: Suite) -> str:
     return f"the run stops for {' and '.join(looked)} of NaN"
 
 
-def _expect_stop(suite: Suite, name: str, changes: Changes, what: str) -> None:
+def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, what: str) -> None:
     error = suite.expect_error(name, changes)
     if error is None:
         raise CheckFailed(f"with {what} the run went on")
@@ -197,7 +198,7 @@ def _compared(finished: FinishedRun) -> str:
     return f"{len(finished.samples)} samples and the metrics of {len(finished.numbers)} steps are equal"
 
 
-CHECKS: dict[str, Callable[[Suite], str]] = {
+CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
     check.__name__: check
     for check in (
         config,

@@ -14,7 +14,7 @@ import torch
 from rlcore.ops import Loss, Outputs, Term, needs, needs_of
 from rlcore.plugins import POLICY, AlgorithmSpec, PluginManager, Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
-from rlcore.roles.handles import RoleHandle
+from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleHandle
 from rlcore.roles.metrics import Metrics
 from rlcore.run import Run
 
@@ -106,7 +106,7 @@ class RecordingPlugins(PluginManager):
         super().run_start(run)
         changes, record = self.changes, self.record
         record.roles = {name: handle.role for name, handle in run.roles.items()}
-        run.roles = {name: RecordingHandle(handle, run, changes, record) for name, handle in run.roles.items()}
+        run.roles = {name: RECORDING[handle.kind](handle, run, changes, record) for name, handle in run.roles.items()}
         _record_reward(run, changes, record)
         if changes.holes:
             encode = run.encode
@@ -131,11 +131,6 @@ class RecordingHandle(RoleHandle):
     def __init__(self, handle: RoleHandle, run: Run, changes: Changes, record: RunRecord) -> None:
         vars(self).update(vars(handle))
         self._run, self._changes, self._record = run, changes, record
-
-    def generate(self, prompts: DataProto, **options: Any) -> DataProto:
-        """See RoleHandle."""
-        batch = super().generate(prompts, **options)
-        return _with_holes(batch, self._record) if self._changes.holes else batch
 
     def update(
         self,
@@ -166,6 +161,26 @@ class RecordingHandle(RoleHandle):
         if self._changes.frozen and self.role.kind == POLICY:
             return _recording_ratios(loss, self._record.ratios)
         return _with_nan(loss) if self._changes.nan_loss else loss
+
+
+class RecordingPolicy(RecordingHandle, PolicyHandle):
+    """A policy's handle that records its updates, and can put holes into responses."""
+
+    def generate(self, prompts: DataProto, **options: Any) -> DataProto:
+        """See PolicyHandle."""
+        batch = super().generate(prompts, **options)
+        return _with_holes(batch, self._record) if self._changes.holes else batch
+
+
+class RecordingCritic(RecordingHandle, CriticHandle):
+    """A critic's handle that records its updates."""
+
+
+class RecordingReward(RecordingHandle, RewardHandle):
+    """A reward model's handle that records its updates."""
+
+
+RECORDING = {cls.kind: cls for cls in (RecordingPolicy, RecordingCritic, RecordingReward)}
 
 
 def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlcore.data.arithmetic import Problem, problems
-from rlcore.testing import reward
+from rlcore.testing.algorithm import reward
 
 PROMPTS = 24
 STEPS = 2

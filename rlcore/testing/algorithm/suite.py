@@ -1,58 +1,41 @@
-"""The suite over one algorithm: its runs, each made once and shared by the checks, and the report card."""
+"""The runs of one algorithm, each made once and shared by the checks."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any
 
 from rlcore.checkpoint import STATE
 from rlcore.config import Config, compose, to_yaml
 from rlcore.config.schema import ClusterConfig
 from rlcore.data.chat import load_tokenizer
-from rlcore.errors import RLCoreError, did_you_mean
+from rlcore.errors import RLCoreError
 from rlcore.plugins import KINDS, PluginManager, Role, RoleKind
 from rlcore.run import Run
-from rlcore.testing import killed, problem
-from rlcore.testing.losses import LossProbe
-from rlcore.testing.watch import Changes, Item, RecordingPlugins, RunRecord, StopEarly, function_name, recorded_maps
+from rlcore.testing.algorithm import killed, problem
+from rlcore.testing.algorithm.losses import LossProbe
+from rlcore.testing.algorithm.watch import (
+    Changes,
+    Item,
+    RecordingPlugins,
+    RunRecord,
+    StopEarly,
+    function_name,
+    recorded_maps,
+)
+from rlcore.testing.report import CheckFailed, CheckSuite, NotApplicable, Result
 from rlcore.trainer import train
 from rlcore.workers import make_executor
 
-T = TypeVar("T")
-
 KILLED_AT = 2
 """The step at whose end the run is killed; the checkpoint of the step before is then the newest."""
-LONGEST = 600
-"""Characters of a result's text; an error of a worker may bring a traceback."""
-
-
-class CheckFailed(Exception):
-    """A check failed; the text says what was found."""
-
-
-class NotApplicable(Exception):
-    """A check does not apply to the algorithm; the text says why."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A line of the report card."""
-
-    check: str
-    outcome: Literal["pass", "FAIL", "n/a"]
-    text: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.outcome:<4}  {self.check:<22}  {self.text}"
 
 
 @dataclass(frozen=True)
@@ -100,82 +83,46 @@ def contents(path: Path) -> tuple[dict[str, Any], bytes]:
     return header, raw[begin:]
 
 
-class Suite:
-    """The checks of one algorithm. A context manager: at the end it stops Ray if it started one, and removes weights.
+class AlgorithmSuite(CheckSuite):
+    """The runs of one algorithm, each made once and shared by the checks.
 
-    `folder` is where its runs go; `settings` are overrides and `plugins` what stands behind `-p`. Raises PluginError
-    when there is no such algorithm.
+    At the end it stops Ray if it started one, and removes weights; the rest of each run stays in `folder`. Raises
+    PluginError when there is no such algorithm.
     """
 
-    def __init__(
-        self, algorithm: str, folder: Path, *, settings: Sequence[str] = (), plugins: Sequence[str] = ()
-    ) -> None:
-        self.algorithm, self.folder = algorithm, folder
-        self.settings, self.plugins = list(settings), list(plugins)
-        self.spec = PluginManager.load(self.plugins).algorithm(algorithm)
-        self._stack = ExitStack()
-        self._kept: dict[str, Any] = {}
+    noun = "algorithm"
+    group = "algo"
+
+    def __init__(self, name: str, folder: Path, checks: Mapping[str, Callable[[Any], str]], **options: Any) -> None:
+        super().__init__(name, folder, checks, **options)
+        self.spec = PluginManager.load(self.plugins).algorithm(name)
         problem.write_data(folder)
 
-    def __enter__(self) -> Self:
-        return self
+    @classmethod
+    def names(cls, plugins: PluginManager) -> Sequence[str]:
+        """See CheckSuite."""
+        return list(plugins.algorithms())
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        super().__exit__(*error)
         for weights in [*self.folder.glob("*/checkpoints"), *self.folder.glob("before")]:
-            shutil.rmtree(weights)  # of a dozen runs; what the runs said stays
-
-    # Results
-
-    def result(self, check: str) -> Result:
-        """Run one check, by its name in `rlcore.testing.checks.CHECKS`."""
-        from rlcore.testing.checks import CHECKS
-
-        if check not in CHECKS:
-            raise ValueError(f"no check is called {check!r}.{did_you_mean(check, CHECKS)} Checks: {', '.join(CHECKS)}")
-        start = time.perf_counter()
-        outcome: Literal["pass", "FAIL", "n/a"] = "pass"
-        try:
-            text = CHECKS[check](self)
-        except NotApplicable as reason:
-            outcome, text = "n/a", str(reason)
-        except CheckFailed as found:
-            outcome, text = "FAIL", str(found)
-        except Exception as error:  # whatever an algorithm raises is what its check found
-            outcome, text = "FAIL", f"{type(error).__name__}: {error}"
-        text = " ".join(text.split())
-        text = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-        return Result(check, outcome, text, time.perf_counter() - start)
+            shutil.rmtree(weights)
 
     def results(self) -> Iterator[Result]:
-        """Run all checks, one after the other."""
-        from rlcore.testing.checks import CHECKS
-
-        # It takes a while to start, beside the others. What it raises is kept, for the check that needs it.
+        """See CheckSuite. The run that is to be killed starts at once, beside the others."""
+        # An error of its start is kept, for the check that needs the run.
         with suppress(RLCoreError):
             self.once("killed", self._start_killed)
-        yield from map(self.result, CHECKS)
+        yield from super().results()
 
     # What the checks share
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when it was first called under this name, or raise what it raised then."""
-        if name not in self._kept:
-            try:
-                self._kept[name] = make()
-            except Exception as error:  # kept, and raised below
-                self._kept[name] = error
-        kept: Any = self._kept[name]
-        if isinstance(kept, Exception):
-            raise kept
-        return kept  # type: ignore[no-any-return]
 
     @property
     def config(self) -> Config:
         """The config of the in-process runs, without a folder."""
 
         def make() -> Config:
-            overrides = [f"algo={self.algorithm}", "cluster=in_process", *problem.overrides(self.folder, self.settings)]
+            overrides = [f"algo={self.name}", "cluster=in_process", *problem.overrides(self.folder, self.settings)]
             return compose(overrides, PluginManager.load(self.plugins))
 
         return self.once("config", make)

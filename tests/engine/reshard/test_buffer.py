@@ -6,7 +6,7 @@ import torch
 from rlcore.engine.parallel.layout import Cut, Layout
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
-from rlcore.engine.weights.reshard import HybridFlow, flat_pieces
+from rlcore.engine.weights.reshard import Reshard
 from rlcore.errors import ConfigError, DataError
 
 CUTS = {
@@ -19,8 +19,8 @@ CUTS = {
 }
 
 
-def alone(cuts=CUTS, layout=None) -> HybridFlow:
-    return HybridFlow(layout or GenerationLayout(Layout()), cuts, ProcessGroups(0))
+def alone(cuts=CUTS, layout=None) -> Reshard:
+    return Reshard(layout or GenerationLayout(Layout()), cuts, ProcessGroups(0))
 
 
 def shards():
@@ -54,10 +54,3 @@ def test_what_cannot_be_divided_is_refused():
     layout = GenerationLayout(Layout(tp=4), tp=2)
     with pytest.raises(ConfigError, match=r"w has shape \[6, 8\]: engine.tp=4 does not divide its dimension 0"):
         alone({"w": Cut((6, 8), (0,), 0)}, layout)
-    with pytest.raises(ConfigError, match="vanilla"):
-        alone({}, GenerationLayout(Layout(tp=4), tp=2, vanilla=True))
-
-
-def test_flat_pieces_differ_by_one_element_at_most():
-    pieces = flat_pieces(10, [3, 4, 9])
-    assert [(piece.rank, piece.start, piece.stop) for piece in pieces] == [(3, 0, 3), (4, 3, 6), (9, 6, 10)]

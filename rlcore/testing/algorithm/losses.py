@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlcore.engine.update.accounting import LossBatch
+from rlcore.engine.update.loss_accumulator import LossBatch
 from rlcore.engine.update.microbatch import column_values
 from rlcore.ops import Outputs, needs_of
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.row_groups import row_groups
-from rlcore.testing.watch import Item
+from rlcore.testing.algorithm.watch import Item
 
 TOLERANCE = 1e-4
 """Largest relative difference of two fp32 numbers that should be equal; sums in another order come to some 1e-6."""

@@ -1,4 +1,4 @@
-"""Loss accounting: terms are summed and counted over the whole mini-batch and all ranks before anything is divided."""
+"""Sums and counts of loss terms. Nothing is divided before they are added up over the mini-batch and all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.engine.train import UpdateItem
+from rlcore.engine.update.items import UpdateItem
 from rlcore.errors import DataError
 from rlcore.ops import Outputs, Term, needs_of
 from rlcore.protocol import DataProto, Ragged
@@ -109,45 +109,49 @@ def _counts(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device
     return tries[0]
 
 
-class Account:
-    """The sums and counts of one item over one mini-batch, on this rank."""
+class LossAccumulator:
+    """The sums and counts of one item's loss over one mini-batch, on this rank.
+
+    `scale` multiplies the loss of each micro-batch. `faults` names terms that are not finite and counts that do not add
+    up, each as a sentence.
+    """
 
     def __init__(self, item: UpdateItem, global_counts: Mapping[str, float], scale: float) -> None:
         self.item, self.global_counts, self.scale = item, global_counts, scale
         self.totals: Totals = {}
-        self.most: dict[str, float] = {}
-        self.bad: list[str] = []
+        self.largest: dict[str, float] = {}
+        self.faults: list[str] = []
 
-    def add(self, terms: Mapping[str, Term], batch: DataProto) -> Tensor:
-        """Book one micro-batch's terms and return what to call backward on: its share of the global mean, scaled."""
+    def add_terms(self, terms: Mapping[str, Term], batch: DataProto) -> Tensor:
+        """Add one micro-batch's terms and return the scalar to backpropagate: its scaled share of the global mean."""
         loss: Tensor | None = None
         for key, term in terms.items():
             if key not in self.global_counts:
                 raise DataError(f"loss term {key!r} appeared only with real outputs; terms may not depend on them")
             total = float(term.total.detach())
             if not math.isfinite(total):
-                self.bad.append(f"loss term {key!r} is {total} over rows {row_names(batch)}")
-            self.book(f"loss/{key}", total, term.count)
+                self.faults.append(f"the loss is not finite: term {key!r} is {total} over rows {row_names(batch)}")
+            self.add_metric(f"loss/{key}", total, term.count)
             if term.weight is not None and self.global_counts[key] > 0:
                 share = term.total * (term.weight * self.item.weight * self.scale / self.global_counts[key])
                 loss = share if loss is None else loss + share
         return loss if loss is not None else sum(t.total for t in terms.values()) * 0.0  # type: ignore[return-value]
 
-    def book(self, metric: str, total: Tensor | float, count: Tensor | float) -> None:
+    def add_metric(self, metric: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to the sum and count of a metric."""
         before = self.totals.get(metric, (0.0, 0.0))
         self.totals[metric] = (before[0] + float(total), before[1] + float(count))
 
-    def keep_most(self, metric: str, value: Tensor | float) -> None:
+    def track_max(self, metric: str, value: Tensor | float) -> None:
         """Keep the largest value of a metric; NaN counts as larger than any."""
-        self.most[metric] = larger(self.most.get(metric, -math.inf), float(value))
+        self.largest[metric] = larger(self.largest.get(metric, -math.inf), float(value))
 
     def check_counts(self, counted: Mapping[str, float]) -> None:
-        """Raise DataError if the micro-batches' counts do not add up to those of the whole."""
+        """Note a fault for each term whose counts over micro-batches do not add up to that of the mini-batch."""
         for key, count in counted.items():
             got = self.totals.get(f"loss/{key}", (0.0, 0.0))[1]
             if not math.isclose(got, count, rel_tol=1e-4, abs_tol=1e-6):
-                raise DataError(
+                self.faults.append(
                     f"the counts of loss term {key!r} add up to {got} over the micro-batches, but to {count} over the "
                     "mini-batch; a count must depend on batch columns alone and be a sum over rows"
                 )

@@ -1,0 +1,294 @@
+"""The loss contract: micro-batches, counts, normalisation, corrections and checks, for every train engine.
+
+A loss returns sums and counts. The counts depend on batch columns only, so they are added up over the mini-batch and
+all ranks before the first forward. Every backward then divides by the global count, and the gradient does not depend
+on micro-batches, padding or the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlcore.engine.update.importance import (
+    correct,
+    forward_needs,
+    is_corrected,
+    is_sampled,
+    measure_logprob_diff,
+    staleness,
+)
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.loss_accumulator import (
+    LossAccumulator,
+    Totals,
+    call_loss,
+    larger,
+    merge_totals,
+    row_names,
+    sum_counts,
+)
+from rlcore.engine.update.microbatch import column_values, micro_batches
+from rlcore.engine.update.schedule import learning_rate
+from rlcore.errors import DataError
+from rlcore.ops import Need, Outputs, needs_of
+from rlcore.protocol import DataProto, Ragged
+
+if TYPE_CHECKING:
+    from rlcore.engine.train import TrainEngine
+
+Counts = dict[str, float]
+"""The count of each loss term by name."""
+
+Report = tuple[Totals, list[str], dict[str, float]]
+"""One rank's part of one item: sums and counts, faults, largest values."""
+
+
+class Updater:
+    """Runs a train engine's forward and update on batches. Every rank of the engine calls each method together."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._ranks = engine.ranks
+        self._mesh = engine.mesh
+
+    # Forward
+
+    def compute(self, batch: DataProto, names: Sequence[Need]) -> dict[str, Ragged | Tensor]:
+        """Return the outputs `names` of all rows, without a gradient, in the batch's row order.
+
+        Token-level outputs are ragged fp32, as long as `responses`. A reward model's `scores` are fp32 [rows].
+        """
+        engine = self._engine
+        numbered = batch.select(["prompts", "responses"], [])
+        numbered["row"] = torch.arange(len(batch))
+        parts = self._micro_batches(numbered, None)
+        padded = self._pad_to_equal_count(parts, self._ranks.gather(len(parts)))
+        pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keep(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
+            if part is not None:
+                for name in names:
+                    pieces[name].append(outputs[name])
+            return torch.zeros((), device=self._ranks.device)
+
+        if padded:
+            engine.forward(padded, names, keep)
+        sizes = self._output_sizes(parts)
+        order = torch.cat([part.view("row") for part in parts]).argsort().tolist() if parts else []
+        columns: dict[str, Ragged | Tensor] = {}
+        for name in names:
+            flat = torch.cat(pieces[name]) if pieces[name] else torch.zeros(sum(sizes), device=self._ranks.device)
+            values = self._mesh.broadcast_from_stage(self._mesh.layout.pp - 1, flat).cpu().split(sizes)
+            rows = [values[row] for row in order]
+            if engine.kind.scores_rows:
+                columns[name] = torch.cat(rows) if rows else torch.zeros(0)
+            else:
+                columns[name] = Ragged.from_list(rows, dtype=torch.float32)
+        return columns
+
+    def _output_sizes(self, parts: Sequence[DataProto]) -> list[int]:
+        """Return how many output values each row has, in the order of the micro-batches."""
+        lengths: list[int] = []
+        for part in parts:
+            lengths += part.view("responses").lengths.tolist()
+        return [1] * len(lengths) if self._engine.kind.scores_rows else lengths
+
+    def _micro_batches(self, batch: DataProto, keep_together: str | None) -> list[DataProto]:
+        """Cut rows into micro-batches; with pipeline stages, into at least one for each stage."""
+        config = self._engine.config
+        lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
+        cuts = micro_batches(
+            lengths,
+            column_values(batch, keep_together),
+            config.micro_batch_rows,
+            config.micro_batch_tokens,
+            at_least=self._mesh.layout.pp,
+        )
+        return [batch[rows] for rows in cuts]
+
+    def _pad_to_equal_count(self, parts: Sequence[DataProto], by_rank: Sequence[int]) -> list[DataProto | None]:
+        """Append None until there are as many micro-batches as on the busiest rank, and as pipeline stages."""
+        stages = self._mesh.layout.pp
+        count = max(*by_rank, stages if stages > 1 else 0)
+        return [*parts, *[None] * (count - len(parts))]
+
+    # Update
+
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """Take one optimizer step for each mini-batch of each epoch and return the metrics.
+
+        `step` is the run's step, from 0, which the learning rate follows. A mini-batch without rows on any rank is
+        skipped and counted. Raises DataError on every rank, before the optimizer step, for a frozen role and for a loss
+        or gradient that is not finite; the error names the rows.
+        """
+        engine = self._engine
+        if not engine.trains:
+            raise DataError("this role is frozen; declare it with Role(trains=True) to update it")
+        lr = learning_rate(engine.config, step, engine.total_steps)
+        behind = staleness(items, engine.version, self._ranks)
+        totals: list[Totals] = []
+        largest: dict[str, float] = {}
+        norms: list[float] = []
+        skipped = 0
+        for _ in range(epochs):
+            for index in range(len(items[0].sizes)):
+                done = self._mini_batch([(item, item.mini_batch(index)) for item in items], lr, measure=not norms)
+                if done is None:
+                    skipped += 1
+                    continue
+                totals.append(done.totals)
+                norms.append(done.gradient_norm)
+                for name, value in done.largest.items():
+                    largest[name] = larger(largest.get(name, value), value)
+        means = {key: total / count for key, (total, count) in merge_totals(totals).items() if count > 0}
+        return {
+            **means,
+            **largest,
+            **behind,
+            **engine.metrics,
+            "train/grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "train/lr": lr,
+            "train/optimizer_steps": float(len(norms)),
+            "train/skipped_updates": float(skipped),
+        }
+
+    def _mini_batch(
+        self, work: Sequence[tuple[UpdateItem, DataProto]], lr: float, *, measure: bool
+    ) -> _OptimizerStep | None:
+        """Accumulate the gradient of one mini-batch and step. None: no rank has anything to optimise.
+
+        `measure`: also record how far the weights are from the policy that sampled the rows.
+        """
+        cuts = [self._micro_batches(batch, item.keep_together) for item, batch in work]
+        counts = [self._counts(item, batch, parts) for (item, batch), parts in zip(work, cuts, strict=True)]
+        by_rank = self._ranks.gather(([len(parts) for parts in cuts], counts))
+        global_counts = _global_counts(self._mesh.one_per_dp_rank([counts for _, counts in by_rank]))
+        if not any(count > 0 for counted in global_counts for count in counted.values()):
+            return None
+        padded = [
+            self._pad_to_equal_count(parts, [lengths[index] for lengths, _ in by_rank])
+            for index, parts in enumerate(cuts)
+        ]
+        try:
+            return self._step(work, padded, counts, global_counts, lr, measure=measure)
+        except DataError:
+            self._engine.zero_grad()
+            raise
+
+    def _counts(self, item: UpdateItem, batch: DataProto, parts: Sequence[DataProto]) -> Counts:
+        """Return the count of each loss term over this rank's rows."""
+        # One call over all rows reveals a count that depends on the cut. Logits of all rows would not fit in memory.
+        rows = parts if "logits" in needs_of(item.loss) else [batch]
+        return sum_counts(item, rows, self._engine.vocab_size, self._ranks.device)
+
+    def _step(
+        self,
+        work: Sequence[tuple[UpdateItem, DataProto]],
+        padded: Sequence[Sequence[DataProto | None]],
+        counts: Sequence[Counts],
+        global_counts: Sequence[Counts],
+        lr: float,
+        *,
+        measure: bool,
+    ) -> _OptimizerStep:
+        """Go backward through all items' micro-batches and take the optimizer step."""
+        self._engine.zero_grad()
+        final = max(index for index, parts in enumerate(padded) if parts)
+        accumulators: list[LossAccumulator] = []
+        for index, (item, _) in enumerate(work):
+            # Data-parallel engines average gradients over the ranks, while the counts are already global.
+            accumulator = LossAccumulator(item, global_counts[index], scale=float(self._mesh.layout.dp))
+            if padded[index]:
+                self._backward(padded[index], accumulator, measure=measure and is_sampled(item), last=index == final)
+            accumulators.append(accumulator)
+        if self._mesh.is_last_stage:
+            for accumulator, counted in zip(accumulators, counts, strict=True):
+                accumulator.check_counts(counted)
+        done = _OptimizerStep()
+
+        def approve(squares: float) -> float:
+            """Gather all ranks' losses and gradient norms in one message and check them; return the clipping factor."""
+            reports: list[Report] = [(each.totals, each.faults, each.largest) for each in accumulators]
+            told = self._ranks.gather((squares, reports))
+            done.add(self._mesh.one_per_dp_rank([report for _, report in told]))
+            done.gradient_norm = math.sqrt(sum(of_rank for of_rank, _ in told))
+            if not math.isfinite(done.gradient_norm):
+                self._refuse_gradient(done.gradient_norm, [batch for _, batch in work])
+            return self._clip_factor(done.gradient_norm)
+
+        self._engine.step(lr, approve)
+        return done
+
+    def _backward(
+        self, parts: Sequence[DataProto | None], accumulator: LossAccumulator, *, measure: bool, last: bool
+    ) -> None:
+        item, device = accumulator.item, self._ranks.device
+
+        def finish(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
+            if part is None:  # another rank has rows: this one joins its collectives with a loss of zero
+                return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
+            out = _by_row(outputs, part)
+            if measure:
+                measure_logprob_diff(out, part, accumulator, device)
+            if is_corrected(item):
+                out = correct(out, part, accumulator, device)
+            return accumulator.add_terms(call_loss(item, out, part, device), part)
+
+        self._engine.forward_backward(parts, forward_needs(item), finish, last=last)
+
+    def _refuse_gradient(self, norm: float, batches: Sequence[DataProto]) -> None:
+        """Raise DataError naming the rows of all ranks."""
+        mine = "; ".join(row_names(batch) for batch in batches if len(batch))
+        rows = " | ".join(names for names in self._mesh.one_per_dp_rank(self._ranks.gather(mine)) if names)
+        raise DataError(f"the gradient norm is {norm} over rows {rows}; the weights were left unchanged")
+
+    def _clip_factor(self, norm: float) -> float:
+        limit = self._engine.config.clip_grad
+        return limit / norm if 0 < limit < norm else 1.0
+
+
+class _OptimizerStep:
+    """The result of one optimizer step over all ranks."""
+
+    def __init__(self) -> None:
+        self.totals: Totals = {}
+        self.largest: dict[str, float] = {}
+        self.gradient_norm = 0.0
+
+    def add(self, ranks: Sequence[Sequence[Report]]) -> None:
+        """Merge the reports of all data-parallel ranks. Raises DataError for the faults that they name."""
+        reports = [report for of_rank in ranks for report in of_rank]
+        faults = [fault for _, of_item, _ in reports for fault in of_item]
+        if faults:
+            raise DataError(f"{' | '.join(dict.fromkeys(faults))}; the weights were left unchanged")
+        self.totals = merge_totals([totals for totals, _, _ in reports])
+        for _, _, largest in reports:
+            for name, value in largest.items():
+                self.largest[name] = larger(self.largest.get(name, value), value)
+
+
+def _global_counts(by_dp_rank: Sequence[Sequence[Counts]]) -> list[Counts]:
+    """Add up each item's counts over the data-parallel ranks; terms keep the order of their first appearance."""
+    summed: list[Counts] = []
+    for of_item in zip(*by_dp_rank, strict=True):
+        counts: Counts = {}
+        for of_rank in of_item:
+            for key, count in of_rank.items():
+                counts[key] = counts.get(key, 0.0) + count
+        summed.append(counts)
+    return summed
+
+
+def _by_row(outputs: dict[str, Tensor], part: DataProto) -> Outputs:
+    """Lay token-level outputs [tokens, ...] out as [rows, longest, ...], differentiably, zeros on the right."""
+    lengths = part.view("responses").lengths.tolist()
+    padded = dict(outputs)
+    for name, values in outputs.items():
+        if name != "scores":
+            padded[name] = torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
+    return Outputs(padded)

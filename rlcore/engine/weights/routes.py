@@ -1,0 +1,124 @@
+"""The routes by which weights reach a rollout engine. A worker chooses one at its start and keeps it.
+
+SharedModule: the rollout engine samples with the trained module itself; nothing travels.
+Resharded: the model is cut over pp or tp, and the rollout engine takes shards; ranks exchange the missing ones.
+Gathered: the rollout engine has weights of its own; every parameter travels whole, one at a time.
+Received: the rollout engine is in other processes; every parameter travels by reference through Ray.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rlcore.engine.rollout import RolloutEngine
+from rlcore.engine.train import TrainEngine
+from rlcore.engine.weights.generation import GenerationLayout
+from rlcore.engine.weights.meter import Meter, ProcessGroups
+from rlcore.engine.weights.reshard import Reshard
+from rlcore.engine.weights.transfer import RemoteWeights
+from rlcore.errors import DataError
+
+
+class WeightRoute(ABC):
+    """Brings a rollout engine to the newest weights. `meter` counts the bytes of its switches, where it counts any."""
+
+    def __init__(self, rollout: RolloutEngine) -> None:
+        self.rollout = rollout
+        self.meter = Meter()
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The version that sampling has to use."""
+
+    @abstractmethod
+    def bring(self) -> None:
+        """Give the rollout engine the weights of `version`. All ranks of the role call it together."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the rollout engine has these weights already."""
+        return self.rollout.version == self.version
+
+
+class _FromTrainEngine(WeightRoute):
+    """A route from the train engine in the same process."""
+
+    def __init__(self, rollout: RolloutEngine, train: TrainEngine) -> None:
+        super().__init__(rollout)
+        self.train = train
+
+    @property
+    def version(self) -> int:
+        """See WeightRoute."""
+        return self.train.version
+
+
+class SharedModule(_FromTrainEngine):
+    """The rollout engine samples with the trained module, so only the version changes."""
+
+    def bring(self) -> None:
+        """See WeightRoute."""
+        self.rollout.version = self.train.version
+
+
+class Gathered(_FromTrainEngine):
+    """Every parameter is gathered whole, one at a time, and copied into the rollout engine's own weights."""
+
+    def bring(self) -> None:
+        """See WeightRoute."""
+        self.rollout.sync(self.train.export(self.train.dtype), self.train.version, self.train.shapes)
+
+
+class Resharded(_FromTrainEngine):
+    """Ranks exchange the shards that their generating shards lack (HybridFlow, arXiv 2409.19256, section 5.3)."""
+
+    def __init__(self, rollout: RolloutEngine, train: TrainEngine, reshard: Reshard) -> None:
+        super().__init__(rollout, train)
+        self._reshard = reshard
+        self.meter = reshard.meter
+
+    def bring(self) -> None:
+        """See WeightRoute."""
+        shards = self._reshard.gather(self.train.export_local())
+        try:
+            self.rollout.adopt(shards, self.train.version, self._reshard.shapes)
+            self.meter.redundant = self._reshard.redundant_bytes(self.train.held_parameters())
+        finally:
+            if not self.rollout.adopts:  # its weights are in memory of its own
+                self._reshard.release()
+
+
+class Received(WeightRoute):
+    """Other processes train; the controller sends their weights to `receive` before it asks for samples."""
+
+    @property
+    def version(self) -> int:
+        """See WeightRoute: the version that came last."""
+        return self.rollout.version
+
+    def bring(self) -> None:
+        """See WeightRoute. Raises DataError when no weights have come."""
+        if self.rollout.version < 0:
+            raise DataError("this worker samples with the weights of other processes, and none have been sent to it")
+
+    def receive(self, weights: RemoteWeights) -> None:
+        """Copy the weights into the rollout engine. Raises DataError naming the parameters that do not fit."""
+        self.rollout.sync(iter(weights.items()), weights.version, weights.shapes)
+
+
+def choose_route(
+    train: TrainEngine, rollout: RolloutEngine, generation: GenerationLayout, groups: ProcessGroups
+) -> WeightRoute:
+    """Return the route between two engines in one process. All ranks call it together, as it makes process groups.
+
+    Raises ConfigError for a tensor that the layouts cannot divide evenly.
+    """
+    if rollout.shares_module:
+        return SharedModule(rollout, train)
+    is_cut = train.layout.pp * train.layout.tp > 1
+    if is_cut and (rollout.adopts or generation.tp > 1):
+        return Resharded(
+            rollout, train, Reshard(generation, train.cuts, groups, dtype=train.dtype, device=train.ranks.device)
+        )
+    return Gathered(rollout, train)

@@ -1,0 +1,46 @@
+"""The plugin `rollout=vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from rlcore import ConfigError, RolloutCapabilities, RolloutEngineSpec, hookimpl
+from rlcore.engines.vllm.config import VLLMConfig
+
+if TYPE_CHECKING:
+    from rlcore import Config
+    from rlcore.engine.rollout import RolloutEngine, RolloutSetup
+
+RLCORE_API = 1
+
+
+def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
+    """Make the engine. It cannot use the train engine's module, so it keeps a copy of the weights."""
+    from rlcore.engines.vllm.rollout import VLLMRollout
+
+    return VLLMRollout(
+        setup.model,
+        config=setup.config,
+        device=setup.device,
+        tensor_group=setup.tensor_group,
+        engine_order=setup.engine_order,
+    )
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
+            "docs/rollout.md says), or choose rollout=hf"
+        )
+
+
+@hookimpl
+def rlcore_rollout_engines() -> RolloutEngineSpec[VLLMConfig]:
+    """Register `rollout=vllm`."""
+    capabilities = RolloutCapabilities(
+        tensor_shards=True, continuous_batching=True, cache_key="rollout.vllm.kv_cache_mb"
+    )
+    return RolloutEngineSpec("vllm", create_vllm, VLLMConfig, capabilities, check)

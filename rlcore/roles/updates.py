@@ -1,0 +1,69 @@
+"""An update as the workers get it: which rows go to which rank and mini-batch, and the checks of an update call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlcore.config import TrainerConfig
+from rlcore.engine.update.items import Importance, UpdateItem
+from rlcore.engine.update.microbatch import column_values, update_plan
+from rlcore.errors import DataError
+from rlcore.ops import Loss, needs_of
+from rlcore.plugins import Role
+from rlcore.protocol import DataProto
+from rlcore.protocol.glossary import check_fields
+
+
+def check_update(name: str, role: Role, losses: Sequence[Loss], epochs: int, mini_batches: int) -> None:
+    """Raise DataError for an update that role `name` cannot make."""
+    if not role.trains:
+        raise DataError(f"role {name!r} is frozen; declare it with Role(trains=True) to update it")
+    for option, value in (("epochs", epochs), ("mini_batches", mini_batches)):
+        if value < 1:
+            raise DataError(f"{name}.update({option}={value}): it must be at least 1")
+    gives = role.kind.gives
+    for loss in losses:
+        if missing := [need for need in needs_of(loss) if need not in gives]:
+            raise DataError(
+                f"loss {getattr(loss, '__name__', loss)!r} needs {', '.join(missing)}, but role {name!r} is a "
+                f"{role.kind}, which gives {', '.join(gives)}; state what it needs with @needs(...)"
+            )
+
+
+def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
+    """Return how the role's updates correct for tokens that an older policy sampled; None: not at all."""
+    kind = trainer.importance
+    if kind == "auto":
+        kind = "token" if trainer.rollouts_ahead else "off"
+    if kind == "off" or not role.generates:
+        return None
+    return Importance(kind, trainer.importance_cap, trainer.importance_floor)
+
+
+def plan_update(
+    batches: Sequence[tuple[DataProto, Loss, float]],
+    ranks: int,
+    *,
+    mini_batches: int,
+    keep_together: str | None,
+    costs: Callable[[DataProto], list[int] | None],
+    config: Any,
+    importance: Importance | None,
+) -> list[list[UpdateItem]]:
+    """Return the items of each rank, one for each (batch, loss, weight), with the rows of its mini-batches in order.
+
+    `costs` gives the cost of each row, by which rows are spread over the ranks; None: their order decides.
+    """
+    shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
+    for rows, loss, weight in batches:
+        check_fields(rows)
+        wanted = ["uid", *([keep_together] if keep_together else [])]
+        objects = [name for name in dict.fromkeys(wanted) if name in rows.non_tensor_batch]
+        sent = rows.select(list(rows.batch.keys()), objects, [])
+        plan = update_plan(len(rows), column_values(rows, keep_together), mini_batches, ranks, costs(rows))
+        for share, cuts in zip(shares, plan, strict=True):
+            indices = [row for cut in cuts for row in cut]
+            sizes = [len(cut) for cut in cuts]
+            share.append(UpdateItem(sent[indices], sizes, loss, config, weight, keep_together, importance))
+    return shares

@@ -1,0 +1,130 @@
+"""Keys that plugins bring: composed, checked, saved and compared as the core's own."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlcore.config import check, compose, from_yaml, same_run, to_yaml
+from rlcore.errors import ConfigError
+from rlcore.plugins import PluginManager, installed
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "plugins"
+BLOCKED = [f"no:{entry.name}" for entry in installed()]
+STAND_IN, SECTIONS = (str(FIXTURES / f"{name}.py") for name in ("stand_in", "sections"))
+
+
+@pytest.fixture(scope="module")
+def own() -> PluginManager:
+    return PluginManager.load([*BLOCKED, STAND_IN, SECTIONS])
+
+
+@pytest.fixture(scope="module")
+def make(own):
+    return lambda *overrides: compose(["algo=echo", "algo.target=you", *overrides], own)
+
+
+@pytest.fixture
+def classes(own):
+    import sections
+
+    return sections
+
+
+def test_a_run_has_the_sections_of_its_engines_and_of_all_plugins(make, classes):
+    config = make("inspector.strictness=0.25", "rollout.slow.batch_size=2", "engine.plain.chunk=3")
+    assert list(config.sections) == ["inspector"]
+    assert config.section(classes.Inspector).strictness == 0.25
+    with pytest.raises(ConfigError, match=r"no config section Slow: .* an engine that the run does not use"):
+        config.section(classes.Slow)
+    config = make("rollout=slow", "rollout.slow.batch_size=2", "engine=plain")
+    assert list(config.sections) == ["inspector", "rollout.slow", "engine.plain"]
+    assert (config.section(classes.Slow).batch_size, config.section(classes.Plain).chunk) == (2, 8)
+    assert config.rollout == make("rollout.name=slow").rollout
+
+
+def test_values_of_sections_refer_to_others_and_are_referred_to(make, classes):
+    config = make("rollout=slow", "rollout.slow.batch_size=${data.batch_size}", "trainer.seed=${engine.plain.chunk}")
+    assert (config.section(classes.Slow).batch_size, config.trainer.seed) == (16, 8)
+
+
+def test_a_folder_of_ones_own_may_have_options_of_a_plugins_section(make, classes, tmp_path):
+    (tmp_path / "inspector").mkdir()
+    (tmp_path / "inspector" / "strict.yaml").write_text("strictness: 0.75\nname: Ann\n")
+    config = make("inspector=strict", "inspector.name=Bob", f"hydra.searchpath=['file://{tmp_path}']")
+    assert config.section(classes.Inspector) == classes.Inspector("Bob", 0.75)
+    with pytest.raises(ConfigError, match=r"inspector=strikt is unknown. Did you mean 'strict'\?"):
+        make("inspector=strikt", f"hydra.searchpath=['file://{tmp_path}']")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["inspector.strictness=2"],
+            "inspector.strictness = 2.0 is out of bounds: it must be at least 0 and at most 1",
+        ),
+        (["inspector.strict=1"], r"unknown key 'inspector.strict'. Did you mean 'inspector.strictness'\?"),
+        (["inspectr.name=x"], r"unknown key 'inspectr'. Did you mean 'inspector'\?"),
+        (["rollout.slow.batch_size=0"], "rollout.slow.batch_size = 0 is out of bounds"),
+        (["rollout.slo.batch_size=1"], r"unknown key 'rollout.slo'. Did you mean 'rollout.slow'\?"),
+        (["engine.chunk=5"], "the key engine.chunk is now engine.plain.chunk: write engine.plain.chunk=5"),
+        (["cluster.inspector=Ann"], "the key cluster.inspector is now inspector.name: write inspector.name=Ann"),
+        (["sections=1"], r"unknown key 'sections'"),
+        (["inspector=3"], "inspector = 3 must be a mapping"),
+        (["rollout.slow=3"], "rollout.slow = 3 must be a mapping"),
+    ],
+)
+def test_wrong_values_of_sections(make, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        make(*overrides)
+
+
+def test_checks_of_sections_and_engines_are_asked(make, own):
+    check(make("rollout=slow"), own)
+    with pytest.raises(ConfigError, match="strictness = 1 lets no row pass"):
+        check(make("inspector.strictness=1"), own)
+    with pytest.raises(ConfigError, match=r"rollout.slow.batch_size is more than data.batch_size"):
+        check(make("rollout=slow", "data.batch_size=2"), own)
+    with pytest.raises(ConfigError, match="engine=plain cannot move its weights off the GPU"):
+        check(make("engine=plain", "engine.offload=true"), own)
+
+
+def test_saved_and_read_back(make, own):
+    config = make("rollout=slow", "rollout.slow.batch_size=2", "inspector.name=Ann")
+    saved = yaml.safe_load(to_yaml(config))
+    assert saved["rollout"]["slow"] == {"batch_size": 2}
+    assert saved["inspector"] == {"name": "Ann", "strictness": 0.5, "log_level": "quiet"}
+    assert "sections" not in saved
+    assert "plain" not in saved["engine"]
+    assert from_yaml(to_yaml(config), own) == config
+    assert compose([], own, base=saved) == config
+    assert compose(["rollout=hf"], own, base=saved).sections.keys() == {"inspector"}
+
+
+def test_a_section_at_its_defaults_does_not_tie_a_run_to_its_plugin(make, own):
+    """Nor is the plugin among those that the run needs."""
+    alone = PluginManager.load([*BLOCKED, STAND_IN])
+    assert "inspector" not in yaml.safe_load(to_yaml(make()))
+    assert from_yaml(to_yaml(make()), alone).trainer == make().trainer
+    assert [info.name for info in own.used_by(make())] == ["stand_in"]
+    assert [info.name for info in own.used_by(make("inspector.name=Ann"))] == ["stand_in", "sections"]
+
+
+def test_two_runs_are_compared_by_what_is_computed(make):
+    config = make("rollout=slow")
+    assert same_run(config, make("rollout=slow", "inspector.log_level=loud")) == []
+    changed = make("rollout=slow", "inspector.strictness=0.75", "rollout.slow.batch_size=1")
+    assert same_run(config, changed) == ["inspector.strictness", "rollout.slow.batch_size"]
+    assert same_run(config, make()) == ["rollout.name", "rollout.slow.batch_size"]
+
+
+def test_values_by_dotted_key(make, classes):
+    config = make("rollout=slow")
+    assert (config.value("rollout.slow.batch_size"), config.value("trainer.seed")) == (4, 0)
+    changed = config.with_values({"rollout.slow.batch_size": 3, "trainer.seed": 7, "inspector.name": "Ann"})
+    assert (changed.section(classes.Slow).batch_size, changed.trainer.seed) == (3, 7)
+    assert (config.section(classes.Slow).batch_size, config.trainer.seed) == (4, 0)
+    for key in ("rollout.fast.batch_size", "trainer.sed", "sections.inspector", "trainer", ""):
+        with pytest.raises(ConfigError, match="this run's config has no key"):
+            config.value(key)
