@@ -26,6 +26,8 @@ from benchmarks.gpu.sizes import SIZES
 from benchmarks.report import Bar, Figure, write
 
 ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 480.0
+"""All parts together; what has not begun by then is left out."""
 
 
 @dataclass
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: a test of the code, no figures")
     parser.add_argument("--keep", type=Path, help="a folder for models, runs and logs that is not removed")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for all parts together (default: 480)")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     for name in asked.parts:
@@ -68,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         env = environment(Path(scratch))
         wanted = list(dict.fromkeys(["models", *names]))
-        found = run_parts(wanted, size, folder.absolute(), env, where=Path(scratch))
+        found = run_parts(wanted, size, folder.absolute(), env, where=Path(scratch), seconds=asked.seconds)
         for name, text in found.failed.items():
             print(f"\n=== {name} FAILED ===\n{text}")
-        for name, seconds in found.seconds.items():
+        for name in wanted:
             state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
-            print(f"{name:<12} {seconds:6.1f} s  {state}")
+            print(f"{name:<12} {found.seconds.get(name, 0.0):6.1f} s  {state}")
         held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
     return held and not found.failed
 
@@ -104,10 +107,17 @@ def environment(scratch: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
 
 
-def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, str], where: Path) -> Findings:
+def run_parts(
+    names: Sequence[str], size: str, folder: Path, env: Mapping[str, str], where: Path, seconds: float
+) -> Findings:
     """Run each part in a process of its own, in the folder `where`."""
     found = Findings()
+    began = time.perf_counter()
     for name in names:
+        limit = min(PARTS[name][1], seconds - (time.perf_counter() - began))
+        if limit <= 0:
+            found.absent[name] = "time left"
+            continue
         out, log = folder / f"{name}.json", folder / f"{name}.log"
         out.unlink(missing_ok=True)
         small = ["--small"] if size == "small" else []
@@ -118,7 +128,7 @@ def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, s
                 command, env=dict(env), cwd=where, stdout=file, stderr=file, start_new_session=True
             )
             try:
-                process.wait(PARTS[name][1])
+                process.wait(limit)
             except subprocess.TimeoutExpired:
                 ended = False
                 os.killpg(process.pid, signal.SIGKILL)
@@ -126,9 +136,7 @@ def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, s
         found.seconds[name] = time.perf_counter() - start
         answer = json.loads(out.read_text()) if out.exists() else {}
         if not ended:
-            found.failed[name] = (
-                f"not done after {PARTS[name][1]:.0f} s; the end of its output:\n{log.read_text()[-3000:]}"
-            )
+            found.failed[name] = f"not done after {limit:.0f} s; the end of its output:\n{log.read_text()[-3000:]}"
         elif "figures" in answer:
             found.figures += [Figure(**each) for each in answer["figures"]]
         elif "absent" in answer:
