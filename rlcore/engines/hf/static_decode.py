@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcore.engines.hf.sampling import sample_tokens
+from rlcore.engine.sampling import sample_tokens
 
 
 @dataclass(frozen=True)
