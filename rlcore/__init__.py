@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrackerSpec,
         TrainCapabilities,
         TrainEngineSpec,
+        WorkerSpec,
         hookimpl,
     )
     from rlcore.protocol import DataProto, Ragged
@@ -56,6 +57,7 @@ _HOMES = {
         "TrackerSpec",
         "TrainCapabilities",
         "TrainEngineSpec",
+        "WorkerSpec",
         "hookimpl",
     ],
     "rlcore.protocol": ["DataProto", "Ragged"],
@@ -96,6 +98,7 @@ __all__ = [
     "TrainCapabilities",
     "TrainEngineSpec",
     "WorkerError",
+    "WorkerSpec",
     "hookimpl",
     "option",
 ]

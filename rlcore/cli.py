@@ -297,10 +297,10 @@ def _config(argv: list[str]) -> int:
     check(config, plugins)
     if config.algorithm and config.cluster.pools != "auto":
         from rlcore.roles.placement import plan
-        from rlcore.run import with_reward_model
+        from rlcore.roles.settings import resolve_roles
 
         roles = plugins.algorithm(config.algorithm).algorithm(config.algo).roles()
-        plan(config, with_reward_model(roles, config), plugins.train_engines()[config.engine.name])
+        plan(config, resolve_roles(roles, config), plugins.train_engines()[config.engine.name])
     return _print_config(config)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rlcore.config import Config
-from rlcore.data.chat import ResponseEncoder, check_role_folder, load_tokenizer, same_tokenizer
+from rlcore.data.chat import ResponseEncoder, load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.errors import ConfigError, DataError, NoRoleError, did_you_mean
-from rlcore.plugins import KINDS, REWARD, Role, RoleKind
+from rlcore.errors import DataError, NoRoleError, did_you_mean
+from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
+from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, plan
+from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolPlan, plan
+from rlcore.roles.settings import REWARD_MODEL
 from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 
 
 H = TypeVar("H", bound=RoleHandle)
-
-REWARD_MODEL = "reward_model"
-"""The role that `reward.model` adds to an algorithm's own."""
 
 
 class Run:
@@ -227,16 +226,20 @@ def open_run(
     roles: Mapping[str, Role],
     rewards: list[WeightedReward],
     *,
+    plans: Sequence[PoolPlan] | None = None,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
 ) -> Iterator[Run]:
-    """Start the workers of all roles and of the rewards, where `cluster.pools` has them; stop them at the end.
+    """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
-    `loaders` are what `run.next_prompts` draws from. Each worker writes to a file of its own in `log_dir`. Raises
-    ConfigError for roles that cannot be, and the errors of starting.
+    roles: as `resolve_roles` gives them, checked by `check_roles`.
+    plans: the pools, as `plan` gives them; None: it is called here, and raises ConfigError for pools that cannot be.
+    loaders: the data sets of `run.next_prompts`, by name.
+    log_dir: folder in which each worker writes a file of its own.
+
+    Raises the errors of starting.
     """
-    check_roles(roles, config)
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
+    plans = plan(config, roles, plugins.train_engines()[config.engine.name]) if plans is None else plans
     executor = make_executor(
         config.cluster,
         log_dir=log_dir,
@@ -250,74 +253,11 @@ def open_run(
         reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
-        handles, (scorers,) = start_roles(
-            config, executor, plugins, roles, clock, pools, reads_text=_text_readers(roles, config), extra=[reward]
-        )
+        handles, (scorers,) = start_roles(config, executor, plugins, roles, clock, pools, extra=[reward])
         judge = Judge(config.judge, executor)
         yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
 
 
-def _text_readers(roles: Mapping[str, Role], config: Config) -> set[str]:
-    """Return the reward models to which the actor's token ids mean nothing, as their tokenizer is another."""
-    return {
-        name
-        for name, role in roles.items()
-        if role.kind.reads_text
-        and role.model is not None
-        and not same_tokenizer(replace(config.model, path=role.model), config.model)
-    }
-
-
-def with_reward_model(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
-    """Return the roles of a run: the algorithm's, and the reward model if `reward.model` names one.
-
-    Raises ConfigError when the algorithm has a role of that name too.
-    """
-    if config.reward.model is None:
-        return dict(roles)
-    if REWARD_MODEL in roles:
-        raise ConfigError(
-            f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
-            f"reward.model={config.reward.model}"
-        )
-    return {**roles, REWARD_MODEL: Role(kind=REWARD, model=config.reward.model)}
-
-
 def check_roles(roles: Mapping[str, Role], config: Config) -> None:
-    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, leaders, pools and folders."""
-    taken = set(vars(Run)) | {"config", "dir", "roles", ROLLOUT}
-    for name, role in roles.items():
-        if name in taken or not name.isidentifier():
-            raise ConfigError(
-                f"a role cannot be called {name!r}: it is no identifier, or a part of Run has that name, or of a pool"
-            )
-        if not isinstance(role.kind, RoleKind):
-            raise ConfigError(
-                f"role {name!r} has kind={role.kind!r}; a kind is one of the values {', '.join(map(repr, KINDS))} of "
-                "rlcore, as in Role(kind=CRITIC)"
-            )
-        if role.lr is not None and role.lr < 0:
-            raise ConfigError(f"role {name!r} has the learning rate {role.lr}; it must be 0 or more")
-        if role.generates and not role.kind.is_language_model:
-            raise ConfigError(f"role {name!r} is a {role.kind} and cannot generate; only a policy does")
-        if not role.kind.is_language_model and role.model is None and not role.may_start_headless:
-            raise ConfigError(
-                f"role {name!r} is a {role.kind} that neither trains nor follows, so it needs a model folder with a "
-                "trained head: Role(model=FOLDER)"
-            )
-        if role.follows is not None and (role.follows not in roles or role.follows == name or role.trains):
-            raise ConfigError(
-                f"role {name!r} follows {role.follows!r}; a role that does not train can follow one of the others: "
-                f"{', '.join(other for other in roles if other != name) or 'there is none'}"
-            )
-        if role.follows is not None and role.kind.head != roles[role.follows].kind.head:
-            raise ConfigError(
-                f"role {name!r} is a {role.kind} and follows {role.follows!r}, a {roles[role.follows].kind}: they have "
-                "other weights; a policy follows a policy, a critic or reward model one of these"
-            )
-    plan(config, roles)
-    for name, role in roles.items():
-        if role.model is not None:
-            by_setting = name == REWARD_MODEL and role.model == config.reward.model
-            what = "reward.model=" if by_setting else f"the model of role {name!r}, "
-            check_role_folder(what, role, config.model)
+    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, leaders and folders."""
+    checks.check_roles(roles, config, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})

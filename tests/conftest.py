@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,6 +20,60 @@ def ray_cluster() -> Iterator[None]:
 
     with make_executor(ClusterConfig(executor="ray")):
         yield
+
+
+@pytest.fixture(scope="session")
+def engine_models() -> ModuleType:
+    """The module tests/engine_models.py, imported only by tests that use it: it needs torch."""
+    spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).with_name("engine_models.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def model_folder(engine_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that returns the folder of a small random model of an architecture."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str = "qwen2") -> Path:
+        if kind not in made:
+            made[kind] = engine_models.make_model(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_random(engine_models: ModuleType) -> Callable[..., Path]:
+    """See engine_models."""
+    return engine_models.write_random
+
+
+@pytest.fixture(scope="session")
+def random_batch(engine_models: ModuleType) -> Callable[..., Any]:
+    """See engine_models."""
+    return engine_models.random_batch
+
+
+@pytest.fixture
+def make_engine(engine_models: ModuleType, model_folder: Callable[..., Path]) -> Callable[..., Any]:
+    """A function that creates a torch engine of an architecture; see engine_models.torch_engine."""
+    return lambda kind="qwen2", **options: engine_models.torch_engine(model_folder(kind), **options)
+
+
+@pytest.fixture
+def gradients(engine_models: ModuleType) -> Callable[..., Any]:
+    """See engine_models."""
+    return engine_models.gradients
+
+
+@pytest.fixture
+def assert_close(engine_models: ModuleType) -> Callable[..., None]:
+    """See engine_models."""
+    return engine_models.assert_close
 
 
 def pytest_configure() -> None:

@@ -1,1 +1,71 @@
-"""What every engine shares, and the interface for engines of your own. Runs in worker processes."""
+"""What every engine shares, and the public interface for engines of your own. Runs in worker processes.
+
+The names below may be imported by plugins that bring an engine (docs/write_an_engine.md). Each is imported when it is
+first used, so `import rlcore.engine` itself does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlcore.assets import model_path
+    from rlcore.engine.collectives import Ranks
+    from rlcore.engine.parallel.layout import Layout, ShardSpec
+    from rlcore.engine.random_state import random_state, set_random_state
+    from rlcore.engine.responses import end_tokens, ends_with_stop
+    from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+    from rlcore.engine.train import ENGINE_STATE, Approve, Finish, TrainEngine, TrainSetup
+    from rlcore.engine.update.items import Importance, UpdateItem
+    from rlcore.engine.update.updater import Updater
+    from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
+
+_MODULES = {
+    "rlcore.assets": ["model_path"],
+    "rlcore.engine.collectives": ["Ranks"],
+    "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
+    "rlcore.engine.random_state": ["random_state", "set_random_state"],
+    "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
+    "rlcore.engine.rollout": ["RolloutEngine", "RolloutSetup", "Sampling"],
+    "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
+    "rlcore.engine.update.items": ["Importance", "UpdateItem"],
+    "rlcore.engine.update.updater": ["Updater"],
+    "rlcore.engine.weights.transfer": ["Shapes", "check_same_parameters", "checked"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ENGINE_STATE",
+    "Approve",
+    "Finish",
+    "Importance",
+    "Layout",
+    "Ranks",
+    "RolloutEngine",
+    "RolloutSetup",
+    "Sampling",
+    "Shapes",
+    "ShardSpec",
+    "TrainEngine",
+    "TrainSetup",
+    "UpdateItem",
+    "Updater",
+    "check_same_parameters",
+    "checked",
+    "end_tokens",
+    "ends_with_stop",
+    "model_path",
+    "random_state",
+    "set_random_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'rlcore.engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -23,7 +23,7 @@ from rlcore.plan.search import Plan, search
 from rlcore.plan.workload import Workload
 from rlcore.plugins import Role
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, sampled_role
-from rlcore.run import with_reward_model
+from rlcore.roles.settings import resolve_roles
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -54,7 +54,7 @@ def problem_of(
     """Return the planning problem of a config on these devices."""
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     algorithm.check(config)
-    roles = with_reward_model(algorithm.roles(), config)
+    roles = resolve_roles(algorithm.roles(), config)
     sizes = {name: _size(role, config) for name, role in _leaders_first(roles).items()}
     problem = Problem(
         record(config, plugins),

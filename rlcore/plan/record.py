@@ -33,8 +33,9 @@ from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import named_scores
 from rlcore.roles.handles import StepClock
 from rlcore.roles.placement import plan
+from rlcore.roles.settings import resolve_roles
 from rlcore.roles.start import start_roles
-from rlcore.run import Run, with_reward_model
+from rlcore.run import Run
 from rlcore.workers import ClassWithInitArgs, Worker, WorkerGroup, register
 from rlcore.workers.dispatch import Dispatch
 from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
@@ -55,7 +56,7 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     ConfigError when the step cannot run so, with what it said.
     """
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    roles = with_reward_model(algorithm.roles(), config)
+    roles = resolve_roles(algorithm.roles(), config)
     small = _small(config, plugins)
     before = random_state()
     try:

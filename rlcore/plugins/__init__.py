@@ -16,6 +16,7 @@ from rlcore.plugins.specs import (
     TrackerSpec,
     TrainCapabilities,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "TrackerSpec",
     "TrainCapabilities",
     "TrainEngineSpec",
+    "WorkerSpec",
     "hookimpl",
     "installed",
     "own_engines",

@@ -28,6 +28,7 @@ from rlcore.plugins.specs import (
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,17 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
     `command.NAME`, from which `rlcore --help` lists it without importing it.
     Errors: a name that is taken or not declared stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
+    """Give workers of the plugin's own, for algorithms to call through `run.group(NAME)`.
+
+    When: once a run, before its workers start. Import the worker's libraries in the worker, not in the plugin module.
+    Returns: one WorkerSpec or a list of them, empty where the config asks for none.
+    Errors: a name that another plugin has given stops the run.
     """
     raise NotImplementedError
 

@@ -28,6 +28,7 @@ from rlcore.plugins.specs import (
     RolloutEngineSpec,
     TrackerSpec,
     TrainEngineSpec,
+    WorkerSpec,
 )
 
 if TYPE_CHECKING:
@@ -210,6 +211,16 @@ class PluginManager:
 
     # Life-cycle hooks.
 
+    def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
+        """Call rlcore_workers; return the workers of plugins by name."""
+        found: dict[str, WorkerSpec] = {}
+        givers: dict[str, PluginInfo] = {}
+        for info, spec in self._given("rlcore_workers", WorkerSpec, config=config):
+            if spec.name in found:
+                raise _taken(info, "rlcore_workers", spec.name, givers[spec.name])
+            found[spec.name], givers[spec.name] = spec, info
+        return found
+
     def check_config(self, config: Config) -> None:
         """Call rlcore_check_config."""
         self._call_all("rlcore_check_config", config=config)
@@ -286,15 +297,20 @@ class PluginManager:
             _log.info("loaded %s, sha256 %s", info, sha256)
 
     def _register(self, hook: str, kind: type) -> None:
-        for info, call in self._calls(hook):
+        for info, spec in self._given(hook, kind):
+            if (other := self._givers.get((kind, spec.name))) is not None:
+                raise _taken(info, hook, spec.name, other)
+            self._givers[kind, spec.name] = info
+            self._specs[kind][spec.name] = spec
+
+    def _given(self, hook: str, kind: type, **arguments: Any) -> Iterator[tuple[PluginInfo, Any]]:
+        """Call a hook that gives specs; yield each spec, checked, with its plugin."""
+        for info, call in self._calls(hook, **arguments):
             given = call()
             for spec in given if isinstance(given, (list, tuple)) else [given]:
                 if (fault := checks.spec_fault(hook, spec, kind)) is not None:
                     raise _broken(info, fault)
-                if (other := self._givers.get((kind, spec.name))) is not None:
-                    raise _broken(info, f"{hook}() gives the name {spec.name!r}, which {other} has given already")
-                self._givers[kind, spec.name] = info
-                self._specs[kind][spec.name] = spec
+                yield info, spec
 
     def _check_promise(self, info: PluginInfo) -> None:
         """Check that an entry point gives the algorithm or command of its name: `--help` lists them without import."""
@@ -375,6 +391,10 @@ def _check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
 
 def _broken(info: PluginInfo, cause: str) -> PluginError:
     return PluginError(f"{info}: {cause}\nTo go on without it: -p no:{info.name}")
+
+
+def _taken(info: PluginInfo, hook: str, name: str, other: PluginInfo) -> PluginError:
+    return _broken(info, f"{hook}() gives the name {name!r}, which {other} has given already")
 
 
 def _cause(error: BaseException) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlcore.engine.rollout import RolloutEngine, RolloutSetup
     from rlcore.engine.train import TrainEngine, TrainSetup
     from rlcore.protocol import DataProto
+    from rlcore.workers import Worker, WorkerGroup
 
 C = TypeVar("C")
 Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
@@ -206,6 +207,28 @@ class TrackerSpec:
 
     name: str
     create: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Workers of a plugin's own, in processes beside those of the roles: `run.group(NAME)`.
+
+    worker: the class, a subclass of `rlcore.workers.Worker`; args: its arguments, the same for every rank.
+    handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
+    WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
+    function: it waits for the step's results and returns metrics by name.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each.
+
+    The processes start at the first `run.group(NAME)` of a run, and stop with the run.
+    """
+
+    name: str
+    worker: type[Worker]
+    args: tuple[Any, ...] = ()
+    handle: Callable[[WorkerGroup, schema.Config], Any] | None = None
+    workers: int = 1
+    cpus_per_worker: int = 1
+    gpus_per_worker: float = 0.0
 
 
 @dataclass(frozen=True)

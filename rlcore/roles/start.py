@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
-from rlcore.roles.settings import role_config
+from rlcore.roles.settings import reads_text, role_config
 from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
 from rlcore.workers.executor import ProcessRequest
 
@@ -30,16 +30,14 @@ def start_roles(
     clock: StepClock,
     pools: Sequence[OpenPool],
     *,
-    reads_text: Collection[str] = (),
     extra: Sequence[ProcessRequest] = (),
 ) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    reads_text: names of the reward models whose tokenizer differs from the actor's.
     extra: further processes to start at the same time, with one worker class each; their groups are returned too. Such
     a class has a method `start` that does not block, as the workers of roles do; its errors come first.
     """
-    setups = {name: _setup(name, role, config, plugins, name in reads_text) for name, role in roles.items()}
+    setups = {name: _setup(name, role, config, plugins) for name, role in roles.items()}
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     if sampled is not None:
         setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
@@ -65,12 +63,12 @@ def start_roles(
             clock,
             leader=groups[role.follows] if role.follows is not None and follows_elsewhere else None,
             rollout=groups[ROLLOUT] if name == sampled else None,
-            reads_text=name in reads_text,
+            reads_text=setups[name].reads_text,
         )
     return handles, others
 
 
-def _setup(name: str, role: Role, config: Config, plugins: PluginManager, reads_text: bool) -> RoleSetup:
+def _setup(name: str, role: Role, config: Config, plugins: PluginManager) -> RoleSetup:
     own = role_config(config, name, role)
     return RoleSetup(
         role=role,
@@ -83,7 +81,7 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, reads_
         rollout_config=own.sections.get(f"rollout.{own.rollout.name}"),
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
-        reads_text=reads_text,
+        reads_text=reads_text(role, config),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 def conformance(target: str, *settings: str, plugins: Sequence[str] = ()) -> Callable[..., None]:
     """Return a test of an installed plugin, parametrised with the name of each check of its suite.
 
-    `target` is a name, or GROUP=NAME such as "engine=torch" where plugins of two kinds share a name. `settings` are
+    `target` is NAME, or GROUP=NAME (with a config group) where plugins of two kinds share a name. `settings` are
     overrides, such as "algo.group_size=4", for what the plugin needs or does not have by default; `plugins` are local
     files, as behind `-p`. A check that does not apply is skipped with its reason. The checks share their runs, so all
     of one plugin should run in one process.

@@ -26,7 +26,7 @@ SUITES = (SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),)
 
 
 def find_suite(target: str, plugins: Sequence[str] = ()) -> tuple[SuiteEntry, str]:
-    """Return the suite of `target`, NAME or GROUP=NAME such as "algo=grpo", and the plugin's name.
+    """Return the suite of `target`, which is NAME or GROUP=NAME, and the plugin's name; GROUP is a config group.
 
     Raises PluginError for an unknown group or name, and for a bare name that plugins of two kinds have.
     """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rlcore.workers.choose_executor import make_executor
 from rlcore.workers.dispatch import Dispatch, Execute, Mesh
-from rlcore.workers.executor import Executor, make_executor
+from rlcore.workers.executor import Executor
 from rlcore.workers.group import Future, WorkerGroup, wait_for
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.spans import Span

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import NamedTuple, Self, overload
 
-from rlcore.config.schema import ClusterConfig
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 
@@ -85,24 +83,3 @@ class Executor(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def make_executor(
-    cluster: ClusterConfig,
-    *,
-    log_dir: Path | None = None,
-    by_value_modules: Sequence[ModuleType] = (),
-    distributions: Mapping[str, str] | None = None,
-) -> Executor:
-    """Return the executor that `cluster.executor` names, not started yet.
-
-    Each worker process writes to `log_dir`/NAME-RANK.log. What comes from `by_value_modules` is sent by value, for
-    files that workers cannot import. Every worker checks that it has the `distributions` (version by name).
-    """
-    if cluster.executor == "in_process":
-        from rlcore.workers.in_process import InProcessExecutor
-
-        return InProcessExecutor(cluster)
-    from rlcore.workers.ray_executor import RayExecutor
-
-    return RayExecutor(cluster, log_dir=log_dir, by_value_modules=by_value_modules, distributions=distributions or {})

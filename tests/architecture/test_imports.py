@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import rlcore
+import rlcore.engine
 
 ROOT = Path(__file__).parents[2]
+PUBLIC = {"rlcore": rlcore, "rlcore.engine": rlcore.engine}
 PLUGIN_FILES = sorted([*(ROOT / "algorithms").glob("*.py"), *(ROOT / "plugins").glob("*/*.py")])
 
 
@@ -38,7 +40,7 @@ def test_plugins_use_only_the_public_names_and_never_each_other(path):
     for module, name in imported(path):
         assert module.split(".")[0] not in siblings, f"{path.name} imports {module}"
         if module.split(".")[0] == "rlcore":
-            public = module == "rlcore" and name in rlcore.__all__
+            public = module in PUBLIC and name in PUBLIC[module].__all__
             assert public or module == "rlcore.ops", f"{path.name} uses {module}.{name}, which is not public"
 
 
@@ -61,6 +63,16 @@ def test_no_algorithm_is_named_in_the_core():
             assert not used & set(names), f"{path.relative_to(ROOT)} names an algorithm"
 
 
-def test_every_public_name_is_there():
-    for name in rlcore.__all__:
-        assert getattr(rlcore, name) is not None
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_there(module):
+    for name in PUBLIC[module].__all__:
+        assert getattr(PUBLIC[module], name) is not None
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_package_of_public_names_loads_nothing_heavy(module):
+    code = (
+        f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers', 'numpy', 'hydra'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

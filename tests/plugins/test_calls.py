@@ -91,3 +91,20 @@ def test_errors_of_rlcore_pass_unchanged(distribution, without_own):
 def test_hooks_page_is_current():
     page = Path(__file__).parents[2] / "docs" / "hooks.md"
     assert page.read_text() == markdown(), "run: python -m rlcore.plugins.reference hooks > docs/hooks.md"
+
+
+def test_workers_of_plugins(plugin_file, without_own, tmp_path):
+    def config(name):
+        return SimpleNamespace(run=SimpleNamespace(name=name))
+
+    plugins = PluginManager.load([*without_own, plugin_file("own_workers")])
+    assert plugins.workers(config(None)) == {}
+    spec = plugins.workers(config("hello"))["echo"]
+    assert (spec.worker.__name__, spec.args, spec.workers, spec.gpus_per_worker) == ("Echo", ("hello",), 2, 0.0)
+    handle = spec.handle("a group", config("hello"))
+    assert (handle.group, handle.config.run.name) == ("a group", "hello")
+    second = tmp_path / "other_workers.py"
+    second.write_text(Path(plugin_file("own_workers")).read_text())
+    both = PluginManager.load([*without_own, plugin_file("own_workers"), str(second)])
+    with pytest.raises(PluginError, match=r"'other_workers'.*\n?.*gives the name 'echo', which plugin 'own_workers'"):
+        both.workers(config("hello"))

@@ -16,7 +16,8 @@ from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.roles.handles import CriticHandle, RewardHandle
-from rlcore.run import check_roles, open_run, with_reward_model
+from rlcore.roles.settings import resolve_roles
+from rlcore.run import check_roles, open_run
 from rlcore.trainer import train
 
 CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }};{% endfor %}"
@@ -115,8 +116,8 @@ PAIRS = [("3+4=", "7"), ("12+5=", "17orso"), ("1+1=", ""), ("9-2=", "7")]
             {"tutor": Role(kind="critic")},
             r"role 'tutor' has kind='critic'; .* values POLICY, CRITIC, REWARD of",
         ),
-        ({"reward": Role()}, "a role cannot be called 'reward'.*a part of Run has that name"),
-        ({"my-role": Role()}, "a role cannot be called 'my-role': it is no identifier"),
+        ({"reward": Role()}, "a role cannot be called 'reward': Run or cluster.pools uses that name"),
+        ({"my-role": Role()}, "role name 'my-role' is not a Python identifier"),
         ({"critic": Role(kind=CRITIC, generates=True)}, "role 'critic' is a critic and cannot generate"),
         (
             {"cost": Role(kind=REWARD)},
@@ -168,7 +169,7 @@ def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tm
 def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tmp_path):
     def roles(model):
         asked = replace(config, reward=replace(config.reward, model=str(model)))
-        check_roles(with_reward_model({"actor": Role()}, asked), asked)
+        check_roles(resolve_roles({"actor": Role()}, asked), asked)
 
     roles(scorer())
     with pytest.raises(ConfigError, match=r"^reward\.model=/nowhere does not exist; .* Face sequence-classification"):
@@ -182,7 +183,7 @@ def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tm
         roles(tmp_path / "bare")
     asked = replace(config, reward=replace(config.reward, model=str(scorer())))
     with pytest.raises(ConfigError, match=r"brings a role 'reward_model' of its own; leave out reward.model"):
-        with_reward_model({"reward_model": Role(trains=True, kind=REWARD)}, asked)
+        resolve_roles({"reward_model": Role(trains=True, kind=REWARD)}, asked)
 
 
 # Roles by name

@@ -99,7 +99,8 @@ def two_steps(folder: Path, *overrides: str) -> dict[str, Any]:
     from rlcore.data.loader import PromptLoader
     from rlcore.plugins import PluginManager
     from rlcore.rewards.compose import resolve
-    from rlcore.run import open_run, with_reward_model
+    from rlcore.roles.settings import resolve_roles
+    from rlcore.run import open_run
 
     plugins = PluginManager.load()
     model, far = folder / "scorer", folder / "far" / "far.py"
@@ -108,7 +109,7 @@ def two_steps(folder: Path, *overrides: str) -> dict[str, Any]:
     dataset = plugins.datasets()[config.data.name]
     loader = PromptLoader(config.data, dataset, load_tokenizer(config.model), seed=0)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    roles = with_reward_model(algorithm.roles(), config)
+    roles = resolve_roles(algorithm.roles(), config)
     with open_run(config, folder, plugins, roles, rewards, loaders={"train": loader}) as run:
         metrics = []
         for step in (1, 2):

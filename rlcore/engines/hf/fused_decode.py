@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.hf.cache import BufferedCache
 
 log = logging.getLogger(__name__)
@@ -196,11 +197,8 @@ def _unsupported(hf: Any) -> str | None:
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
     if base is None or not kinds or not kinds <= LAYERS:
         return f"no fast form of {', '.join(sorted(kinds)) or 'its layers'} is known"
-    config = hf.config.get_text_config()
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    attends = set(getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else []))
-    if attends - {"full_attention"}:
-        return f"no fast form of {', '.join(sorted(attends))} is known"
+    if attention_kinds(hf.config) != FULL_ATTENTION:
+        return f"no fast form of {', '.join(sorted(attention_kinds(hf.config)))} is known"
     rope = base.rotary_emb.rope_type
     if rope not in ROPES:
         return f"its rotary positions of type {rope!r} depend on the length"

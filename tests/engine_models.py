@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig
@@ -60,40 +59,20 @@ def write_random(config: type, options: dict, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def get(kind: str = "qwen2") -> Path:
-        if kind not in made:
-            made[kind] = make_model(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return get
-
-
-@pytest.fixture(name="write_random", scope="session")
-def write_random_fixture():
-    return write_random
-
-
-@pytest.fixture
-def make_engine(model_folder):
-    def make(kind: str = "qwen2", *, trains: bool = True, temperature: float = 1.0, **options) -> TorchEngine:
-        options = {"lr": 0.0, "clip_grad": 0.0, **options}
-        return TorchEngine(
-            TrainSetup(
-                ModelConfig(path=str(model_folder(kind))),
-                EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
-                TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
-                ranks=Ranks(),
-                trains=trains,
-                temperature=temperature,
-                total_steps=10,
-            )
+def torch_engine(folder: Path, *, trains: bool = True, temperature: float = 1.0, **options) -> TorchEngine:
+    """Create an engine in this process; options are keys of `engine` and of `engine.torch`, lr and clip_grad 0."""
+    options = {"lr": 0.0, "clip_grad": 0.0, **options}
+    return TorchEngine(
+        TrainSetup(
+            ModelConfig(path=str(folder)),
+            EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
+            TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
+            ranks=Ranks(),
+            trains=trains,
+            temperature=temperature,
+            total_steps=10,
         )
-
-    return make
+    )
 
 
 def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:
@@ -126,19 +105,9 @@ def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:
     )
 
 
-@pytest.fixture(name="random_batch", scope="session")
-def random_batch_fixture():
-    return random_batch
-
-
 def gradients(engine: TorchEngine) -> dict[str, torch.Tensor]:
     """Return each parameter's gradient after an update."""
     return {name: p.grad.clone() for name, p in engine.model.hf.named_parameters()}
-
-
-@pytest.fixture(name="gradients")
-def gradients_fixture():
-    return gradients
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -148,8 +117,3 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], to
         assert tensor.norm() > 0, f"{name} has no gradient, so the comparison would show nothing"
         off = ((got[name] - tensor).norm() / tensor.norm()).item()
         assert off < tolerance, f"{name} is off by {off:.2e}"
-
-
-@pytest.fixture(name="assert_close")
-def assert_close_fixture():
-    return assert_close

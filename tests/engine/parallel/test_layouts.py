@@ -10,7 +10,7 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout
-from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
+from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds, check_model_layout, layout_of
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.microbatch import micro_batches
@@ -97,6 +97,30 @@ def test_the_run_is_refused_before_its_workers_start(model_folder):
     with pytest.raises(ConfigError, match=r"pool main, actor, judge: model '.*gpt2.*' cannot be trained"):
         plan(config, roles)
     assert plan(config, {"actor": roles["actor"]})[0].workers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        ("LlamaConfig", {}, FULL_ATTENTION),
+        ("Qwen2Config", {"sliding_window": 4}, FULL_ATTENTION),
+        (
+            "Qwen2Config",
+            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0},
+            {"sliding_attention"},
+        ),
+        ("Qwen2Config", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}, None),
+        ("MistralConfig", {"sliding_window": 4}, {"sliding_attention"}),
+        ("MistralConfig", {"sliding_window": None}, FULL_ATTENTION),
+        ("Gemma2Config", {}, None),
+    ],
+)
+def test_the_kinds_of_attention_of_a_model(name, options, kinds):
+    """Of all its layers together: None stands for a mixture of full and sliding attention."""
+    import transformers
+
+    config = getattr(transformers, name)(num_hidden_layers=2, **options)
+    assert attention_kinds(config) == (kinds or {"full_attention", "sliding_attention"})
 
 
 def test_stages_differ_by_one_layer_at_most():

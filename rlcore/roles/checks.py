@@ -1,0 +1,78 @@
+"""Checks of an algorithm's roles, before anything starts: names, kinds, leaders and model folders."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from rlcore.config import Config
+from rlcore.data.chat import check_role_folder
+from rlcore.errors import ConfigError
+from rlcore.plugins import KINDS, Role, RoleKind
+from rlcore.roles.settings import REWARD_MODEL
+
+
+def check_roles(roles: Mapping[str, Role], config: Config, *, reserved: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first role that cannot be. Reads model folders, but loads no weights.
+
+    reserved: names that a role cannot have.
+    """
+    for name, role in roles.items():
+        _check_name(name, reserved)
+        _check_kind(name, role)
+        _check_learning_rate(name, role)
+        _check_head(name, role)
+        if role.follows is not None:
+            _check_leader(name, role, role.follows, roles)
+    for name, role in roles.items():
+        if role.model is not None:
+            check_role_folder(_setting_of_folder(name, role, config), role, config.model)
+
+
+def _check_name(name: str, reserved: Collection[str]) -> None:
+    if not name.isidentifier():
+        raise ConfigError(f"role name {name!r} is not a Python identifier, so run.{name} cannot be written; rename it")
+    if name in reserved:
+        raise ConfigError(f"a role cannot be called {name!r}: Run or cluster.pools uses that name; rename the role")
+
+
+def _check_kind(name: str, role: Role) -> None:
+    if not isinstance(role.kind, RoleKind):
+        raise ConfigError(
+            f"role {name!r} has kind={role.kind!r}; a kind is one of the values {', '.join(map(repr, KINDS))} of "
+            "rlcore, as in Role(kind=CRITIC)"
+        )
+    if role.generates and not role.kind.is_language_model:
+        raise ConfigError(f"role {name!r} is a {role.kind} and cannot generate; only a policy does")
+
+
+def _check_learning_rate(name: str, role: Role) -> None:
+    if role.lr is not None and role.lr < 0:
+        raise ConfigError(f"role {name!r} has the learning rate {role.lr}; it must be 0 or more")
+
+
+def _check_head(name: str, role: Role) -> None:
+    if not role.kind.is_language_model and role.model is None and not role.may_start_headless:
+        raise ConfigError(
+            f"role {name!r} is a {role.kind} that neither trains nor follows, so it needs a model folder with a "
+            "trained head: Role(model=FOLDER)"
+        )
+
+
+def _check_leader(name: str, role: Role, leader: str, roles: Mapping[str, Role]) -> None:
+    if leader not in roles or leader == name or role.trains:
+        raise ConfigError(
+            f"role {name!r} follows {leader!r}; a role that does not train can follow one of the others: "
+            f"{', '.join(other for other in roles if other != name) or 'there is none'}"
+        )
+    other = roles[leader].kind
+    if role.kind.head != other.head:
+        raise ConfigError(
+            f"role {name!r} is a {role.kind} and follows {leader!r}, a {other}: their weights differ. A policy can "
+            "follow a policy; a critic or reward model can follow a critic or reward model"
+        )
+
+
+def _setting_of_folder(name: str, role: Role, config: Config) -> str:
+    """Return the words that name the setting of a role's folder, to begin a message."""
+    is_reward_model = name == REWARD_MODEL and role.model == config.reward.model
+    return "reward.model=" if is_reward_model else f"the model of role {name!r}, "
