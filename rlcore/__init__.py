@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.config import Config, option
-    from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
+    from rlcore.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        PluginError,
+        RLCoreError,
+        WorkerError,
+        did_you_mean,
+    )
     from rlcore.plugins import (
         CRITIC,
         POLICY,
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
         CommandSpec,
         ConfigSpec,
         DatasetSpec,
+        PluginManager,
         RewardSpec,
         Role,
         RoleKind,
@@ -32,14 +41,22 @@ if TYPE_CHECKING:
         WorkerSpec,
         hookimpl,
     )
-    from rlcore.protocol import DataProto, Ragged
+    from rlcore.protocol import ColumnSpec, DataProto, Ragged
     from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
 _HOMES = {
     "rlcore.config": ["Config", "option"],
-    "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
+    "rlcore.errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "PluginError",
+        "RLCoreError",
+        "WorkerError",
+        "did_you_mean",
+    ],
     "rlcore.plugins": [
         "CRITIC",
         "POLICY",
@@ -49,6 +66,7 @@ _HOMES = {
         "CommandSpec",
         "ConfigSpec",
         "DatasetSpec",
+        "PluginManager",
         "RewardSpec",
         "Role",
         "RoleKind",
@@ -60,7 +78,7 @@ _HOMES = {
         "WorkerSpec",
         "hookimpl",
     ],
-    "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
     "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
@@ -74,6 +92,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmSpec",
     "CheckpointError",
+    "ColumnSpec",
     "CommandSpec",
     "Config",
     "ConfigError",
@@ -83,6 +102,7 @@ __all__ = [
     "DataProto",
     "DatasetSpec",
     "PluginError",
+    "PluginManager",
     "PolicyHandle",
     "RLCoreError",
     "Ragged",
@@ -99,6 +119,7 @@ __all__ = [
     "TrainEngineSpec",
     "WorkerError",
     "WorkerSpec",
+    "did_you_mean",
     "hookimpl",
     "option",
 ]

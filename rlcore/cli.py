@@ -73,7 +73,10 @@ def _plugin_command(name: str, argv: list[str], options: argparse.Namespace) -> 
     commands = _load(options).commands()
     if name not in commands:
         names = [*_COMMANDS, *commands]
-        raise ConfigError(f"{name!r} is no command.{did_you_mean(name, names)} Commands: {', '.join(names)}")
+        raise ConfigError(
+            f"unknown command {name!r}.{did_you_mean(name, names)} Commands: {', '.join(names)}. A plugin may bring "
+            f"another: pip install rlcore-plugin-{name}"
+        )
     return commands[name].main(argv)
 
 
@@ -110,12 +113,7 @@ def _require_plugins(options: argparse.Namespace, plugins: PluginManager) -> Non
 
 def _train_one(config: Config, plugins: PluginManager) -> int:
     if config.cluster.pools == "auto":
-        from rlcore.plan.command import apply, make_plans
-        from rlcore.plan.report import text
-
-        plans = make_plans(config, plugins)
-        _show(text(plans, config, []))
-        config = apply(plans[0], config)
+        config = plugins.place_roles(config)
     from rlcore.trainer import train
 
     try:
@@ -141,36 +139,6 @@ def _multirun(options: argparse.Namespace, plugins: PluginManager) -> int:
         print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
         if status := _train_one(config, plugins):
             return status
-    return 0
-
-
-def _plan(argv: list[str]) -> int:
-    parser = _config_parser("plan")
-    parser.add_argument("--json", action="store_true", help="print all plans as JSON")
-    parser.add_argument("--save", metavar="FILE.yaml", help="write the best plan as an experiment")
-    parser.add_argument("--lengths", metavar="N,N,...|FILE", help="response lengths, each as likely as the others")
-    parser.add_argument("--objective", choices=["time", "cost"], default="time", help="least time or dollars of a step")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine, as the profile cluster.device")
-    options = parser.parse_intermixed_args(argv)
-    if options.help:
-        return _show_keys("plan", parser, options)
-    plugins = _load(options)
-    config = _compose(options, options.overrides, plugins)
-    from rlcore.plan import command, report
-
-    if options.calibrate:
-        from rlcore.plan.calibrate import calibrate
-
-        _show(f"wrote {calibrate(config, plugins)}")
-        return 0
-    target = command.experiment_file(options.save) if options.save else None
-    lengths = command.read_lengths(options.lengths, config.rollout.response_len) if options.lengths else []
-    plans = command.make_plans(config, plugins, lengths=lengths, objective=options.objective)
-    if target is not None:
-        command.save(plans[0], config, target)
-    given = [word for word in options.overrides if not word.startswith(("cluster.gpus=", "cluster.device="))]
-    as_json = options.json
-    _show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))
     return 0
 
 
@@ -425,7 +393,8 @@ def _complete(argv: list[str]) -> int:
         words = line.split()
         if len(words) < 2 or (len(words) == 2 and not line[-1].isspace()):
             prefix = words[1] if len(words) == 2 else ""
-            print(" ".join(name for name in _COMMANDS if name.startswith(prefix)))
+            of_plugins = [entry.name.partition(".")[2] for entry in installed() if entry.name.startswith("command.")]
+            print(" ".join(name for name in [*_COMMANDS, *of_plugins] if name.startswith(prefix)))
             return 0
         # hydra completes a program without subcommands: leave out ours, and an evaluation's target.
         skipped = 3 if words[1] == "eval" else 2
@@ -439,7 +408,6 @@ def _complete(argv: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("train a model: rlcore train algo=NAME [OVERRIDE ...]", _train),
-    "plan": ("find the best placement and layouts: rlcore plan algo=NAME cluster.gpus=64 [OVERRIDE ...]", _plan),
     "eval": ("measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]", _eval),
     "plugins": ("list the installed plugins and where they come from; test NAME: check one", _plugins),
     "new-plugin": ("write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]", _new_plugin),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -207,7 +208,7 @@ class Trainer:
         now = time.perf_counter()
         elapsed = now - max(opened.began, self._last_end)
         self._last_end = now
-        spans = [span for future in opened.spans for span in future.get()]
+        spans = list(chain.from_iterable(future.get() for future in opened.spans))
         metrics.update(timeline_metrics(spans, opened.started))
         if self._trace is not None:
             self._trace.add(self.step, opened.started, time.time(), spans)
@@ -239,9 +240,14 @@ class Trainer:
         The returned function waits for the answer.
         """
         asked = {name: role.seconds() for name, role in self.run_.roles.items()}
-        return lambda: {
-            f"time/{prefix}{name}_{kind}": value for name, seconds in asked.items() for kind, value in seconds.items()
-        }
+
+        def answer() -> dict[str, float]:
+            metrics = {}
+            for name, seconds in asked.items():
+                metrics.update({f"time/{prefix}{name}_{kind}": value for kind, value in seconds.items()})
+            return metrics
+
+        return answer
 
     def _is_time_to_evaluate(self, step: int) -> bool:
         every = self.config.trainer.eval_every

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import pluggy
 
-from rlcore.errors import PluginError, RLCoreError, did_you_mean
+from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
 from rlcore.plugins import checks, hookspecs
 from rlcore.plugins.local import load_file
 from rlcore.plugins.specs import (
@@ -210,6 +210,17 @@ class PluginManager:
         }
 
     # Life-cycle hooks.
+
+    def place_roles(self, config: Config) -> Config:
+        """Call rlcore_place_roles; return the first answer. Raises ConfigError when no plugin has one."""
+        for _, call in self._calls("rlcore_place_roles", config=config, plugins=self):
+            placed: Config | None = call()
+            if placed is not None:
+                return placed
+        raise ConfigError(
+            "cluster.pools=auto needs a plugin that plans: pip install rlcore-plugin-plan (in a checkout: "
+            "pip install -e plugins/rlcore-plugin-plan), or list the pools, as cluster.pools={main: [actor, ref]}"
+        )
 
     def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
         """Call rlcore_workers; return the workers of plugins by name."""

@@ -11,7 +11,6 @@ import importlib
 import math
 import re
 from collections.abc import Callable
-from itertools import chain
 
 from rlcore.config import check as check_config
 from rlcore.config import compose, from_yaml, to_yaml
@@ -78,11 +77,9 @@ def same_seed(suite: AlgorithmSuite) -> str:
 def reaches_workers(suite: AlgorithmSuite) -> str:
     """Loss and map functions are module-level functions, and run in Ray's worker processes."""
     record = suite.plain.record
-    functions = list(
-        dict.fromkeys(
-            plain_function(f) for f in chain((i.loss for i in record.items), (m.function for m in record.mapped))
-        )
-    )
+    called: list[Callable[..., object]] = [item.loss for item in record.items]
+    called += [mapped.function for mapped in record.mapped]
+    functions = list(dict.fromkeys(map(plain_function, called)))
     for function in functions:
         name = function_name(function)
         module = importlib.import_module(function.__module__)

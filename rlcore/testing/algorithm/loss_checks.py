@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ def _candidates(record: RunRecord) -> list[tuple[int, int]]:
     if not calls:
         return []
     call = max(range(len(calls)), key=lambda index: (sum(t in learnt for t in calls[index]), -index))
-    times = Counter(tokens for rows in calls for tokens in rows)
+    times = Counter(chain.from_iterable(calls))
     scores = record.scored[call][1]["scores"]
     order = scores.argsort(stable=True).tolist()
     return [(call, row) for row in order if times[calls[call][row]] == 1]
@@ -260,8 +261,8 @@ def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: Algo
 
 
 def _tokens(batch: DataProto) -> list[tuple[tuple[int, ...], ...]]:
-    columns = [batch.view(name).to_list() for name in ("prompts", "responses")]
-    return [tuple(tuple(part.tolist()) for part in row) for row in zip(*columns, strict=True)]
+    prompts, responses = batch.view("prompts").to_list(), batch.view("responses").to_list()
+    return [(tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(prompts, responses, strict=True)]
 
 
 def _speaks_of_log_probs(probe: LossProbe) -> bool:
@@ -282,7 +283,7 @@ def _like(rows_tokens: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _rows_of(units: list[list[int]]) -> list[int]:
-    return [row for unit in units for row in unit]
+    return list(chain.from_iterable(units))
 
 
 def _rows(rows: Tensor, leaf: Tensor) -> Tensor:

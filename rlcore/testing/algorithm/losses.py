@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class LossProbe:
         totals: dict[str, Tensor] = {}
         counts: dict[str, float] = {}
         weights: dict[str, float | None] = {}
-        for rows in parts or [[row for unit in self.units for row in unit]]:
+        for rows in parts or [list(chain.from_iterable(self.units))]:
             terms = self.item.loss(self._outputs(given, rows, extra), WiderBatch(batch[list(rows)], extra), self.config)
             for name, term in terms.items():
                 totals[name] = totals.get(name, torch.zeros(())) + term.total
