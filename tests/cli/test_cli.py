@@ -58,8 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "'trian' is no command. Did you mean 'train'? Commands: train, plan, eval, plugins, new-plugin, config, "
-            "hello",
+            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plan, plugins, "
+            "samples, train, hello",
         ),
         (["train", "algo=ecko"], "algo=ecko is unknown. Did you mean 'echo'?"),
         (["train", *ECHO, "data=ridles"], "data=ridles is unknown. Did you mean 'riddles'?"),
@@ -152,7 +152,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train plan eval plugins new-plugin config"),
+        ("rlcore ", "train eval plan config plugins new-plugin samples"),
         ("rlcore pl", "plan plugins"),
         ("rlcore train algo=gr", "algo=grpo"),
         ("rlcore train algo=grpo clus", "cluster. cluster="),
