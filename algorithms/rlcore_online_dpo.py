@@ -113,7 +113,7 @@ class Comparisons:
 
         Among rows with equally many wins the earlier is taken; if all have equally many, the comparison is a tie.
         """
-        wins = torch.zeros(max(row for group in groups for row in group) + 1)
+        wins = torch.zeros(max(map(max, groups)) + 1)
         wins.index_add_(0, self.first, self.preference).index_add_(0, self.second, 1 - self.preference)
         best = [max(group, key=lambda row: float(wins[row])) for group in groups]
         worst = [min(group, key=lambda row: float(wins[row])) for group in groups]

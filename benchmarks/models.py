@@ -33,7 +33,7 @@ def write_llama(folder: Path) -> list[torch.Size]:
     return [parameter.shape for parameter in model.parameters()]
 
 
-def write_characters(folder: Path, *, hidden: int = 256, layers: int = 8) -> list[str]:
+def write_characters(folder: Path, *, hidden: int = 256, layers: int = 8, kv_heads: int = 2) -> list[str]:
     """Write a random Qwen2 of 8 heads with 80 tokens, of which 74 are characters; return those."""
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = [chr(code) for code in range(33, 127)][: 80 - len(special)]
@@ -51,7 +51,7 @@ def write_characters(folder: Path, *, hidden: int = 256, layers: int = 8) -> lis
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=0,

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: while training, and as the command `rlcore eval`."""
+"""Accuracy on held-out prompts: during training, and as the command `rlcore eval`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rlcore.run import Run, open_run
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found. `metrics` by name; `batch` with the responses and scores, one row a sample."""
+    """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample."""
 
     metrics: dict[str, float]
     batch: DataProto
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the chance that k of `samples` responses, `correct` of which are right, hold at least one right one.
+    """Return the probability that k out of `samples` responses, `correct` of them right, include a right one.
 
     The unbiased estimator of arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k).
     """
@@ -42,9 +42,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     """Sample `trainer.eval_samples` responses for each prompt at `trainer.eval_temperature` and score them.
 
-    Metrics: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1, 2, 4, ... up to
-    the samples per prompt where there are several, the mean score, the mean response length, the share that was cut
-    off, and how many samples and reward errors there were.
+    Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
+    2, 4, ... up to the number of samples per prompt if that is above 1, the mean score, the mean response length, the
+    share of truncated responses, and the numbers of samples and of reward errors.
     """
     config = run.config
     samples = config.trainer.eval_samples
@@ -69,7 +69,7 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
 
 
 def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> dict[str, float]:
-    """Return the metrics eval/NAME of the algorithm's own `evaluate`, or without one those of `evaluate_prompts`."""
+    """Return the metrics eval/NAME of the algorithm's own `evaluate`, or of `evaluate_prompts` if it has none."""
     if algorithm is None or not algorithm.evaluates:
         return evaluate_prompts(run, held_out).metrics
     return {f"eval/{name}": float(value) for name, value in algorithm.evaluate(run, held_out).items()}
@@ -78,8 +78,8 @@ def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto)
 def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
     """Evaluate a run's newest checkpoint or a model folder on held-out prompts, print and return the metrics.
 
-    `target` is a run folder or a model's; `config` says how, with model.path for a model folder. Raises CheckpointError
-    for a run without a checkpoint, and what starting a run raises.
+    `target` is a run folder or a model folder; for a model folder, `config.model.path` names it too. Raises
+    CheckpointError for a run without a checkpoint, and the errors of `open_run`.
     """
     algorithm: Algorithm | None = None
     roles = {"actor": Role(generates=True)}
@@ -87,7 +87,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         found = checkpoints(target / "checkpoints")
         if not found:
             raise CheckpointError(
-                f"the run {target} has no checkpoint to evaluate; give a model folder, or train first"
+                f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
             )
         algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
         if algorithm is not None and algorithm.evaluates:
@@ -105,13 +105,13 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
 
 
 def _as_saved(role: Role, folder: Path) -> Role:
-    """Return a role as a checkpoint has it, frozen; one that the checkpoint does not hold stays as it is."""
+    """Return the role frozen, with the checkpoint's weights; without any there, it keeps its own model folder."""
     saved = str(folder.resolve()) if folder.is_dir() else role.model
     return replace(role, trains=False, follows=None, model=saved)
 
 
 def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
-    """Return the first `most` rows of a scored batch as plain values: what was sampled, what it got, and why."""
+    """Return the first `most` rows of a scored batch as plain values: texts, scores, and details of failed rewards."""
     rows = batch[: min(most, len(batch))]
     names = [name for name in ("uid", "sample_index", "prompt_text", "response_text", "answer") if name in rows]
     names += [name for name in rows.keys() if name.startswith("score")]  # noqa: SIM118 (rows is not a dict)

@@ -179,10 +179,7 @@ def versions(config: Config, plugins: PluginManager) -> dict[str, Any]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    used = [
-        {key: getattr(plugin, key) for key in ("name", "distribution", "version", "file")}
-        for plugin in plugins.used_by(config)
-        if plugin.distribution != "rlcore"
-    ]
+    foreign = [plugin for plugin in plugins.used_by(config) if plugin.distribution != "rlcore"]
+    used = [{"name": p.name, "distribution": p.distribution, "version": p.version, "file": p.file} for p in foreign]
     started = {"python": sys.version.split()[0], "platform": platform.platform(), "argv": sys.argv}
     return {**started, **found, "plugins": used}

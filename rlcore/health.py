@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -101,7 +102,7 @@ def _column(batches: list[DataProto], name: str) -> Tensor:
 
 def _group_health(scored: list[DataProto], scores: Tensor, lengths: Tensor) -> dict[str, float]:
     """Return health/equal_groups and health/effective_tokens; nothing when every prompt has a single sample."""
-    uid = [each for batch in scored for each in batch["uid"]]
+    uid = list(chain.from_iterable(batch["uid"] for batch in scored))
     group = group_index(uid)
     groups = int(group.max()) + 1
     if groups == len(uid):  # a group of one always has equal rewards

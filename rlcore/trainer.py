@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,10 +41,10 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
-    """Train, or go on with an unfinished run in the same folder, and return what summary.json holds.
+    """Train, or resume the unfinished run in the same folder, and return the content of summary.json.
 
-    Everything that can be wrong with config, data, model folder, rewards, trackers and run folder is found before Ray
-    starts. Raises the errors of rlcore.errors; where the loop had begun, summary.json then has the status "failed".
+    Faults of config, data, model folder, rewards, trackers and run folder are found before Ray starts. Raises the
+    errors of rlcore.errors; if the loop had begun, summary.json then has the status "failed".
     """
     check(config, plugins)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
@@ -73,12 +74,12 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
 
 
 def _loaders(algorithm: Algorithm, config: Config, plugins: PluginManager) -> dict[str, PromptLoader]:
-    """Return the loader of the run's own prompts, "train", and those of the algorithm's further data sets."""
+    """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
     further = algorithm.data(config)
     if "train" in further:
         raise ConfigError(
-            f"algo={config.algorithm} calls a further data set 'train', which is the run's own; rename it"
+            f"algo={config.algorithm} calls a further data set 'train', the name of the run's own; rename it"
         )
     loaders = {}
     for name, settings in {"train": config.data, **further}.items():
@@ -97,13 +98,13 @@ def _check_evaluation(algorithm: Algorithm, roles: Mapping[str, Role], config: C
     generates = [name for name, role in roles.items() if role.generates]
     if config.trainer.eval_every and "actor" not in generates and not algorithm.evaluates:
         raise ConfigError(
-            f"an evaluation samples from the role `actor`, but algo={config.algorithm} lets "
-            f"{', '.join(generates) or 'no role'} generate and has no evaluate() of its own; set trainer.eval_every=0"
+            f"an evaluation samples from the role `actor`, but in algo={config.algorithm} the generating roles are "
+            f"{', '.join(generates) or 'none'}, and it has no evaluate(); set trainer.eval_every=0"
         )
 
 
 class Trainer:
-    """The loop of one run. `run()` is all of it; the other methods are its parts, in the order in which they come."""
+    """The loop of one run: `run()`. The other methods are its parts, in the order of their first call."""
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class Trainer:
         self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
 
     def run(self) -> dict[str, Any]:
-        """Run all steps and return the summary; write it whatever happens."""
+        """Run all steps and return the summary. The summary is written even if a step raises."""
         status = "failed"
-        resume_collector()  # all is imported
+        resume_collector()  # imports, for which it was paused, are done
         try:
             self._restore()
             self.trackers.start(resume_step=self.step)
@@ -143,14 +144,14 @@ class Trainer:
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
             for another in self._close(status):
-                log.error("and while closing the run: %s", another)
+                log.error("a further error while closing the run: %s", another)
             raise
         if errors := self._close(status):
             raise errors[0]
         return self._summary(status)
 
     def _close(self, status: str) -> list[Exception]:
-        """Write the summary and let hooks and trackers end, each of them whatever the others do; return the errors."""
+        """Write the summary, call the hook of the run's end and finish the trackers; return the errors of all three."""
         summary = self._summary(status)
         errors: list[Exception] = []
         ending: list[Callable[[], None]] = [lambda: self.folder.write_summary(summary)]
@@ -160,13 +161,13 @@ class Trainer:
         for end in ending:
             try:
                 end()
-            except Exception as error:  # returned, once all have ended
+            except Exception as error:  # returned; the others still have to end
                 errors.append(error)
         return errors
 
     def _loop(self, interruption: _Interruption) -> str:
         total = self.config.trainer.total_steps
-        if self.step == 0:  # also when resumed from a checkpoint of step 0: the trackers begin anew
+        if self.step == 0:  # also when resumed from a checkpoint of step 0: the trackers start over
             self._evaluate()
             self.accuracy["before"] = self.accuracy["after"]
         every = self.config.trainer.checkpoint_every
@@ -187,7 +188,7 @@ class Trainer:
         return "finished" if self.step >= total else "interrupted"
 
     def _begin(self, step: int) -> _OpenStep:
-        """Make all calls of a step. What the algorithm did not read may still be under way."""
+        """Make all calls of a step. Calls whose results the algorithm did not read may still be running."""
         started, began = time.time(), time.perf_counter()
         self.run_.begin_step(step)
         prompts = self.loader.next_batch()
@@ -203,11 +204,11 @@ class Trainer:
         self.step = opened.step
         metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
         metrics.update(opened.seconds())
-        # Where steps overlap, the time since the one before ended is what this one took.
+        # Steps may overlap: a step's time starts at the end of the step before.
         now = time.perf_counter()
         elapsed = now - max(opened.began, self._last_end)
         self._last_end = now
-        spans = [span for future in opened.spans for span in future.get()]
+        spans = list(chain.from_iterable(future.get() for future in opened.spans))
         metrics.update(timeline_metrics(spans, opened.started))
         if self._trace is not None:
             self._trace.add(self.step, opened.started, time.time(), spans)
@@ -227,18 +228,26 @@ class Trainer:
         self.plugins.step_end(self.run_, self.step, metrics)
 
     def _warn_of_logprob_diff(self, gap: float) -> None:
-        """Warn when the engines' log-probs are too far apart, and again whenever it has become twice as far, or NaN."""
+        """Warn when the engines' log-probs differ too much, and again when the difference doubles or becomes NaN."""
         limit = self.config.trainer.train_rollout_logprob_diff
         if limit and (gap > max(limit, 2 * self._warned_of) or (math.isnan(gap) and self._warned_of < math.inf)):
             self._warned_of = math.inf if math.isnan(gap) else gap
             log.warning("step %d: %s", self.step, logprob_diff_warning(gap, self.config))
 
     def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:
-        """Ask how long each role did what since it was last asked, of its slowest rank; the answer is waited for."""
+        """Request each role's seconds by kind of work since the last request, on its slowest rank.
+
+        The returned function waits for the answer.
+        """
         asked = {name: role.seconds() for name, role in self.run_.roles.items()}
-        return lambda: {
-            f"time/{prefix}{name}_{kind}": value for name, seconds in asked.items() for kind, value in seconds.items()
-        }
+
+        def answer() -> dict[str, float]:
+            metrics = {}
+            for name, seconds in asked.items():
+                metrics.update({f"time/{prefix}{name}_{kind}": value for kind, value in seconds.items()})
+            return metrics
+
+        return answer
 
     def _is_time_to_evaluate(self, step: int) -> bool:
         every = self.config.trainer.eval_every
@@ -251,12 +260,12 @@ class Trainer:
         metrics = held_out_metrics(self.run_, self.algorithm, self.held_out)
         self.run_.end_step()
         metrics.update(self._seconds("eval_")())
-        self._last_end = time.perf_counter()  # the next step does not pay for it
+        self._last_end = time.perf_counter()  # the next step's time leaves out the evaluation
         self.accuracy["after"] = metrics.get("eval/accuracy")
         self.trackers.evaluated(self.step, metrics)
 
     def _sync(self) -> None:
-        """Have the next step sample with the newest weights, as one that starts from a checkpoint does."""
+        """Make the next step sample with the newest weights, as after a resume from this step's checkpoint."""
         for role in self.run_.roles.values():
             role.sync()
 
@@ -273,8 +282,8 @@ class Trainer:
                 role.group.save_state(str(aside.resolve() / name))
                 if not (aside / name / ENGINE_STATE).is_file():
                     raise CheckpointError(
-                        f"role {name!r} wrote its state, but not into {aside.resolve()} as this process sees it; "
-                        "run.dir must be on a file system that all nodes share"
+                        f"role {name!r} wrote its state, but this process cannot see it in {aside.resolve()}; run.dir "
+                        "must be on a file system that all nodes share"
                     )
         state = {
             "step": self.step,
@@ -302,7 +311,7 @@ class Trainer:
             set_random_state(state["random"])
         except KeyError as error:
             raise CheckpointError(
-                f"{path / checkpoint.STATE} lacks {error}; it is of another version of rlcore"
+                f"{path / checkpoint.STATE} lacks {error}; another version of rlcore wrote it, so resume with that one"
             ) from error
         for name, role in self.run_.roles.items():
             if role.role.trains or role.role.follows:
@@ -328,7 +337,7 @@ class Trainer:
 
 @dataclass
 class _OpenStep:
-    """A step whose calls are made, some of them perhaps still under way; `started` is its time since the epoch."""
+    """A step whose calls have been made and may still be running. `started`: seconds since the epoch."""
 
     step: int
     started: float
@@ -341,7 +350,7 @@ class _OpenStep:
 
 
 class _Interruption:
-    """The first Ctrl-C or SIGTERM asks the loop to checkpoint and leave after the step; the second leaves at once."""
+    """The first Ctrl-C or SIGTERM makes the loop checkpoint and stop after the step; the second stops at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -351,7 +360,9 @@ class _Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        log.warning("%s: a checkpoint follows after this step; once more to leave now", signal.Signals(number).name)
+        log.warning(
+            "%s: stopping with a checkpoint after this step; send it again to stop now", signal.Signals(number).name
+        )
 
     def __enter__(self) -> _Interruption:
         if threading.current_thread() is threading.main_thread():
@@ -366,13 +377,13 @@ class _Interruption:
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send rlcore's log records of this process to a file for a while; warnings also go to stderr."""
+    """Send rlcore's log records of this process to a file until the context ends; warnings also go to stderr."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("rlcore")
     before = logger.level
     logger.addHandler(handler)
-    # A handler of our own turns off the one that prints warnings where there is no other.
+    # Python prints warnings with `lastResort` only while a logger has no handler; this logger now has one.
     assert logging.lastResort is not None
     logger.addHandler(logging.lastResort)
     logger.setLevel(logging.INFO)

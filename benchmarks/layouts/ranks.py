@@ -49,7 +49,7 @@ def received() -> int:
 def held(engine: TorchEngine) -> int:
     """Return the bytes of this rank's weights and moments, in fp32, and as many for gradients as for weights."""
     assert engine.optimizer is not None
-    weights = sum(state.local(parameter).nbytes for _, parameter in engine.parameters.here())
+    weights = sum(state.local(parameter).nbytes for _, parameter in engine.parameters.named_local())
     tensors = [value for each in engine.optimizer.state.values() for value in each.values() if value.dim() > 0]
     return 2 * weights + sum(state.local(tensor).nbytes for tensor in tensors)
 

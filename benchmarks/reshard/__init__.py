@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import write_characters
 from benchmarks.report import Bar, Figure, write
 
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -21,28 +23,36 @@ WORLD, WIDTH, ROUNDS = 8, 512, 6
 STRATEGIES = {"hybridflow": "HybridFlow", "model_parallel": "HybridFlow-V", "all_ranks": "DS-Chat"}
 MEGA = 2**20
 NOTES = """\
-8 gloo processes with one thread each, on one machine; four Llama-shaped decoder layers in fp32, M = {m:.1f} MiB. A
-layout is p-t-d in training and p_g-t_g-d_g-d in generation (arXiv 2409.19256). Bytes are counted by the engine where it
-sends and allocates, on the rank with the most, as shares of M; after the sign, what Table 2 says. `received`: from
-other ranks; `peak`: of the transition's buffers; `redundant`: training shards beside what generation uses. HybridFlow
+8 gloo processes with one thread each, on one machine and {cores} cores. A layout is p-t-d in training and
+p_g-t_g-d_g-d in generation (arXiv 2409.19256). Bytes are counted where the engine sends and allocates, on the rank with
+the most, as shares of M, the bytes that the training layout divides; after the sign, the number of Table 2.
+
+Live switches: each process is an actor (ModelWorker, engine=torch, rollout=hf) of a Qwen2 with 4 layers in fp32,
+M = {live_m:.1f} MiB, that takes an optimizer step and then brings the weights to generation. `received`: of what
+tensor ranks divide; `peak`: of the buffer, likewise; `redundant`: training weights that lie in memory beside their copy
+in the buffer, counted by data pointers. Table 2 has 0 there; a run of rlcore keeps its fp32 training shard beside the
+buffer, so this is a cost that rlcore has and the paper's HybridFlow has not. `kernel`: bytes that the kernel received
+during the switch, with FSDP's gather along dp (undivided parameters and headers included). `FSDP` in the first column:
+training shards cut along dp too. Every generating weight was compared bit for bit with its part of the trained one.
+
+| training | generation | received | peak | redundant | kernel | seconds |
+| --- | --- | --- | --- | --- | --- | --- |
+{live}
+
+No rollout engine generates on several stages (p_g above 1), so these layouts are below only.
+
+The strategies side by side: shards of four Llama-shaped layers in fp32, M = {m:.1f} MiB, resharded by the class that a
+run uses and by the two that Table 2 compares with. Here too the training shards lie in memory of their own. HybridFlow
 and HybridFlow-V with dp replicated, DS-Chat with flat shards over all ranks. Seconds: until the slowest rank has all
 its shards, medians of {rounds}, the strategies in turn. Every shard of every round is compared bit for bit with the
-whole. Times on one machine's loopback and {cores} cores say how the strategies compare, not how a network does.
+whole. Times on one machine's loopback say how the strategies compare, not how a network does.
 
 | training | generation | strategy | received | peak | redundant | seconds |
 | --- | --- | --- | --- | --- | --- | --- |
 {table}
 
-What tensor ranks do not divide ({norms}) travels only between stages that become one, {others:.1f} KiB a rank at most
-in these layouts. Training shards that are cut along dp as well (FSDP) take one more gather first:
-
-| training | generation | received along dp | after it | peak |
-| --- | --- | --- | --- | --- |
-{sharded}
-
-Row-wise weights (`o_proj`, `down_proj`) lie transposed in the buffer, so that no strategy copies them; an engine that
-wants their rows together takes a copy of {copied:.4f} M at 1-4-2 to 1-2-2-2, one weight at a time ({largest:.4f} M more
-at the peak). Weights that an engine fuses (qkv, gate and up) are neighbours there, one matrix as they lie: no copy."""
+Parameters that tensor ranks do not divide ({norms}) travel only between stages that become one, {others:.1f} KiB a rank
+at most in these layouts."""
 
 Case = Mapping[str, Any]
 
@@ -51,7 +61,8 @@ def formulas(strategy: str, layout: Sequence[int]) -> dict[str, Fraction]:
     """Return Table 2's received, peak and redundant bytes of a strategy, as shares of M."""
     p, t, d, p_g, t_g = layout
     if strategy == "hybridflow":
-        received, peak, redundant = Fraction(t * p - t_g * p_g, t_g * p_g * t * p), Fraction(1, t_g * p_g), Fraction(0)
+        received, peak = Fraction(t * p - t_g * p_g, t_g * p_g * t * p), Fraction(1, t_g * p_g)
+        redundant = Fraction(1, t * p)  # Table 2: 0; see the notes
     elif strategy == "model_parallel":
         received, peak, redundant = Fraction(t * p - 1, t * p), Fraction(1), Fraction(1, t * p)
     else:
@@ -59,17 +70,21 @@ def formulas(strategy: str, layout: Sequence[int]) -> dict[str, Fraction]:
     return {"received": received, "peak": peak, "redundant": redundant}
 
 
+def run_ranks(script: Path, arguments: Sequence[str]) -> None:
+    """Run a script as WORLD ranks. Raises RuntimeError when one fails; its error is printed above."""
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    command = [sys.executable, str(script)]
+    processes = [subprocess.Popen([*command, str(rank), str(WORLD), *arguments], env=env) for rank in range(WORLD)]
+    statuses = [process.wait() for process in processes]
+    if any(statuses):
+        raise RuntimeError("a rank failed; its error is above")
+
+
 def ranks(width: int, rounds: int) -> list[dict[str, Any]]:
-    """Run all cases on WORLD processes and return what each rank found."""
+    """Run the strategies on WORLD processes and return what each rank found."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        arguments = [str(WORLD), str(Path(folder) / "store"), str(result), str(width), str(rounds)]
-        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        command = [sys.executable, str(SCRIPT)]
-        processes = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(WORLD)]
-        statuses = [process.wait() for process in processes]
-        if any(statuses):
-            raise RuntimeError("a rank failed; what it said is above")
+        run_ranks(SCRIPT, [str(Path(folder) / "store"), str(result), str(width), str(rounds)])
         return json.loads(result.read_text())
 
 
@@ -86,15 +101,15 @@ def main() -> bool:
             table.append(row)
             figures += measured
             bars.append(bar)
-    sharded = []
-    for case in zip(*(each["sharded"] for each in found), strict=True):
-        row, bar = along_dp(case, whole)
-        sharded.append(row)
-        bars.append(bar)
     wrong = sum(len(each[kind]["wrong"]) for rank in found for each in cases(rank) for kind in STRATEGIES)
-    wrong += sum(len(each["wrong"]) for rank in found for each in [*rank["sharded"], rank["row_major"]])
     bars.append(Bar("shards that are not those of the whole, bit for bit", wrong, 0, at_least=False))
-    copies = found[0]["row_major"]
+    switches = live(ROUNDS)
+    rows = []
+    for case in zip(*switches, strict=True):
+        row, measured, checks = compare_live(case)
+        rows.append(row)
+        figures += measured
+        bars += checks
     notes = NOTES.format(
         m=whole / MEGA,
         rounds=ROUNDS - 1,
@@ -102,9 +117,8 @@ def main() -> bool:
         table="\n".join(table),
         norms="norms, tied embeddings",
         others=max(case["hybridflow"]["received"] for rank in found for case in rank["others"]) / 1024,
-        sharded="\n".join(sharded),
-        copied=copies["copied"] / whole,
-        largest=(copies["peak"] - copies["held"]) / whole,
+        live="\n".join(rows),
+        live_m=switches[0][0]["divided"] / MEGA,
     )
     return write("reshard", "make bench B=reshard", figures, bars, notes)
 
@@ -131,17 +145,46 @@ def compare(strategy: str, case: Sequence[Case], whole: int) -> tuple[str, list[
     return row, figures, bar
 
 
-def along_dp(case: Sequence[Case], whole: int) -> tuple[str, Bar]:
-    """Return the row and the bar of a layout whose training shards are cut along dp, from what every rank found."""
-    layout = case[0]["layout"]
-    p, t, d, *_ = layout
-    rest = formulas("hybridflow", layout)
-    says = {"extra": Fraction(d - 1, d * p * t), "received": rest["received"], "peak": rest["peak"]}
-    off = max(abs(figures[key] - share * whole) for figures in case for key, share in says.items())
-    cells = [f"{max(figures[key] for figures in case) / whole:.4g} = {share}" for key, share in says.items()]
-    name = " to ".join(names(layout))
-    bar = Bar(f"{name}, shards along dp: bytes off (d - 1) / (p t d) and Table 2", float(off), 0, at_least=False)
-    return f"| {' | '.join([*names(layout), *cells])} |", bar
+def live(rounds: int) -> list[list[dict[str, Any]]]:
+    """Start an actor on each of WORLD processes, layout by layout, and return what each rank's meter counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_characters(Path(folder), hidden=256, layers=4, kv_heads=8)
+        result = Path(folder) / "result.json"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        run_ranks(SCRIPT.with_name("live.py"), [str(port), str(result), folder, str(rounds)])
+        return json.loads(result.read_text())
+
+
+def compare_live(case: Sequence[Case]) -> tuple[str, list[Figure], list[Bar]]:
+    """Return the row, the figures and the bars of one layout's live switch."""
+    p, t, d, shards, shard = case[0]["layout"]
+    whole, undivided = case[0]["divided"], case[0]["undivided"]
+    says = formulas("hybridflow", [p, t, d, 1, shards])
+    received = [figures["received"] - figures["undivided_elsewhere"] for figures in case]
+    peak = [figures["peak"] - undivided for figures in case]
+    slowest = [max(times) for times in zip(*(figures["seconds"] for figures in case), strict=True)][1:]
+    training, generation = names([p, t, d, 1, shards])
+    sharded = " (FSDP)" if d > 1 and shard == 0 else ""
+    name = f"live {training}{sharded} to {generation}"
+    cells = [
+        f"{max(received) / whole:.4g} = {says['received']}",
+        f"{max(peak) / whole:.4g} = {says['peak']}",
+        f"{max(figures['redundant'] for figures in case) / whole:.4g} (0)",
+        f"{max(figures['kernel'] for figures in case) / whole:.4g}",
+        f"{statistics.median(slowest):.3f}",
+    ]
+    off = max(abs(each - says["received"] * whole) for each in received)
+    off = max(off, *(abs(each - says["peak"] * whole) for each in peak))
+    wrong = sum(len(figures["wrong"]) for figures in case)
+    bars = [
+        Bar(f"{name}: bytes off Table 2's received and peak, worst rank", float(off), 0, at_least=False),
+        Bar(f"{name}: weights that are not the trained ones, bit for bit", wrong, 0, at_least=False),
+    ]
+    redundant = [max(figures["redundant"] for figures in case) / MEGA]
+    figures = [Figure("live", f"{name}: redundant", "MiB", redundant), Figure("live", f"{name}: switch", "s", slowest)]
+    return f"| {' | '.join([training + sharded, generation, *cells])} |", figures, bars
 
 
 def names(layout: Sequence[int]) -> tuple[str, str]:

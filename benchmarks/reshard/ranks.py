@@ -24,7 +24,7 @@ import torch.distributed as dist
 from strategies import STRATEGIES, ConsecutiveGroups, flat_pieces
 from torch import Tensor
 
-from rlcore.engine.parallel.layout import Cut, Layout
+from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 
@@ -44,7 +44,7 @@ LAYOUTS = [
 LAYERS, VOCABULARY = 4, 300
 
 
-def decoder_cuts(width: int, stages: int) -> dict[str, Cut]:
+def decoder_cuts(width: int, stages: int) -> dict[str, ShardSpec]:
     """Return how Llama-shaped layers with grouped queries are cut: what tensor ranks divide, stages of equal size."""
     cuts = {}
     for layer in range(LAYERS):
@@ -59,18 +59,18 @@ def decoder_cuts(width: int, stages: int) -> dict[str, Cut]:
             ("mlp.up_proj.weight", (3 * width, width), 0),
             ("mlp.down_proj.weight", (width, 3 * width), 1),
         ]:
-            cuts[f"model.layers.{layer}.{name}"] = Cut(shape, at, dim)
+            cuts[f"model.layers.{layer}.{name}"] = ShardSpec(shape, at, dim)
     return cuts
 
 
-def other_cuts(width: int, stages: int) -> dict[str, Cut]:
+def other_cuts(width: int, stages: int) -> dict[str, ShardSpec]:
     """Return how the rest is cut: whole on its stages, and tied embeddings, which are on two."""
     ends = tuple(sorted({0, stages - 1}))
     norms = {
-        f"model.layers.{layer}.input_layernorm.weight": Cut((width,), (layer * stages // LAYERS,))
+        f"model.layers.{layer}.input_layernorm.weight": ShardSpec((width,), (layer * stages // LAYERS,))
         for layer in range(LAYERS)
     }
-    return {"model.embed_tokens.weight": Cut((VOCABULARY, width), ends), **norms}
+    return {"model.embed_tokens.weight": ShardSpec((VOCABULARY, width), ends), **norms}
 
 
 @cache
@@ -78,18 +78,18 @@ def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def whole(name: str, cut: Cut, version: int) -> Tensor:
+def whole(name: str, cut: ShardSpec, version: int) -> Tensor:
     """Return a parameter as it is after some updates, the same on every rank."""
     return _initial(name, cut.shape) + version
 
 
-def part(tensor: Tensor, cut: Cut, index: int, count: int) -> Tensor:
+def part(tensor: Tensor, cut: ShardSpec, index: int, count: int) -> Tensor:
     """Return the index-th of `count` slices along the cut dimension."""
     return tensor if cut.dim is None else tensor.chunk(count, cut.dim)[index]
 
 
 def training_shards(
-    strategy: str, layout: GenerationLayout, cuts: Mapping[str, Cut], version: int
+    strategy: str, layout: GenerationLayout, cuts: Mapping[str, ShardSpec], version: int
 ) -> dict[str, Tensor]:
     """Return this rank's shards, in memory of their own, as the strategy's column presupposes."""
     rank, training = dist.get_rank(), layout.training
@@ -106,7 +106,7 @@ def training_shards(
 
 
 def wrong(
-    found: Iterable[tuple[str, Tensor]], layout: GenerationLayout, cuts: Mapping[str, Cut], version: int
+    found: Iterable[tuple[str, Tensor]], layout: GenerationLayout, cuts: Mapping[str, ShardSpec], version: int
 ) -> list[str]:
     """Return the names whose generating shard is not, bit for bit, its part of the whole; and those that lack."""
     at = layout.place(dist.get_rank())
@@ -136,7 +136,9 @@ def kernel_bytes() -> int:
     return total
 
 
-def measure(layout: GenerationLayout, cuts: Mapping[str, Cut], groups: ProcessGroups, rounds: int) -> dict[str, dict]:
+def measure(
+    layout: GenerationLayout, cuts: Mapping[str, ShardSpec], groups: ProcessGroups, rounds: int
+) -> dict[str, dict]:
     """Reshard so many times, each after an update, by every strategy in turn; return the figures of each.
 
     Bytes are those of the last time, all being alike. The strategies beside HybridFlow's have the vanilla grouping.

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlcore.engine.parallel.layout import Cut
+from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.weights.generation import GenerationLayout, GenerationPlace
 from rlcore.engine.weights.meter import Group, Piece, ProcessGroups
 from rlcore.engine.weights.reshard import Reshard, by_tensor_shard
@@ -36,7 +36,7 @@ class ModelParallel(Reshard):
         self._peers = groups.own(copies)
         self._same_shard = groups.own(by_tensor_shard(self.layout, copies))
 
-    def _shard(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _shard(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         return _generating_part(self.layout, self.rank, cut, self._cut_first(cut, flat))
 
 
@@ -46,29 +46,29 @@ class AllRanks(Reshard):
     Whatever the layout, training has parameter by parameter the rank-th of N runs of its elements, as ZeRO-3 does.
     """
 
-    def _holds(self, cut: Cut) -> bool:
+    def _holds(self, cut: ShardSpec) -> bool:
         return True
 
-    def _numel(self, cut: Cut) -> int:
+    def _numel(self, cut: ShardSpec) -> int:
         return torch.Size(cut.shape).numel()
 
     def _join(self, groups: ProcessGroups) -> None:
         self._everyone = groups.own([range(self.layout.training.world_size)])
 
-    def _group(self, cut: Cut) -> Group:
+    def _group(self, cut: ShardSpec) -> Group:
         return self._everyone
 
-    def _gives(self, cut: Cut) -> bool:
+    def _gives(self, cut: ShardSpec) -> bool:
         return True
 
-    def _pieces(self, cut: Cut) -> list[Piece]:
+    def _pieces(self, cut: ShardSpec) -> list[Piece]:
         return flat_pieces(self._numel(cut), self._everyone.ranks)
 
-    def _slot(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _slot(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         piece = self._pieces(cut)[self.rank]
         return flat[piece.start : piece.stop]
 
-    def _shard(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _shard(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         return _generating_part(self.layout, self.rank, cut, flat.view(cut.shape))
 
 
@@ -79,7 +79,7 @@ def flat_pieces(elements: int, ranks: Iterable[int]) -> list[Piece]:
     return [Piece(rank, *run) for rank, run in zip(ranks, pairwise(ends), strict=True)]
 
 
-def _generating_part(layout: GenerationLayout, rank: int, cut: Cut, whole: Tensor) -> Tensor:
+def _generating_part(layout: GenerationLayout, rank: int, cut: ShardSpec, whole: Tensor) -> Tensor:
     if cut.dim is None:
         return whole
     shards = layout.tensor_shards(rank)

@@ -245,7 +245,9 @@ def _check_causal(settings: dict[str, Any], model: ModelConfig, setting: str) ->
         if not model.trust_remote_code:
             raise ConfigError(_remote_code(model, "model"))
         return
-    known = {name for names in CAUSAL.values() for name in ([names] if isinstance(names, str) else names)}
+    known: set[str] = set()
+    for names in CAUSAL.values():  # a class's name, or several
+        known.update([names] if isinstance(names, str) else names)
     if kind in CAUSAL and (not architectures or known.intersection(architectures)):
         return
     found = f"architecture {', '.join(architectures)}" if architectures else f"model_type {kind!r}"

@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,8 @@ class PromptSplit:
         if self._has_messages:
             messages = [row[self._config.prompt_key] for row in rows]
             objects["prompt_messages"] = [None if isinstance(prompt, str) else prompt for prompt in messages]
-        objects.update({column: [row.get(column) for row in rows] for column in self.columns})
+        for column in self.columns:
+            objects[column] = [row.get(column) for row in rows]
         token_ids = Ragged.from_list([prompt.token_ids for prompt in prompts], dtype=torch.int64)
         return DataProto.from_dict({"prompts": token_ids}, objects)
 
@@ -89,7 +91,7 @@ class PromptSplit:
                 raise DataError(f"{self._where}, row {number}: {error}") from error
 
     def _other_columns(self) -> list[str]:
-        names = dict.fromkeys(name for row in self.rows for name in row)
+        names = dict.fromkeys(chain.from_iterable(self.rows))
         others = [name for name in names if name not in (self._config.prompt_key, self._config.answer_key)]
         taken = [name for name in others if name in TAKEN]
         if taken:

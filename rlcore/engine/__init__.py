@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlcore.assets import model_path
     from rlcore.engine.collectives import Ranks
-    from rlcore.engine.parallel.layout import Cut, Layout
+    from rlcore.engine.parallel.layout import Layout, ShardSpec
     from rlcore.engine.random_state import random_state, set_random_state
     from rlcore.engine.responses import end_tokens, ends_with_stop
     from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "rlcore.assets": ["model_path"],
     "rlcore.engine.collectives": ["Ranks"],
-    "rlcore.engine.parallel.layout": ["Cut", "Layout"],
+    "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
     "rlcore.engine.random_state": ["random_state", "set_random_state"],
     "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
     "rlcore.engine.rollout": ["RolloutEngine", "RolloutSetup", "Sampling"],
@@ -38,7 +38,6 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "ENGINE_STATE",
     "Approve",
-    "Cut",
     "Finish",
     "Importance",
     "Layout",
@@ -47,6 +46,7 @@ __all__ = [
     "RolloutSetup",
     "Sampling",
     "Shapes",
+    "ShardSpec",
     "TrainEngine",
     "TrainSetup",
     "UpdateItem",

@@ -1,4 +1,4 @@
-"""The processes of one engine: who they are, and the few collectives that its bookkeeping needs."""
+"""The processes of one engine, and the gather that its bookkeeping needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         mine = pickle.dumps(value)
-        # In one collective what is small, as almost all is; torch's own gather of objects takes two.
+        # Small values, which almost all are, take one collective; torch's gather of objects takes two.
         everyone = self._gather_bytes(mine, INLINE_BYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in everyone]
         if 8 + max(sizes) > INLINE_BYTES:

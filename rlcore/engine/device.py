@@ -6,7 +6,7 @@ import torch
 
 
 def prepare_device(device: torch.device) -> None:
-    """Set what torch decides once a process for `device`; on a CPU nothing changes.
+    """Set torch's options for `device` in this process; on a CPU nothing changes.
 
     cuDNN's attention is off: it builds a plan for each new shape, 2.7 ms of host time a call, and while tokens are
     sampled the number of keys is new at every step (docs/gpu.md). Flash and memory-efficient attention stay on.

@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Take back what `random_state` returned."""
+    """Set the state that `random_state` returned."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))

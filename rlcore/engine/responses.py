@@ -1,4 +1,4 @@
-"""What every rollout engine shares about responses: end tokens, stop strings, and the columns of a batch."""
+"""The shared parts of all rollout engines' responses: end tokens, stop strings, and the columns of a batch."""
 
 from __future__ import annotations
 

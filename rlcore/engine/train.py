@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.parallel.layout import Cut, Layout
+from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.updater import Updater
@@ -48,7 +48,7 @@ DataError on every rank when the step must not be taken.
 
 @dataclass(frozen=True)
 class TrainSetup(Generic[C]):
-    """What a train engine is created from, in each worker process.
+    """The arguments of a train engine, in each worker process.
 
     `engine` holds the keys that all train engines share, `config` the engine's own section `engine.NAME`. `ranks` are
     the processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may
@@ -106,7 +106,7 @@ class TrainEngine(ABC):
     def forward_backward(
         self, parts: Sequence[DataProto | None], needs: Sequence[Need], finish: Finish, *, last: bool
     ) -> None:
-        """Run each micro-batch and backpropagate what `finish` returns; gradients add up over calls.
+        """Run each micro-batch and backpropagate the loss of `finish`; gradients add up over calls.
 
         They are averaged over the data-parallel ranks at the latest in `step`. `last`: no other call follows before
         `step`.
@@ -171,9 +171,9 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def restore(self, folder: Path) -> None:
-        """Read what `save` wrote, also under another number of ranks. Raises CheckpointError if it does not fit."""
+        """Read the files of `save`, also under another number of ranks. Raises CheckpointError if it does not fit."""
 
-    # What an engine may add
+    # Members that an engine may override
 
     @property
     def shared_module(self) -> nn.Module | None:
@@ -181,15 +181,15 @@ class TrainEngine(ABC):
         return None
 
     @property
-    def cuts(self) -> Mapping[str, Cut]:
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
         """How the layout divides each parameter, by the names of `shapes`; the same on every rank."""
-        return {name: Cut(shape, (0,)) for name, shape in self.shapes.items()}
+        return {name: ShardSpec(shape, (0,)) for name, shape in self.shapes.items()}
 
     def export_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's model-parallel shard of each parameter of its stage, in the dtype of the forward.
 
-        A parameter whose Cut has a `dim` gives this rank's tensor shard, any other the whole; both whole along dp. The
-        ranks of a stage yield the names in the same order. A tensor is valid until the next one.
+        Along dp the shards are whole. A parameter whose ShardSpec has no `dim` is whole along tp too. The ranks of a
+        stage yield the names in the same order. A tensor is valid until the next one.
         """
         return self.export(self.dtype)
 
@@ -205,7 +205,7 @@ class TrainEngine(ABC):
         """Metrics of the engine's own, added to those of each update."""
         return {}
 
-    # What every engine gets
+    # Members that come with this class
 
     @property
     def layout(self) -> Layout:

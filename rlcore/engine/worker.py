@@ -43,7 +43,7 @@ GENERATED = column_specs(
     "weights_version",
     "exact_log_probs",
 )
-"""What `generate` gives."""
+"""The columns of `generate`."""
 
 
 def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, ColumnSpec]:
@@ -162,7 +162,7 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
-        """Return how long each kind of work took since the last call, and start anew."""
+        """Return the seconds of each kind of work since the last call, and reset them."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -198,8 +198,8 @@ class ModelWorker(Worker):
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
         """Return the log-probs of the responses as column `name`, and `entropy` if asked.
 
-        A batch that brings `rollout_log_probs` gets those back where every row's were made by these very weights, from
-        the same distribution and in the same arithmetic.
+        A batch with `rollout_log_probs` gets these back if every row was sampled with these weights, from the same
+        distribution and with the same arithmetic.
         """
         with self._timed("log_probs"):
             if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
@@ -288,12 +288,12 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
-        """Write all that resuming needs."""
+        """Write the state from which `load_state` resumes."""
         self.train.save(Path(folder))
 
     @register(Dispatch.ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Take back what `save_state` wrote."""
+        """Read the state of `save_state`."""
         self.train.restore(Path(folder))
 
     def shutdown(self) -> None:

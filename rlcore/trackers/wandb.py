@@ -6,6 +6,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,10 @@ class WandbTracker(Tracker):
         """Log the rows as the table `samples`, with one column per name that occurs in them."""
         if not rows:
             return
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        table = self._wandb.Table(columns=names, data=[[_cell(row.get(name)) for name in names] for row in rows])
+        names = list(dict.fromkeys(chain.from_iterable(rows)))
+        table = self._wandb.Table(columns=names)
+        for row in rows:
+            table.add_data(*(_cell(row.get(name)) for name in names))
         self._run.log({"step": step, "samples": table})
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:

@@ -31,11 +31,9 @@ BROKEN = {
         "response_mask 0 get",
     ),
     "flipped_sign": Break("better_sample", POLICY, "masked_sum(gain, mask), mask.sum()", "higher advantage of row"),
-    "hidden_state": Break(
-        "kill_and_resume", 'self.steps = state["steps"]', 'state["steps"]', "belongs into state_dict"
-    ),
+    "hidden_state": Break("kill_and_resume", 'self.steps = state["steps"]', 'state["steps"]', "belongs in state_dict"),
     "global_random": Break(
-        "same_seed", 'random.Random(f"{run.config.trainer.seed} {run.step}")', "random", "Chance must come"
+        "same_seed", 'random.Random(f"{run.config.trainer.seed} {run.step}")', "random", "Randomness must come"
     ),
     "pair_split": Break("rows_together", ', keep_together="uid"', "", "keep_together=COLUMN"),
     # And one for each of the other checks that need no Ray.
@@ -44,14 +42,14 @@ BROKEN = {
     "infinite_metric": Break("metrics", "steps=self.steps)", "steps=float('inf'))", "steps is inf in step 1"),
     "counts_columns": Break("padding", POLICY, "-masked_sum(gain, mask), mask.numel()", "more columns of padding"),
     "looks_at_the_first_row": Break(
-        "row_order", "gain = ratio", "gain = out.log_probs[0, 0].detach() * ratio", "in another order"
+        "row_order", "gain = ratio", "gain = out.log_probs[0, 0].detach() * ratio", "in a different order"
     ),
     "other_old_log_probs": Break(
         "zero_learning_rate",
         'batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))',
         'batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))\n'
         '        batch["old_log_probs"] = batch["old_log_probs"].map(torch.Tensor.round)',
-        "away from 1",
+        "differs from 1",
     ),
     "hidden_nan": Break(
         "non_finite",
@@ -63,7 +61,7 @@ BROKEN = {
         "reaches_workers",
         "loss=sound_loss",
         "loss=needs('log_probs', 'entropy')(lambda *given: sound_loss(*given))",
-        "no function of",
+        "not a module-level function",
     ),
 }
 

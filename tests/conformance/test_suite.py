@@ -51,7 +51,7 @@ def test_what_does_not_apply_follows_from_what_the_algorithm_does(tmp_path):
     assert results["micro_batch_split"].text == "no policy or critic or reward model trains"
     assert results["better_sample"].text == "no policy trains"
     assert results["zero_learning_rate"].text == "no role trains"
-    assert results["non_finite"].text == "nothing is scored and nothing is updated"
+    assert results["non_finite"].text == "it scores nothing and updates nothing"
 
 
 def _in_process() -> list[str]:

@@ -44,7 +44,7 @@ def test_the_first_signal_checkpoints_and_leaves_and_the_run_can_go_on(start_com
     assert int(checkpoint.name.removeprefix("step_")) == summary["steps"] == steps(folder)
     assert 2 <= summary["steps"] < 20
     for log in (folder / "rlcore.log", tmp_path / "printed"):
-        assert "a checkpoint follows after this step" in log.read_text()
+        assert "stopping with a checkpoint after this step" in log.read_text()
     # Only the same run may go on in this folder.
     with pytest.raises(ConfigError, match=r"another config; differing: trainer\.total_steps"):
         train_here(folder, *more[:-1], "trainer.total_steps=21")

@@ -49,7 +49,8 @@ class ProbedWorker(ModelWorker):
         """Return the whole gradient of every parameter."""
         parameters = self.train.parameters
         return {
-            name: tensor.clone() for name, tensor in parameters.whole({name: p.grad for name, p in parameters.here()})
+            name: tensor.clone()
+            for name, tensor in parameters.iter_full({name: p.grad for name, p in parameters.named_local()})
         }
 
     @register(Dispatch.ONE_TO_ALL)

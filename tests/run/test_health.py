@@ -161,4 +161,6 @@ def test_groups_of_one_say_nothing():
     ],
 )
 def test_the_likely_cause_of_a_gap(gap, options, cause):
-    assert cause in logprob_diff_warning(gap, Config(algorithm="grpo", algo=None, rollout=RolloutConfig(**options)))
+    assert cause in logprob_diff_warning(
+        gap, Config(algorithm="grpo", algo=None, rollout=RolloutConfig(name="hf", **options))
+    )

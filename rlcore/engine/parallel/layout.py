@@ -9,7 +9,7 @@ from rlcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands on each axis of a Layout, from 0."""
+    """The coordinates of a rank on each axis of a Layout, from 0."""
 
     pp: int
     tp: int
@@ -20,8 +20,8 @@ class Place:
 class Layout:
     """`pp` pipeline stages x `tp` tensor shards x `dp` data-parallel copies.
 
-    Ranks are numbered as in HybridFlow (arXiv 2409.19256, section 5.1): tensor shards of a stage are consecutive, then
-    come the stages of a copy, then the copies: rank = (dp * stages + pp) * shards + tp.
+    Ranks are numbered as in HybridFlow (arXiv 2409.19256, section 5.1): first along tp, then pp, then dp:
+    rank = (dp * stages + pp) * shards + tp.
     """
 
     pp: int = 1
@@ -35,25 +35,25 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks."""
         return self.pp * self.tp * self.dp
 
     def place(self, rank: int) -> Place:
-        """Return where a rank stands."""
+        """Return the coordinates of a rank."""
         copy, within = divmod(rank, self.pp * self.tp)
         return Place(pp=within // self.tp, tp=within % self.tp, dp=copy)
 
     def rank(self, place: Place) -> int:
-        """Return the rank that stands there."""
+        """Return the rank with these coordinates."""
         return (place.dp * self.pp + place.pp) * self.tp + place.tp
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a layout cuts one parameter: which `stages` hold it, and the dimension `dim` that tensor shards divide.
+class ShardSpec:
+    """How a layout divides one parameter: the `stages` that hold it, and the dimension `dim` that tensor ranks divide.
 
-    `shape` is that of the whole. `dim` None: every tensor rank of its stages holds it whole. Tied embeddings are on two
-    stages.
+    `shape` is that of the whole parameter. `dim` None: every tensor rank of its stages holds it whole. Tied embeddings
+    are on two stages.
     """
 
     shape: tuple[int, ...]

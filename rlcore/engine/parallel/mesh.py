@@ -1,4 +1,4 @@
-"""The ranks of a train engine as a mesh with named axes, and what is sent along each."""
+"""The ranks of a train engine as a mesh with named axes, and the collectives along each axis."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class TrainMesh:
-    """Where this rank stands in a layout.
+    """The place of this rank in a layout.
 
     Axes, outermost first: `replicate` and `shard`, which together are dp (`shard` ranks share one copy of the weights,
-    0: all of dp), `pp`, `tp`. Axes with one place are left out, but for `shard`. With one rank there is no mesh.
+    0: all of dp), `pp`, `tp`. Axes of size 1 are left out, except `shard`. With one rank there is no mesh.
     """
 
     def __init__(self, ranks: Ranks, layout: Layout, shard: int = 0) -> None:
@@ -76,7 +76,7 @@ class TrainMesh:
         return tensor
 
     def join_data_shards(self, local: Tensor, rows: int) -> Tensor:
-        """Return a tensor of `rows` rows that FSDP2 has cut over `shard` whole: equal cuts, but for the last ranks."""
+        """Gather a tensor of `rows` rows that FSDP2 sharded: equal shards, except on the last ranks."""
         if self.shards == 1:
             return local
         size = -(-rows // self.shards)
@@ -87,7 +87,7 @@ class TrainMesh:
         return torch.cat(parts)[:rows]
 
     def join_tensor_shards(self, local: Tensor, dim: int | None) -> Tensor:
-        """Return a tensor that is cut along `dim` over tp whole; as it is for None."""
+        """Gather a tensor that is sharded along `dim` over tp; with `dim` None, return it unchanged."""
         if dim is None or self.layout.tp == 1:
             return local
         parts = [torch.empty_like(local) for _ in range(self.layout.tp)]
@@ -95,7 +95,7 @@ class TrainMesh:
         return torch.cat(parts, dim)
 
     def average_copies(self, tensor: Tensor) -> None:
-        """Average, in place, what each of the whole copies of the model has."""
+        """Average a tensor, in place, over the whole copies of the model."""
         dist.all_reduce(tensor, group=self.group("replicate"))
         tensor.div_(self.copies)
 

@@ -1,10 +1,11 @@
-"""Which layouts a model can train under, known from its config.json before anything starts."""
+"""The layouts that a model can train under, read from its config.json before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 from rlcore.assets import model_path
@@ -13,7 +14,7 @@ from rlcore.engine.parallel.layout import Layout
 from rlcore.errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
-"""Entries of transformers' tensor-parallel plans that are understood; embeddings are left whole on every rank."""
+"""Supported entries of transformers' tensor-parallel plans; embeddings stay whole on every rank."""
 FULL_ATTENTION = frozenset({"full_attention"})
 """The `attention_kinds` of a model whose every token attends to all tokens before it, at any length."""
 
@@ -31,7 +32,7 @@ def attention_kinds(config: Any) -> frozenset[str]:
 
 
 def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
-    """Return the engine's config for one role, whose `pp` and `tp` are those of `engine.layouts` if it is there.
+    """Return the engine's config for one role, with the role's `pp` and `tp` from `engine.layouts`.
 
     Raises ConfigError for a layout that is not two numbers from 1.
     """
@@ -44,23 +45,23 @@ def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
 
 
 def layout_of(engine: EngineConfig, workers: int) -> Layout:
-    """Return the layout of a role on so many workers. Raises ConfigError when the product does not fit their number."""
+    """Return the layout of a role on `workers` workers. Raises ConfigError unless pp * tp * dp is their number."""
     if workers % (engine.pp * engine.tp) or engine.dp not in (0, workers // (engine.pp * engine.tp)):
         asked = f"engine.pp={engine.pp}, engine.tp={engine.tp}, engine.dp={engine.dp}"
         needed = engine.pp * engine.tp * max(1, engine.dp)
         raise ConfigError(
-            f"{asked} does not fit {workers} workers: pp * tp * dp must be their number. Set cluster.workers={needed}, "
-            "or engine.dp=0 for as many places as there are workers for"
+            f"{asked} does not fit {workers} workers: pp * tp * dp must equal their number. Set "
+            f"cluster.workers={needed}, or engine.dp=0 to use workers / (pp * tp)"
         )
     return Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides which layouts it can take.
+    """The numbers of a model that decide its possible layouts.
 
-    `divided` are the numbers that tensor-parallel ranks divide, by name; empty where the model's code has no
-    tensor-parallel plan that is understood. `layers` is 1 where it cannot be cut into stages.
+    `divided`: the sizes that tensor-parallel ranks divide, by name; empty for a model without a supported
+    tensor-parallel plan. `layers` is 1 for a model that cannot be divided into stages. `why_not` gives the reasons.
     """
 
     layers: int
@@ -90,7 +91,7 @@ class ModelShape:
         return ModelShape(layers, divided, "; ".join(why))
 
     def problem(self, layout: Layout) -> str:
-        """Return why the model cannot take a layout; "" if it can."""
+        """Return the reason why the model cannot use a layout; "" if it can."""
         if layout.pp > self.layers:
             return f"pp={layout.pp} is more stages than it has layers to cut ({self.layers}); {self.why_not}".strip(
                 "; "
@@ -103,9 +104,10 @@ class ModelShape:
         return ""
 
     def possible(self, workers: int) -> list[Layout]:
-        """Return the layouts of so many workers that the model can take."""
+        """Return the layouts of `workers` workers that the model can use."""
         counts = [n for n in range(1, workers + 1) if workers % n == 0]
-        layouts = [Layout(pp, tp, workers // (pp * tp)) for pp in counts for tp in counts if workers % (pp * tp) == 0]
+        pairs = [(pp, tp) for pp, tp in product(counts, counts) if workers % (pp * tp) == 0]
+        layouts = [Layout(pp, tp, workers // (pp * tp)) for pp, tp in pairs]
         return [layout for layout in layouts if not self.problem(layout)]
 
 
@@ -118,9 +120,9 @@ def _shape_of(path: str, trust_remote_code: bool) -> ModelShape:
 
 
 def check_model_layout(model: ModelConfig, layout: Layout) -> None:
-    """Raise ConfigError, listing those that it can, when a model cannot take a layout.
+    """Raise ConfigError, listing the possible ones, when a model cannot use a layout.
 
-    A folder that cannot be read here is left to the workers, which check again.
+    The workers check again, so a folder that cannot be read here passes.
     """
     if layout.pp == layout.tp == 1:
         return
@@ -132,5 +134,5 @@ def check_model_layout(model: ModelConfig, layout: Layout) -> None:
         can = "; ".join(f"pp={each.pp} tp={each.tp} dp={each.dp}" for each in shape.possible(layout.world_size))
         raise ConfigError(
             f"model {model.path!r} cannot be trained with engine.pp={layout.pp} engine.tp={layout.tp}: {problem}. "
-            f"With {layout.world_size} workers it can take: {can or 'none'}"
+            f"With {layout.world_size} workers it can use: {can or 'none'}"
         )

@@ -3,7 +3,7 @@
 A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` cuts a linear layer's outputs, so that
 attention sees a share of the heads; `rowwise` cuts its inputs and adds the results up; the weights of
 `replicated_with_grad_allreduce` are whole on each rank but see only its heads (Qwen3's norms of queries and keys), so
-their gradients are added up. What a plan does not name is whole on every rank, and computed alike there.
+their gradients are added up. Everything else is whole on every rank, and every rank computes it alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_of(hf: Any) -> dict[str, str]:
 
 
 def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
-    """Return the dimension along which each parameter is cut; those left out are whole on every rank."""
+    """Return the dimension along which each parameter is sharded; parameters without one are whole on every rank."""
     dims = {}
     for name in names:
         module, _, kind = name.rpartition(".")
@@ -57,12 +57,12 @@ def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
 
 
 def summed(plan: Mapping[str, str], names: list[str]) -> list[str]:
-    """Return the parameters of which each rank has a part of the gradient's sum."""
+    """Return the replicated parameters whose gradients have to be added up over the tensor ranks."""
     return [name for name in names if plan.get(name.rpartition(".")[0]) == "replicated_with_grad_allreduce"]
 
 
 def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
-    """Cut the modules that are on this rank, in place, over the one-dimensional DeviceMesh `mesh`."""
+    """Shard the modules of this rank, in place, over the one-dimensional DeviceMesh `mesh`."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -79,7 +79,7 @@ def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
 
 
 def _share_input(mesh: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Make a module's hidden state one DTensor, so that its linear layers' gradients of it are added up before sending.
+    """Make a module's input one DTensor, so that the gradients of its linear layers are added up before they are sent.
 
     Queries, keys and values then cost one sum over the ranks in backward, not three.
     """
@@ -94,9 +94,9 @@ def _share_input(mesh: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 def shard_dims(hf: Any, ranks: int) -> dict[str, int]:
-    """Return the dimension along which so many ranks divide each parameter; those left out are whole on every rank.
+    """Return the dimension along which `ranks` tensor-parallel ranks divide each parameter; others are whole.
 
-    Raises ConfigError for a model that so many ranks cannot divide.
+    Raises ConfigError for a model that they cannot divide.
     """
     if problem := ModelShape.of(hf.config).problem(Layout(tp=ranks)):
         raise ConfigError(f"{type(hf).__name__} cannot generate with rollout.tp={ranks}: {problem}")

@@ -6,7 +6,7 @@ algorithm compares with (`old_log_probs`; without that column the weights of the
 each token's part of a loss is multiplied by a weight w_t made from pi_old(y_t) / b(y_t), as `trainer.importance` says.
 
 This is decoupled PPO (arXiv 2110.00641: the behaviour policy is another than the proximal one, against which the ratio
-is clipped). Losses know nothing of it: the value of what they get is unchanged, and its gradient is multiplied by w_t
+is clipped). Losses know nothing of it: the values they get are unchanged, and the gradients are multiplied by w_t
 on the way back to the model. For a loss that sees the policy through outputs per token this equals weighting every
 token's term: its derivative is the sum over tokens of dL/d(output_t) times d(output_t)/d(weights).
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def is_corrected(item: UpdateItem) -> bool:
 
 
 def forward_needs(item: UpdateItem) -> Sequence[Need]:
-    """Return what the forward has to give: what the loss needs, and log-probs where only the weights need them."""
+    """Return the outputs that the loss needs, and log-probs where only the importance weights need them."""
     needs = needs_of(item.loss)
     if is_corrected(item) and "old_log_probs" not in item.batch:
         return tuple(dict.fromkeys([*needs, "log_probs"]))
@@ -101,9 +102,11 @@ def staleness(items: Sequence[UpdateItem], version: int, ranks: Ranks) -> dict[s
 
     Metrics: rollout/staleness (mean) and rollout/staleness_max; none where nothing is corrected.
     """
-    batches = [item.batch for item in items if is_corrected(item) and "weights_version" in item.batch]
-    if not batches:
+    mine: list[int] = []
+    corrected = [item.batch for item in items if is_corrected(item) and "weights_version" in item.batch]
+    for batch in corrected:
+        mine += (version - batch.view("weights_version")).tolist()
+    if not corrected:
         return {}
-    mine = [version - made for batch in batches for made in batch.view("weights_version").tolist()]
-    ages = [age for of_rank in ranks.gather(mine) for age in of_rank]
+    ages = list(chain.from_iterable(ranks.gather(mine)))
     return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": float(max(ages))} if ages else {}

@@ -1,4 +1,4 @@
-"""What one update trains on: batches with their losses."""
+"""The input of an update: batches with their losses."""
 
 from __future__ import annotations
 

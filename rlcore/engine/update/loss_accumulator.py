@@ -20,7 +20,7 @@ Totals = dict[str, tuple[float, float]]
 
 
 class LossBatch(Mapping[str, Any]):
-    """The columns of some rows as a loss sees them: tensors on the device, ragged ones padded on the right with zeros.
+    """The columns of some rows as a loss reads them: tensors on the device, ragged ones padded on the right with zeros.
 
     All columns that follow the responses get the same padded length. A column is converted when it is first read.
     """
@@ -58,7 +58,7 @@ def row_names(batch: DataProto, most: int = 8) -> str:
 
 
 def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.device) -> Mapping[str, Term]:
-    """Run the item's loss and check what it returns. Raises DataError naming the loss and the term."""
+    """Run the item's loss and check its terms. Raises DataError naming the loss and the term."""
     terms = item.loss(out, LossBatch(batch, device), item.config)
     name = getattr(item.loss, "__name__", repr(item.loss))
     if not isinstance(terms, Mapping) or not all(isinstance(t, Term) for t in terms.values()):
@@ -80,9 +80,9 @@ def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.de
 def sum_counts(
     item: UpdateItem, parts: Sequence[DataProto | None], vocab: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the count of each term over all `parts`, found by running the loss on made-up outputs.
+    """Return the count of each term over all `parts`, by running the loss on two sets of made-up outputs.
 
-    It runs on two of them. Raises DataError when a count differs between the two, or is negative or not finite.
+    Raises DataError when a count differs between the two, is negative or is not finite.
     """
     counts: dict[str, float] = {}
     for part in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def update_plan(
     for mini_batch in split_evenly(units, mini_batches):
         runs = split_evenly(mini_batch, ranks) if costs is None else split_by_cost(mini_batch, costs, ranks)
         for rank, run in enumerate(runs):
-            plan[rank].append([row for unit in run for row in unit])
+            plan[rank].append(list(chain.from_iterable(run)))
     return plan
 
 

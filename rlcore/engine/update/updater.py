@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,12 +169,12 @@ class Updater:
         counts = [self._counts(item, batch, parts) for (item, batch), parts in zip(work, cuts, strict=True)]
         by_rank = self._ranks.gather(([len(parts) for parts in cuts], counts))
         global_counts = _global_counts(self._mesh.one_per_dp_rank([counts for _, counts in by_rank]))
-        if not any(count > 0 for counted in global_counts for count in counted.values()):
+        if not any(sum(counted.values()) > 0 for counted in global_counts):
             return None
-        padded = [
-            self._pad_to_equal_count(parts, [lengths[index] for lengths, _ in by_rank])
-            for index, parts in enumerate(cuts)
-        ]
+        padded = []
+        for index, parts in enumerate(cuts):
+            on_each_rank = [lengths[index] for lengths, _ in by_rank]
+            padded.append(self._pad_to_equal_count(parts, on_each_rank))
         try:
             return self._step(work, padded, counts, global_counts, lr, measure=measure)
         except DataError:
@@ -262,8 +263,8 @@ class _OptimizerStep:
 
     def add(self, ranks: Sequence[Sequence[Report]]) -> None:
         """Merge the reports of all data-parallel ranks. Raises DataError for the faults that they name."""
-        reports = [report for of_rank in ranks for report in of_rank]
-        faults = [fault for _, of_item, _ in reports for fault in of_item]
+        reports = list(chain.from_iterable(ranks))
+        faults = list(chain.from_iterable(of_item for _, of_item, _ in reports))
         if faults:
             raise DataError(f"{' | '.join(dict.fromkeys(faults))}; the weights were left unchanged")
         self.totals = merge_totals([totals for totals, _, _ in reports])

@@ -1,4 +1,4 @@
-"""How the ranks of a training layout stand when they generate (HybridFlow, arXiv 2409.19256, section 5)."""
+"""The places of a training layout's ranks while they generate (HybridFlow, arXiv 2409.19256, section 5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Axis = Literal["pp", "tp", "micro_dp"]
 
 @dataclass(frozen=True)
 class GenerationPlace:
-    """Where a rank stands while it generates, from 0; `dp` is its copy of the training layout."""
+    """The coordinates of a rank while it generates, from 0; `dp` is its copy of the training layout."""
 
     pp: int
     tp: int
@@ -23,7 +23,7 @@ class GenerationPlace:
 
 @dataclass(frozen=True)
 class GenerationLayout:
-    """`pp` stages x `tp` tensor shards, of which each training copy makes `micro_dp` generating replicas.
+    """`pp` stages x `tp` tensor shards; each training copy generates as `micro_dp` replicas of them.
 
     A generating stage is `training.pp / pp` neighbouring training stages, a generating tensor shard `training.tp / tp`
     neighbouring training shards. In the paper's grouping each rank gets the generating shard that its training shard is
@@ -42,23 +42,23 @@ class GenerationLayout:
             if asked < 1 or trained % asked:
                 possible = ", ".join(str(n) for n in range(1, trained + 1) if trained % n == 0)
                 raise ConfigError(
-                    f"rollout.{axis}={asked} does not divide engine.{axis}={trained}, so the shards of generation "
-                    f"cannot be made of those of training. With engine.{axis}={trained}, rollout.{axis} can be "
+                    f"rollout.{axis}={asked} does not divide engine.{axis}={trained}, so generating shards "
+                    f"cannot be made from training shards. With engine.{axis}={trained}, rollout.{axis} can be "
                     f"{possible}; for {asked}, set engine.{axis} to a multiple of it."
                 )
 
     @property
     def micro_dp(self) -> int:
-        """How many replicas a training copy generates as."""
+        """The number of generating replicas of a training copy."""
         return self.training.pp * self.training.tp // (self.pp * self.tp)
 
     @property
     def replicas(self) -> int:
-        """How many replicas generate."""
+        """The number of generating replicas."""
         return self.training.dp * self.micro_dp
 
     def place(self, rank: int) -> GenerationPlace:
-        """Return where a rank stands."""
+        """Return the coordinates of a rank."""
         at = self.training.place(rank)
         tp, tp_part = divmod(at.tp, self.training.tp // self.tp)
         pp, pp_part = divmod(at.pp, self.training.pp // self.pp)
@@ -71,28 +71,31 @@ class GenerationLayout:
             at = vars(self.place(rank))
             others = tuple(value for name, value in at.items() if name != axis)
             groups.setdefault(others, []).append((at[axis], rank))
-        return sorted([rank for _, rank in sorted(group)] for group in groups.values())
+        ordered = []
+        for group in groups.values():
+            ordered.append([rank for _, rank in sorted(group)])
+        return sorted(ordered)
 
     def stages(self, rank: int) -> range:
-        """Return the training stages that a rank's generating shard is made of."""
+        """Return the training stages in a rank's generating shard."""
         count = self.training.pp // self.pp
         return range(self.place(rank).pp * count, (self.place(rank).pp + 1) * count)
 
     def tensor_shards(self, rank: int) -> range:
-        """Return the training tensor shards that a rank's generating shard is made of."""
+        """Return the training tensor shards in a rank's generating shard."""
         count = self.training.tp // self.tp
         return range(self.place(rank).tp * count, (self.place(rank).tp + 1) * count)
 
     def reuses(self, rank: int) -> bool:
-        """Whether the rank's training shard is a part of its generating shard, so that one memory holds both."""
+        """Whether the rank's training shard is a part of its generating shard."""
         at = self.training.place(rank)
         return at.pp in self.stages(rank) and at.tp in self.tensor_shards(rank)
 
     @property
     def engine_order(self) -> list[int]:
-        """The ranks in the order in which an engine with groups of consecutive ranks (vLLM) has to number them.
+        """The order in which an engine with groups of consecutive ranks (vLLM) numbers the ranks.
 
-        `engine_order[i]` is the training rank that is rank i there: tensor groups are consecutive, then the stages of a
+        `engine_order[i]` is the training rank with number i there: tensor groups are consecutive, then the stages of a
         replica, then the replicas.
         """
 

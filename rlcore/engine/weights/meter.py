@@ -1,4 +1,4 @@
-"""What a reshard sends and holds, counted where it happens: all of its collectives and buffers pass here."""
+"""The collectives and buffers of a reshard, which count the bytes that they send and hold."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _all_gather_in_place: Any = getattr(dist, "all_gather_single", None) or dist.all
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, ascending, and torch's process group of them; `handle` None: this rank is alone."""
+    """Some ranks, in ascending order, and their torch process group. `handle` None: this rank is the only one."""
 
     ranks: tuple[int, ...]
     handle: Any = None
 
 
 class ProcessGroups:
-    """torch's process groups by their ranks, each made once. All ranks have to ask for the same ones in one order."""
+    """torch's process groups by their ranks, each created once. All ranks request the same groups in the same order."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._made: dict[tuple[int, ...], Group] = {}
 
     def own(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return that one of the `groups` which this rank is in (collective)."""
+        """Return the one of `groups` that contains this rank (collective)."""
         for ranks in (tuple(sorted(group)) for group in groups):
             if ranks not in self._made:
                 self._made[ranks] = Group(ranks, dist.new_group(list(ranks)) if len(ranks) > 1 else None)
@@ -39,7 +39,7 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements `start` to `stop` of a flat tensor, which `rank` has."""
+    """The elements `start` to `stop` of a flat tensor, held by `rank`."""
 
     rank: int
     start: int
@@ -65,27 +65,26 @@ class Meter:
         return asdict(self)
 
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, which counts until `free`."""
+        """Return a new buffer, counted in `held` until `free`."""
         buffer = torch.empty(elements, dtype=dtype, device=device)
         self.held += buffer.nbytes
         self.peak = max(self.peak, self.held)
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        """Note that a buffer of `allocate` is let go of; its memory goes with the last tensor that shares it."""
+        """Stop counting a buffer of `allocate`; its memory is freed with the last tensor that shares it."""
         self.held -= buffer.nbytes
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor, unless the two are the same memory."""
+        """Copy a tensor, unless source and target are the same memory."""
         if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
             target.copy_(source)
             self.copied += target.nbytes
 
     def exchange(self, flat: Tensor, pieces: Sequence[Piece], group: Group, rank: int) -> list[Any]:
-        """Bring every piece of a flat tensor to every rank of the group, in place; return torch's handles to wait for.
+        """Bring every piece of a flat tensor to every rank of the group, in place; return handles to wait for.
 
-        Each piece is already there on the rank that has it. Where all ranks have equal pieces in their order this is
-        one all-gather, else a broadcast for each piece.
+        Equal pieces in rank order take one all-gather; otherwise each piece is broadcast.
         """
         if group.handle is None:
             return []

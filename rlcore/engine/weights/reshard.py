@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.engine.parallel.layout import Cut
+from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import Group, Meter, Piece, ProcessGroups
 from rlcore.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ class Reshard:
     def __init__(
         self,
         layout: GenerationLayout,
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, ShardSpec],
         groups: ProcessGroups,
         *,
         dtype: torch.dtype = torch.float32,
@@ -58,10 +58,10 @@ class Reshard:
                     f"{cut.dim} evenly, as resharding needs"
                 )
         self._join(groups)
-        self.cuts = {name: cut for name, cut in cuts.items() if self._holds(cut)}
+        self.shard_specs = {name: cut for name, cut in cuts.items() if self._holds(cut)}
         # Matrices before vectors, so that no bias parts the weights that engines fuse.
-        order = sorted(self.cuts, key=lambda name: -len(self.cuts[name].shape))
-        ends = list(accumulate((self._numel(self.cuts[name]) for name in order), initial=0))
+        order = sorted(self.shard_specs, key=lambda name: -len(self.shard_specs[name].shape))
+        ends = list(accumulate((self._numel(self.shard_specs[name]) for name in order), initial=0))
         self._runs = dict(zip(order, pairwise(ends), strict=True))
         self._elements = ends[-1]
         self._buffer: Tensor | None = None
@@ -82,7 +82,7 @@ class Reshard:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of this rank's generating shards by name."""
-        return {name: tuple(self._shard(cut, self._flat(name)).shape) for name, cut in self.cuts.items()}
+        return {name: tuple(self._shard(cut, self._flat(name)).shape) for name, cut in self.shard_specs.items()}
 
     def gather(self, shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's generating shards by name, the first ones while later ones are under way.
@@ -94,7 +94,7 @@ class Reshard:
         self._put(shards)
         under_way: deque[tuple[str, list[Any]]] = deque()
         waiting = 0
-        for name, cut in self.cuts.items():
+        for name, cut in self.shard_specs.items():
             flat = self._flat(name)
             under_way.append((name, self.meter.exchange(flat, self._pieces(cut), self._group(cut), self.rank)))
             waiting += flat.nbytes
@@ -113,11 +113,11 @@ class Reshard:
     def _finished(self, name: str, works: list[Any]) -> tuple[str, Tensor]:
         for work in works:
             work.wait()
-        return name, self._shard(self.cuts[name], self._flat(name))
+        return name, self._shard(self.shard_specs[name], self._flat(name))
 
     def _put(self, shards: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's training shards to their places in the buffer, unless they live there."""
-        slots = {name: self._slot(cut, self._flat(name)) for name, cut in self.cuts.items() if self._gives(cut)}
+        slots = {name: self._slot(cut, self._flat(name)) for name, cut in self.shard_specs.items() if self._gives(cut)}
         for name, shard in shards:
             slot = slots.pop(name, None)
             if slot is None or slot.shape != shard.shape:
@@ -131,11 +131,11 @@ class Reshard:
         start, stop = self._runs[name]
         return self.buffer[start:stop]
 
-    def _gives(self, cut: Cut) -> bool:
+    def _gives(self, cut: ShardSpec) -> bool:
         """Whether this rank has a training shard of the parameter."""
         return self.place.pp in cut.stages
 
-    def _cut_first(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _cut_first(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         """Return a run of elements, which lie with the cut dimension first, as a part of the parameter."""
         if cut.dim is None:
             return flat.view(cut.shape)
@@ -150,21 +150,21 @@ class Reshard:
         self._peers = groups.own(micro_dp)
         self._same_shard = groups.own(by_tensor_shard(self.layout, micro_dp))
 
-    def _holds(self, cut: Cut) -> bool:
+    def _holds(self, cut: ShardSpec) -> bool:
         """Whether the parameter is in this rank's buffer."""
         return any(stage in cut.stages for stage in self._stages)
 
-    def _numel(self, cut: Cut) -> int:
+    def _numel(self, cut: ShardSpec) -> int:
         """Return the number of its elements in the buffer."""
         whole = torch.Size(cut.shape).numel()
         return whole if cut.dim is None else whole * len(self._shards) // self.layout.training.tp
 
-    def _group(self, cut: Cut) -> Group:
+    def _group(self, cut: ShardSpec) -> Group:
         """Return the ranks that exchange the parameter."""
-        # All ranks of a stage hold what tensor ranks do not divide, so only ranks of other stages receive it.
+        # All ranks of a stage hold an undivided parameter, so only ranks of other stages receive it.
         return self._same_shard if cut.dim is None else self._peers
 
-    def _pieces(self, cut: Cut) -> list[Piece]:
+    def _pieces(self, cut: ShardSpec) -> list[Piece]:
         """Return the part of the run that each rank of the group gives."""
         if cut.dim is None and all(stage in cut.stages for stage in self._stages):
             return []
@@ -174,7 +174,7 @@ class Reshard:
         size = self._numel(cut) // len(there)
         return [Piece(rank, index * size, (index + 1) * size) for index, rank in enumerate(there)]
 
-    def _slot(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _slot(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         """Return the place of this rank's training shard in the parameter's run, in the shard's shape."""
         if cut.dim is None:
             return self._cut_first(cut, flat)
@@ -182,7 +182,7 @@ class Reshard:
         start = (self.place.tp - self._shards.start) * size
         return self._cut_first(cut, flat[start : start + size])
 
-    def _shard(self, cut: Cut, flat: Tensor) -> Tensor:
+    def _shard(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         """Return this rank's generating shard from the parameter's run."""
         return self._cut_first(cut, flat)
 

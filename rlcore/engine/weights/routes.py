@@ -119,6 +119,6 @@ def choose_route(
     is_cut = train.layout.pp * train.layout.tp > 1
     if is_cut and (rollout.adopts or generation.tp > 1):
         return Resharded(
-            rollout, train, Reshard(generation, train.cuts, groups, dtype=train.dtype, device=train.ranks.device)
+            rollout, train, Reshard(generation, train.shard_specs, groups, dtype=train.dtype, device=train.ranks.device)
         )
     return Gathered(rollout, train)

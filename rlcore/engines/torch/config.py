@@ -11,7 +11,7 @@ from rlcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """How the torch engine shards a model, and what it trades memory for."""
+    """How the torch engine shards a model, and where it trades memory for speed."""
 
     shard: int = option(
         0,

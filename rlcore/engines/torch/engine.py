@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlcore.engine.parallel.layout import Cut
+from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters
@@ -23,7 +23,7 @@ from rlcore.engines.torch import state
 from rlcore.engines.torch.config import TorchConfig, check_layout
 from rlcore.engines.torch.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engines.torch.offload import Offloader
-from rlcore.engines.torch.parameters import Parameters, reshard
+from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
 from rlcore.engines.torch.pipeline import Pipeline, Stage
 from rlcore.engines.torch.selection import Selection, total_tokens
 from rlcore.errors import DataError
@@ -130,7 +130,7 @@ class TorchEngine(TrainEngine):
 
     @property
     def _selection(self) -> dict[str, bool]:
-        return {"at_end": self.kind.scores_rows, "folded": self.model.folds}
+        return {"at_end": self.kind.scores_rows, "shares_prefixes": self.model.shares_prefixes}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # FSDP's mixed precision casts sharded parameters; a whole module needs autocast.
@@ -187,9 +187,9 @@ class TorchEngine(TrainEngine):
         return self.parameters.shapes
 
     @property
-    def cuts(self) -> Mapping[str, Cut]:
+    def shard_specs(self) -> Mapping[str, ShardSpec]:
         """See TrainEngine."""
-        return self.parameters.cuts
+        return self.parameters.shard_specs
 
     @property
     def vocab_size(self) -> int:
@@ -205,42 +205,42 @@ class TorchEngine(TrainEngine):
         """See TrainEngine."""
         if dtype is not self.dtype:
             return ((name, tensor.to(dtype)) for name, tensor in self.masters())
-        self._reset()
-        return self.parameters.gathered(self.root, self.dtype)
+        self._ensure_resharded()
+        return self.parameters.iter_gathered(self.root, self.dtype)
 
     def export_local(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        self._reset()
-        return self.parameters.local(self.root, self.dtype)
+        self._ensure_resharded()
+        return self.parameters.iter_tp_shards(self.root, self.dtype)
 
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""
-        return {name: state.local(parameter.detach()) for name, parameter in self.parameters.here()}
+        return {name: state.local(parameter.detach()) for name, parameter in self.parameters.named_local()}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter in fp32, in the order of `shapes`; all ranks iterate to the end."""
-        self._reset()
-        return self.parameters.whole(dict(self.parameters.here()))
+        self._ensure_resharded()
+        return self.parameters.iter_full(dict(self.parameters.named_local()))
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], shapes: Shapes, tau: float) -> None:
         """See TrainEngine."""
-        self._move(shapes, lambda name: self.parameters.part(name, weights[name]), tau)
+        self._move(shapes, lambda name: self.parameters.shard_of(name, weights[name]), tau)
 
     @torch.no_grad()
     def follow(self, other: TrainEngine, tau: float) -> None:
         """See TrainEngine. The other engine has the same layout, so each rank reads its own shards."""
         if not isinstance(other, TorchEngine):
             raise DataError(f"a TorchEngine follows another TorchEngine, not a {type(other).__name__}")
-        other._reset()
-        theirs = dict(other.parameters.here())
+        other._ensure_resharded()
+        theirs = dict(other.parameters.named_local())
         self._move(other.shapes, lambda name: state.local(theirs[name]), tau)
 
     def _move(self, shapes: Shapes, target: Callable[[str], Tensor], tau: float) -> None:
         """Move this rank's part of each parameter by `tau` of the way to `target(name)`, which is cut alike."""
-        self._reset()
+        self._ensure_resharded()
         check_same_parameters(self.shapes, shapes)
-        for name, parameter in self.parameters.here():
+        for name, parameter in self.parameters.named_local():
             own, towards = state.local(parameter), target(name)
             if tau == 1:
                 own.copy_(towards)
@@ -250,7 +250,7 @@ class TorchEngine(TrainEngine):
 
     def offload(self) -> None:
         """See TrainEngine. The metrics of the next update say how much memory it freed."""
-        reshard(self.root)
+        reshard_fsdp(self.root)
         self._offloader.offload()
 
     @property
@@ -258,10 +258,10 @@ class TorchEngine(TrainEngine):
         """See TrainEngine."""
         return self._offloader.metrics
 
-    def _reset(self) -> None:
+    def _ensure_resharded(self) -> None:
         """Bring the parameters back to the device, sharded."""
         self._offloader.onload()
-        reshard(self.root)
+        reshard_fsdp(self.root)
 
     def save_pretrained(self, folder: Path) -> None:
         """See TrainEngine."""
@@ -270,11 +270,11 @@ class TorchEngine(TrainEngine):
     def save(self, folder: Path) -> None:
         """See TrainEngine."""
         self.save_pretrained(folder / "model")
-        self._reset()
+        self._ensure_resharded()
         state.save_engine_state(self.parameters, self.optimizer, self.version, folder, self.ranks)
 
     def restore(self, folder: Path) -> None:
         """See TrainEngine."""
-        self._reset()
+        self._ensure_resharded()
         state.load_weights(self.parameters, folder / "model", self.ranks)
         self.version = state.load_engine_state(self.parameters, self.optimizer, folder, self.ranks)

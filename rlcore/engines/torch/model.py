@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class PackedModel(nn.Module, ABC):
     """A Hugging Face model that reads packed rows.
 
-    `packed`: rows are laid end to end without padding; otherwise they are padded on the right.
+    `packed`: the model gets the rows end to end without padding; otherwise padded on the right.
     """
 
     hf: Any  # a transformers.PreTrainedModel
@@ -46,16 +46,16 @@ class PackedModel(nn.Module, ABC):
     def forward(
         self, packing: Packing, select: Tensor, labels: Tensor, needs: Collection[str], temperature: float
     ) -> dict[str, Tensor]:
-        """Return what `needs` names, each [selected, ...], for the tokens `labels` int64 [selected].
+        """Return the outputs `needs` by name, each [selected, ...], for the tokens `labels` int64 [selected].
 
-        `select` int64 [selected]: indices into the packed tokens. For values and scores: the position itself; for all
-        else the position that predicts each label. `log_probs` and `entropy` are fp32 in nats at `temperature`;
-        `logits` [selected, vocab] are divided by it; `values` and `scores` are fp32.
+        `select` int64 [selected] are indices into the packed tokens: for values and scores the position itself, for
+        other outputs the position that predicts the label. `log_probs` and `entropy` are fp32 in nats at
+        `temperature`; `logits` [selected, vocab] are divided by it; `values` and `scores` are fp32.
         """
 
     @abstractmethod
     def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
-        """Return what `forward` does, from the last `hidden` state [selected, hidden]."""
+        """Return the outputs of `forward` from the last `hidden` state [selected, hidden]."""
 
     def hidden(self, packing: Packing, select: Tensor) -> Tensor:
         """Return the last hidden state [selected, hidden]."""
@@ -63,9 +63,9 @@ class PackedModel(nn.Module, ABC):
         return (hidden[0] if self.packed else packing.unpad(hidden)).index_select(0, select)
 
     def decode(self, packing: Packing, hidden: Tensor | None) -> Tensor:
-        """Return [1, tokens, hidden] after the decoder's layers: of the packed tokens, or of `hidden`, so shaped too.
+        """Run one pipeline stage's layers and return [1, tokens, hidden].
 
-        For a model that is one stage of a pipeline and lacks layers.
+        Input: the packed tokens on the first stage, `hidden` [1, tokens, hidden] on the others.
         """
         return self._run(self.base, packing, hidden).last_hidden_state
 
@@ -75,7 +75,7 @@ class PackedModel(nn.Module, ABC):
             steps = torch.arange(rows.longest, device=packing.lengths.device)[None]
             mask = (steps < packing.lengths[:, None]).long()
             positions = steps.expand(rows.rows, -1)
-            ids = rows.lay(packing.input_ids) * mask
+            ids = rows.to_padded(packing.input_ids) * mask
             return module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         tokens = {"input_ids": packing.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         return module(
@@ -83,12 +83,12 @@ class PackedModel(nn.Module, ABC):
             attention_mask=None,
             position_ids=packing.positions[None],
             use_cache=False,
-            **({"packing": packing} if self.folds else packing.flash_kwargs()),
+            **({"packing": packing} if self.shares_prefixes else packing.flash_kwargs()),
         )
 
     @property
-    def folds(self) -> bool:
-        """Whether it reads packings in which shared prompts stand once; kernels for variable lengths do not."""
+    def shares_prefixes(self) -> bool:
+        """Whether it reads packings that hold a shared prompt once; variable-length kernels cannot."""
         return self.packed and self.attention == PACKED_ATTENTION
 
     @property
@@ -100,7 +100,7 @@ class PackedModel(nn.Module, ABC):
 class CausalLM(PackedModel):
     """A causal language model.
 
-    `fused_head`: logits are made chunk by chunk from the last hidden state; otherwise the model makes them all itself.
+    `fused_head`: compute logits chunk by chunk from the last hidden state; otherwise the model computes all of them.
     """
 
     def __init__(self, hf: Any, *, packed: bool, fused_head: bool, chunk: int) -> None:
@@ -144,9 +144,9 @@ def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperatu
 
 
 class ScalarModel(PackedModel):
-    """A sequence-classification model with one label: a number for each position, by its head on the hidden state.
+    """A sequence-classification model with one label: its head gives a number for each position.
 
-    It is the form of reward models and of critics; a critic reads the number at every position that chooses a token.
+    Reward models and critics have this form. A critic reads the number at every position that predicts a token.
     """
 
     def forward(
@@ -164,10 +164,10 @@ Model = TypeVar("Model", bound=PackedModel)
 
 
 def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device) -> CausalLM:
-    """Load the model folder in fp32 and choose how to compute its forward.
+    """Load the model folder in fp32 and choose the form of its forward.
 
-    The fast forms are taken only if they give what the model's own forward gives on a probe of two short rows; if one
-    does not, one line in the log says so. Raises ConfigError for a folder that does not load as a causal LM.
+    A fast form is used only if it agrees with the model's own forward on a probe of two short rows; otherwise one line
+    in the log gives the reason. Raises ConfigError for a folder that does not load as a causal LM.
     """
     from transformers import AutoModelForCausalLM
 
@@ -191,8 +191,8 @@ def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, devic
 def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device) -> ScalarModel:
     """Load the model folder in fp32 as a sequence-classification model with one label.
 
-    `new_head`: a folder without such a head, like a causal language model's, gets one of zeros. Raises ConfigError for
-    a folder that does not load, has another number of labels, or lacks the head while `new_head` is off.
+    `new_head`: a folder without such a head, as of a causal language model, gets a head of zeros. Raises ConfigError
+    for a folder that does not load, has another number of labels, or lacks the head while `new_head` is off.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -212,7 +212,7 @@ def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool
             nn.init.zeros_(parameter)
 
     def hidden(model: ScalarModel, packing: Packing, select: Tensor, labels: Tensor) -> Tensor:
-        return model.hidden(packing, select)  # not the score: a head of zeros would hide any difference
+        return model.hidden(packing, select)  # a score head of zeros would hide any difference
 
     plain = ScalarModel(hf, packed=False)
     if not (padding_free and _packing_applies(hf)):
@@ -221,13 +221,13 @@ def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool
 
 
 def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **options: Any) -> tuple[Any, Any]:
-    """Return the model on its device, in evaluation mode, and transformers' account of what the folder lacked."""
+    """Return the model on its device, in evaluation mode, and transformers' loading report."""
     from transformers.utils import logging as notices
 
     register_packed_attention()
     notices.disable_progress_bar()
     before = notices.get_verbosity()
-    notices.set_verbosity_error()  # a head that is made anew is no news, and what does not fit is refused below
+    notices.set_verbosity_error()  # a new head is expected, and the checks below refuse misfits
     folder = model_path(config.path)
     try:
         hf, loading = kind.from_pretrained(
@@ -237,7 +237,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # and refused below, by name
+            ignore_mismatched_sizes=True,  # the checks below refuse them by name
             **options,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -252,7 +252,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
             raise ConfigError(
                 f"model folder {config.path!r} does not load as a {what}: it holds {fault} {', '.join(names[:3])}{more}"
             )
-    hf.config.architectures = [type(hf).__name__]  # what a saved folder says it is
+    hf.config.architectures = [type(hf).__name__]  # saved folders name this class
     return hf.to(device).eval(), loading
 
 
@@ -277,7 +277,7 @@ def _packing_applies(hf: Any) -> bool:
 
 
 def _pack(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor) -> Model:
-    """Return the packed `model`, or unpacked again where that gives other numbers."""
+    """Return the packed `model`, or the padded form where packing changes its outputs."""
     attention = model.attention
     if attention == "sdpa":
         model.hf.config._attn_implementation = PACKED_ATTENTION
@@ -293,7 +293,7 @@ def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor
     ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
     ids = ids % model.vocab_size
     rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]  # which begin alike
-    packing = Packing.of(rows, prompts=[3, 3] if model.folds else None)
+    packing = Packing.of(rows, prompts=[3, 3] if model.shares_prefixes else None)
     select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
     labels = torch.cat([row[1:] for row in rows]).to(device)
     packing, select = packing.to(device), select.to(device)

@@ -1,4 +1,4 @@
-"""Weights and optimizer state leave the device while generation needs it, and come back."""
+"""Offload weights and optimizer state to main memory while generation needs the device."""
 
 from __future__ import annotations
 

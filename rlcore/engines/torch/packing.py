@@ -1,10 +1,10 @@
-"""Sequences laid end to end, without padding, and the attention that keeps them apart.
+"""Packed sequences, end to end without padding, and the attention that keeps them apart.
 
-Every layer of a decoder but attention acts on each token alone, so the packed form [1, tokens, hidden] costs exactly
-the tokens that exist. A prompt that several rows begin with is the same in each of them, in every layer, as no token
-sees what comes after it: it need only be there once, and gradients from all the rows meet in it. For attention on
-backends without a variable-length kernel, queries, keys and values are laid out [rows, longest] just there, rows of
-like length together: padding stands on the right, where a causal row never looks, so no mask is needed.
+Every layer of a decoder except attention acts on single tokens, so the packed form [1, tokens, hidden] costs the
+existing tokens and no others. A token never sees later ones, so a prompt has the same hidden states in all rows that
+begin with it: it is packed once, and the gradients of all its rows add up in it. Backends without a variable-length
+kernel get queries, keys and values as [rows, longest], rows of similar length together. Padding is on the right, where
+a causal row never looks, so no mask is needed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ PACKED_ATTENTION = "rlcore_packed"
 
 
 @dataclass(frozen=True)
-class Padded:
-    """Some rows of a packing laid out [rows, longest]: of each place the packed token, int64 [rows * longest].
+class PaddedView:
+    """A padded view [rows, longest] of packed rows. `tokens` int64 [rows * longest]: the packed token of each place.
 
-    Places on the right of a row's end hold token 0, whose value there is of no meaning.
+    Places behind a row's end hold token 0; nothing reads its value there.
     """
 
     tokens: Tensor
     rows: int
     longest: int
 
-    def lay(self, values: Tensor) -> Tensor:
-        """Lay out packed `values` [tokens, ...] as [rows, longest, ...]."""
+    def to_padded(self, values: Tensor) -> Tensor:
+        """Return packed `values` [tokens, ...] as [rows, longest, ...]."""
         return values.index_select(0, self.tokens).view(self.rows, self.longest, *values.shape[1:])
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each token of a packed batch belongs.
+    """A packed batch, and the row and position of each token.
 
-    `input_ids` int64 [tokens]; `positions` int64 [tokens], from 0 in each row; `lengths` int64 [rows]. Of row i the
-    first `shared[i]` tokens are those of row `owners[i]`, and the others begin at token `starts[i]`, int64 [rows] each.
-    `parts` are layouts that together hold all rows; laid end to end they have packed token j at place `places[j]`.
+    `input_ids` int64 [tokens]. `positions` int64 [tokens], from 0 in each row. `lengths` int64 [rows]. Row i takes its
+    first `shared[i]` tokens from row `owners[i]`; its own begin at token `starts[i]` (int64 [rows] each). `parts` are
+    padded views that together hold all rows; end to end, they have packed token j at place `places[j]`.
     """
 
     input_ids: Tensor
@@ -51,17 +51,17 @@ class Packing:
     starts: Tensor
     shared: Tensor
     owners: Tensor
-    parts: tuple[Padded, ...]
+    parts: tuple[PaddedView, ...]
     places: Tensor
 
     @staticmethod
     def of(sequences: Sequence[Tensor], total: int = 0, prompts: Sequence[int] | None = None) -> Packing:
-        """Pack int64 sequences, each [length] with length >= 1; filled up to `total` tokens with rows of zeros.
+        """Pack int64 sequences, each [length] with length >= 1; fill up to `total` tokens with rows of zeros.
 
-        `prompts`: how long each row's prompt is. Then prompts that are equal stand once, and rows of like length are a
-        layout of their own; otherwise all rows are one layout.
+        `prompts`: the length of each row's prompt. With it, equal prompts are packed once, and rows of similar length
+        share a padded view. Without it, all rows are one view.
         """
-        folded = prompts is not None
+        shares_prefixes = prompts is not None
         heads = [0] * len(sequences) if prompts is None else list(map(min, prompts, map(len, sequences)))
         first: dict[bytes, int] = {}
         owners = [
@@ -88,10 +88,10 @@ class Packing:
             parts=(),
             places=torch.zeros(0),
         )
-        return packing._laid_out(own, alike(lengths) if folded else [list(range(len(lengths)))])
+        return packing._laid_out(own, bucket_by_length(lengths) if shares_prefixes else [list(range(len(lengths)))])
 
     def _laid_out(self, own: Tensor, groups: list[list[int]]) -> Packing:
-        """Add positions, and a layout for each group of rows; `own` int64 [rows]: tokens that stand at each row."""
+        """Add positions, and a padded view for each group of rows. `own` int64 [rows]: the tokens stored for a row."""
         row_of = torch.repeat_interleave(own)
         positions = torch.arange(len(row_of)) - self.starts[row_of] + self.shared[row_of]
         base = torch.zeros_like(own)  # where each row's first place is
@@ -101,23 +101,23 @@ class Packing:
             base[rows] = at + torch.arange(len(rows)) * longest
             steps = torch.arange(longest)
             tokens = self.token(rows[:, None], steps).masked_fill(steps >= self.lengths[rows][:, None], 0)
-            parts.append(Padded(tokens.flatten(), len(rows), longest))
+            parts.append(PaddedView(tokens.flatten(), len(rows), longest))
             at += len(rows) * longest
         return replace(self, positions=positions, parts=tuple(parts), places=base[row_of] + positions)
 
     def token(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Return the packed tokens, int64, that stand at `steps` of `rows`, int64 of shapes that go together."""
+        """Return the index, int64, of the packed token at `steps` of `rows` (int64, broadcast together)."""
         before = self.starts[self.owners[rows]] + steps
         return torch.where(steps < self.shared[rows], before, self.starts[rows] + steps - self.shared[rows])
 
     def to(self, device: torch.device) -> Packing:
         """Return the same packing on `device`."""
         moved = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "parts"}
-        parts = tuple(Padded(part.tokens.to(device), part.rows, part.longest) for part in self.parts)
+        parts = tuple(PaddedView(part.tokens.to(device), part.rows, part.longest) for part in self.parts)
         return Packing(parts=parts, **moved)
 
     def unpad(self, *padded: Tensor) -> Tensor:
-        """Take the tokens [tokens, ...] back out of all layouts, [rows, longest, ...] each."""
+        """Return the packed tokens [tokens, ...] of all padded views, [rows, longest, ...] each."""
         flat = [part.reshape(-1, *part.shape[2:]) for part in padded]
         return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, self.places)
 
@@ -146,15 +146,15 @@ def packed_attention(
     """Causal attention within each row of a packed batch, in the signature of transformers' attention functions.
 
     `query` [1, heads, tokens, head size], `key` and `value` [1, kv heads, tokens, head size]; returns
-    [1, tokens, heads, head size]. Raises ValueError when the model does not hand on `packing`.
+    [1, tokens, heads, head size]. Raises ValueError when the model does not pass `packing` on.
     """
     if packing is None:
-        raise ValueError(f"{type(module).__name__} did not hand the packing on to its attention function")
+        raise ValueError(f"{type(module).__name__} did not pass the packing to its attention function")
     by_token = [each[0].transpose(0, 1) for each in (query, key, value)]
     groups = query.shape[1] // key.shape[1]
     read = []
     for part in packing.parts:
-        q, k, v = (part.lay(each).transpose(1, 2) for each in by_token)
+        q, k, v = (part.to_padded(each).transpose(1, 2) for each in by_token)
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=part.longest > 1)
@@ -162,8 +162,8 @@ def packed_attention(
     return packing.unpad(*read)[None], None
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Group rows of like length, longest first: none is shorter than half of its group's longest, or 16 tokens."""
+def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group rows of similar length, longest first. No row is shorter than half of its group's longest, or 16 tokens."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not groups or 2 * max(lengths[row], 16) < lengths[groups[-1][0]]:
@@ -173,7 +173,7 @@ def alike(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def register_packed_attention() -> Callable[..., Any]:
-    """Make `rlcore_packed` known to transformers (doing so again changes nothing) and return the function."""
+    """Register `rlcore_packed` with transformers, which may be done twice, and return the function."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,4 +1,4 @@
-"""The parameters of a model over a layout's ranks: which part is here, and how parts become whole."""
+"""The parameters of a model over a layout's ranks: local shards, and gathers of whole parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.engine.parallel import tensor_parallel
-from rlcore.engine.parallel.layout import Cut
+from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.engines.torch import state
@@ -17,14 +17,14 @@ from rlcore.engines.torch.model import PackedModel
 from rlcore.engines.torch.pipeline import keep_stage, stages_of
 
 MESSAGE = 2**24
-"""Elements of gradients that are sent at a time."""
+"""Elements of gradients in one message."""
 
 
 class Parameters:
     """A model's parameters by their Hugging Face names, tied ones once.
 
-    Making it cuts the model in place: pipeline stages first, then tensor shards; FSDP's shards come after. `shapes` and
-    `cuts` are those of the whole model, on every rank and in the same order.
+    The constructor divides the model in place: pipeline stages first, then tensor shards. FSDP shards it afterwards.
+    `shapes` and `shard_specs` are those of the whole model, on every rank and in the same order.
     """
 
     def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
@@ -35,8 +35,8 @@ class Parameters:
         plan = tensor_parallel.plan_of(self._hf) if layout.tp > 1 else {}
         dims = tensor_parallel.cut_dims(plan, names)
         stages = stages_of(self._hf, names, layout.pp)
-        self.cuts: Mapping[str, Cut] = {
-            name: Cut(shape, stages[name], dims.get(name)) for name, shape in self.shapes.items()
+        self.shard_specs: Mapping[str, ShardSpec] = {
+            name: ShardSpec(shape, stages[name], dims.get(name)) for name, shape in self.shapes.items()
         }
         if layout.pp > 1:
             keep_stage(model, mesh.place.pp, layout.pp)
@@ -46,20 +46,20 @@ class Parameters:
         self._summed = tensor_parallel.summed(plan, here)
         self._orders: list[list[str]] | None = None
 
-    def here(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of which this rank has a part, in the order of `shapes`."""
+    def named_local(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank holds a part of, in the order of `shapes`."""
         yield from self._hf.named_parameters()
 
     def by_mesh(self) -> list[dict[str, Any]]:
         """Return the parameters in groups for an optimizer, whose fused step takes those of one DeviceMesh."""
         groups: dict[Any, list[nn.Parameter]] = {}
-        for _, parameter in self.here():
+        for _, parameter in self.named_local():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return [{"params": parameters} for parameters in groups.values()]
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor that is cut as the parameter `name`; a view, without sending."""
-        mesh, dim = self._mesh, self.cuts[name].dim
+    def shard_of(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor that is divided like the parameter `name`: a view."""
+        mesh, dim = self._mesh, self.shard_specs[name].dim
         if dim is not None:
             whole = whole.chunk(mesh.layout.tp, dim)[mesh.place.tp]
         if mesh.shards > 1:
@@ -67,13 +67,13 @@ class Parameters:
             whole = chunks[mesh.shard] if mesh.shard < len(chunks) else whole[:0]
         return whole
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors that are cut as the parameters are, whole and in the order of `shapes`; all ranks go through.
+    def iter_full(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors that are divided like the parameters and yield them whole, in the order of `shapes`.
 
-        `tensors` has every name of which this rank has a part.
+        `tensors` has every name that this rank holds a part of. All ranks iterate to the end.
         """
         mesh = self._mesh
-        for name, cut in self.cuts.items():
+        for name, cut in self.shard_specs.items():
             if mesh.place.pp == cut.stages[0]:
                 rows = cut.shape[0] // (mesh.layout.tp if cut.dim == 0 else 1)
                 shard = mesh.join_data_shards(state.local(tensors[name].detach()), rows)
@@ -82,17 +82,17 @@ class Parameters:
                 empty = torch.empty(cut.shape, dtype=torch.float32, device=mesh.ranks.device)
                 yield name, mesh.broadcast_from_stage(cut.stages[0], empty)
 
-    def local(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's model-parallel shards in the precision of the forward, whole along dp.
+    def iter_tp_shards(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's model-parallel shards in the dtype of the forward, whole along dp.
 
-        `root` is the module that FSDP2 wraps. What was yielded is valid until the next.
+        `root` is the module that FSDP2 wraps. A tensor is valid until the next one.
         """
         from torch.distributed.fsdp import FSDPModule
 
         if self._mesh.is_whole:
-            yield from ((name, parameter.detach().to(dtype)) for name, parameter in self.here())
+            yield from ((name, parameter.detach().to(dtype)) for name, parameter in self.named_local())
             return
-        reshard(root)
+        reshard_fsdp(root)
         for prefix, module in root.named_modules():
             if not isinstance(module, FSDPModule):
                 continue
@@ -102,50 +102,50 @@ class Parameters:
                     yield f"{prefix}.{name}".rpartition("hf.")[2], state.local(parameter).detach()
             module.reshard()
 
-    def gathered(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter whole in the precision of the forward; all ranks go through. See `local`."""
+    def iter_gathered(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole parameter in the dtype of the forward. All ranks iterate. See `iter_tp_shards`."""
         mesh = self._mesh
         if self._orders is None:
-            mine = [name for name, _ in self.local(root, dtype)] if mesh.layout.pp > 1 else []
+            mine = [name for name, _ in self.iter_tp_shards(root, dtype)] if mesh.layout.pp > 1 else []
             everyone = mesh.ranks.gather((mesh.place.pp, mine)) if mesh.layout.pp > 1 else []
             self._orders = list(dict(everyone).values())
         for stage in range(mesh.layout.pp):
             if stage == mesh.place.pp:
-                for name, shard in self.local(root, dtype):
-                    if self.cuts[name].stages[0] == stage:
-                        whole = mesh.join_tensor_shards(shard, self.cuts[name].dim)
+                for name, shard in self.iter_tp_shards(root, dtype):
+                    if self.shard_specs[name].stages[0] == stage:
+                        whole = mesh.join_tensor_shards(shard, self.shard_specs[name].dim)
                         yield name, mesh.broadcast_from_stage(stage, whole)
                 continue
             for name in self._orders[stage]:
-                if self.cuts[name].stages[0] == stage:
-                    empty = torch.empty(self.cuts[name].shape, dtype=dtype, device=mesh.ranks.device)
+                if self.shard_specs[name].stages[0] == stage:
+                    empty = torch.empty(self.shard_specs[name].shape, dtype=dtype, device=mesh.ranks.device)
                     yield name, mesh.broadcast_from_stage(stage, empty)
 
     # Gradients
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Add up, in place, gradients of which several ranks have a part: see `summed`; and of tied embeddings.
+        """Add up, in place, gradients that several ranks hold a part of: see `summed`, and tied embeddings.
 
-        Where nothing is cut those of whole copies are averaged, as FSDP does otherwise.
+        Whole copies of the model average their gradients here; FSDP does it for shards.
         """
         mesh = self._mesh
         if mesh.is_whole:
             if mesh.copies > 1:
                 self._average_gradients()
             return
-        held = dict(self.here())
+        held = dict(self.named_local())
         for name in self._summed:
             gradient = held[name].grad
             if gradient is not None:
                 torch.distributed.all_reduce(state.local(gradient), group=mesh.group("tp"))
-        for name, cut in self.cuts.items():
+        for name, cut in self.shard_specs.items():
             gradient = held[name].grad if len(cut.stages) > 1 and name in held else None
             if gradient is not None:
                 mesh.reduce_tied_embeddings(state.local(gradient))
 
     def _average_gradients(self) -> None:
-        gradients = [parameter.grad for _, parameter in self.here() if parameter.grad is not None]
+        gradients = [parameter.grad for _, parameter in self.named_local() if parameter.grad is not None]
         for some in messages(gradients, MESSAGE):
             flat = torch.cat([gradient.flatten() for gradient in some])
             self._mesh.average_copies(flat)
@@ -153,24 +153,24 @@ class Parameters:
                 gradient.copy_(mean.view_as(gradient))
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's parts of all gradients, and of those only the parts that no other rank counts."""
+        """Return the local gradient shards, and the subset that this rank contributes to the global norm."""
         mesh = self._mesh
         every, counted = [], []
-        for name, parameter in self.here():
+        for name, parameter in self.named_local():
             if parameter.grad is None:
                 continue
             gradient = state.local(parameter.grad)
             every.append(gradient)
-            cut = self.cuts[name]
+            cut = self.shard_specs[name]
             if mesh.copy == 0 and mesh.place.pp == cut.stages[0] and (cut.dim is not None or mesh.place.tp == 0):
                 counted.append(gradient)
         return every, counted
 
 
-def reshard(root: nn.Module) -> None:
-    """Put the sharded parameters back in place.
+def reshard_fsdp(root: nn.Module) -> None:
+    """Put the sharded parameters back.
 
-    After a forward without a backward FSDP leaves the gathered ones there, in the precision of the forward.
+    After a forward without a backward, FSDP leaves the gathered parameters in place, in the dtype of the forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -185,7 +185,7 @@ def _over_data(parameter: Any) -> bool:
 
 
 def messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Give tensors in runs of at most `most` elements, a larger one alone: a small message costs as much as a large."""
+    """Yield the tensors in groups of at most `most` elements each: a small message costs as much as a large one."""
     run: list[Tensor] = []
     for tensor in tensors:
         if run and sum(each.numel() for each in run) + tensor.numel() > most:

@@ -14,11 +14,11 @@ from rlcore.engines.torch.selection import Selection
 from rlcore.errors import ConfigError, RLCoreError
 
 Finish = Callable[[int, Tensor], Tensor]
-"""What the last stage does with the hidden state [tokens, hidden] of micro-batch i; gives what to go backward from."""
+"""Called on the last stage with a micro-batch's index and hidden state [tokens, hidden]; returns the loss."""
 
 
-class Elsewhere(nn.Module):
-    """In place of a module that another stage has: hands on what it gets."""
+class PassThrough(nn.Module):
+    """Replaces a module that another stage holds: returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the first argument."""
@@ -28,7 +28,10 @@ class Elsewhere(nn.Module):
 def stage_of_layer(layers: int, stages: int) -> list[int]:
     """Return the stage of each layer: consecutive runs whose lengths differ by one at most, the longer ones first."""
     size, longer = divmod(layers, stages)
-    return [stage for stage in range(stages) for _ in range(size + (stage < longer))]
+    by_layer: list[int] = []
+    for stage in range(stages):
+        by_layer += [stage] * (size + (stage < longer))
+    return by_layer
 
 
 def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int, ...]]:
@@ -51,7 +54,7 @@ def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int
 
 
 def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
-    """Take out of the model, in place, what other stages have; the names of the rest stay the same.
+    """Replace the modules of other stages, in place, by pass-throughs; the names of the rest stay the same.
 
     Raises ConfigError for a model whose forward cannot be cut.
     """
@@ -63,15 +66,15 @@ def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
         )
     last = stage == stages - 1
     if stage > 0 and not (last and _is_tied(hf)):
-        base.embed_tokens = Elsewhere()
+        base.embed_tokens = PassThrough()
     for index, its in enumerate(stage_of_layer(len(base.layers), stages)):
         if its != stage:
-            base.layers[index] = Elsewhere()
+            base.layers[index] = PassThrough()
     if not last:
-        base.norm = Elsewhere()
+        base.norm = PassThrough()
         for head in ("lm_head", "score"):
             if hasattr(hf, head):
-                setattr(hf, head, Elsewhere())
+                setattr(hf, head, PassThrough())
 
 
 def _is_tied(hf: Any) -> bool:
@@ -80,7 +83,7 @@ def _is_tied(hf: Any) -> bool:
 
 
 class Stage(nn.Module):
-    """What one rank runs of each micro-batch: its layers, and on the last stage what `finish` does."""
+    """One rank's part of the forward: its layers, and on the last stage `finish`."""
 
     def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
         super().__init__()
@@ -92,8 +95,8 @@ class Stage(nn.Module):
     def forward(self, received: Tensor, *, index: Tensor) -> Tensor:
         """Return the hidden state [1, tokens, hidden]; of the last stage the loss, fp32 [1].
 
-        `received`: what the stage before returned; the first one gets a placeholder. `index` int64 [1]: which of the
-        step's micro-batches it is.
+        `received`: the output of the stage before; the first stage gets a placeholder. `index` int64 [1]: the number of
+        the micro-batch.
         """
         number = int(index)
         hidden = self.model.decode(self.selections[number].packing, None if self.is_first_stage else received)
@@ -126,13 +129,13 @@ class Pipeline:
                 schedule.eval(*received, target=indices, index=indices)
         except RuntimeError as error:
             if isinstance(error.__cause__, RLCoreError):
-                raise error.__cause__ from None  # torch wraps what the module raises
+                raise error.__cause__ from None  # torch wraps the module's error
             raise
         finally:
             self.stage.selections, self.stage.finish = (), None
 
     def _schedule(self, tokens: int, count: int) -> Any:
-        # Made anew for each step: a stage is bound to one number of tokens, and what it keeps are buffers for them.
+        # Made anew for each step: a PipelineStage keeps buffers for one number of tokens.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         device, layout = self.mesh.ranks.device, self.mesh.layout

@@ -1,4 +1,4 @@
-"""Rows of a batch as the model reads them: packed tokens, and which positions answer."""
+"""Rows of a batch as model input: packed tokens, and the positions to read the output at."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ class Selection:
     labels: Tensor
 
     @staticmethod
-    def of(batch: DataProto | None, *, at_end: bool, folded: bool, device: torch.device, total: int = 0) -> Selection:
-        """Pack the rows' prompts and responses, `folded` as Packing does with prompts, filled up to `total` tokens.
+    def of(
+        batch: DataProto | None, *, at_end: bool, shares_prefixes: bool, device: torch.device, total: int = 0
+    ) -> Selection:
+        """Pack the rows' prompts and responses, filled up to `total` tokens.
 
-        None stands for a rank without rows, which still has to take part in the collectives: zeros, one output.
+        `shares_prefixes`: equal prompts are packed once. None gives a rank without rows one token and one output, so
+        that it can join the collectives.
         """
         rows = row_tokens(batch, at_end=at_end)
         if batch is None:
@@ -36,11 +39,11 @@ class Selection:
             select = labels = torch.zeros(1, dtype=torch.int64)
             return Selection(packing.to(device), select.to(device), labels.to(device))
         prompts, lengths = batch.view("prompts").lengths, batch.view("responses").lengths
-        packing = Packing.of(rows, total, prompts.tolist() if folded else None)
+        packing = Packing.of(rows, total, prompts.tolist() if shares_prefixes else None)
         if at_end:
             select = packing.token(torch.arange(len(rows)), prompts + lengths - 1)
         else:
-            # Before the first token of the response stands the prompt's last, which predicts it.
+            # Each token is predicted at the position before it; the prompt's last token predicts the first one.
             row_of = torch.repeat_interleave(lengths)
             steps = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
             select = packing.token(row_of, prompts[row_of] - 1 + steps)
@@ -48,10 +51,10 @@ class Selection:
 
 
 def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
-    """Return the tokens of each row that the model reads, int64 [length].
+    """Return each row's input tokens, int64 [length].
 
-    Unless its last token is asked for, a row ends before it, as it predicts nothing; an empty response leaves a prompt
-    of which nothing is selected.
+    Without `at_end` the last token is left out, because it predicts nothing. A row with an empty response keeps its
+    prompt, and no position of it is selected.
     """
     if batch is None:
         return [torch.zeros(1, dtype=torch.int64)]
@@ -61,8 +64,8 @@ def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
     return [torch.cat([p, r])[: max(1, len(p) + len(r) - 1)] for p, r in rows]
 
 
-def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, folded: bool) -> int:
-    """Return how many tokens the largest micro-batch has."""
+def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, shares_prefixes: bool) -> int:
+    """Return the number of tokens of the largest micro-batch."""
     cpu = torch.device("cpu")
-    selections = [Selection.of(part, at_end=at_end, folded=folded, device=cpu) for part in parts]
+    selections = [Selection.of(part, at_end=at_end, shares_prefixes=shares_prefixes, device=cpu) for part in parts]
     return max(len(each.packing.input_ids) for each in selections)

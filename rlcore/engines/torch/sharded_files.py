@@ -1,8 +1,8 @@
-"""Tensors over all ranks to disk and back with torch.distributed.checkpoint, in safetensors files alone.
+"""Tensors over all ranks to disk and back with torch.distributed.checkpoint, only in safetensors files.
 
-Each rank writes its own parts to a file of its own, and reads the parts that it needs of any of them, whatever the
-layout was that wrote them. What a file holds, and where in the whole its parts stand, is JSON in its header: unlike
-torch's default reader, which unpickles a file called `.metadata`, nothing here can run code.
+Each rank writes its shards to a file of its own, and reads the shards that it needs from all files, under any layout.
+The header of a file is JSON and describes its shards. So nothing here can run code, unlike torch's default reader,
+which unpickles a file called `.metadata`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlcore.errors import CheckpointError
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write plain tensors and DTensors, each rank its own parts, into `folder`; those that several have, once."""
+    """Write plain tensors and DTensors into `folder`, each rank its own shards; replicated tensors are written once."""
     from torch.distributed.checkpoint import (
         hf_storage,
         state_dict_saver,
@@ -31,7 +31,7 @@ def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 
 def load(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Fill `tensors`, in place, from what `save` wrote or from a Hugging Face folder.
+    """Fill `tensors`, in place, from files of `save` or from a Hugging Face folder.
 
     Raises CheckpointError for files that cannot be read and names that are not there.
     """

@@ -28,7 +28,7 @@ MOMENTS = "optimizer"
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether only a part of the tensor is on this rank."""
+    """Whether this rank holds a shard of the tensor."""
     return hasattr(tensor, "to_local")
 
 
@@ -42,7 +42,8 @@ def save_pretrained(
 ) -> None:
     """Write a folder that transformers' `from_pretrained` opens, from whole parameters one at a time.
 
-    Every rank has to go through `full`, which gathers them; rank 0 keeps them, in main memory, and writes.
+    Every rank iterates over `full`, because gathering is collective. Rank 0 keeps the parameters in main memory and
+    writes them.
     """
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full if ranks.rank == 0}
     if ranks.rank == 0:
@@ -54,7 +55,7 @@ def save_pretrained(
             model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
         )
         if hasattr(hf, "score") and hf.config.pad_token_id is None:
-            hf.config.pad_token_id = tokenizer.pad_token_id  # by which transformers finds the last token of a row
+            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a row by it
         hf.config.save_pretrained(folder)
         if getattr(hf, "generation_config", None) is not None:
             hf.generation_config.save_pretrained(folder)
@@ -79,17 +80,17 @@ def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
         if saved[name] != shape:
             raise CheckpointError(f"{folder}: {name} has shape {saved[name]}, the model's is {shape}")
     with torch.no_grad():
-        sharded_files.load({name: parameter.detach() for name, parameter in parameters.here()}, folder, ranks)
+        sharded_files.load({name: parameter.detach() for name, parameter in parameters.named_local()}, folder, ranks)
 
 
 def save_engine_state(
     parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
 ) -> None:
-    """Write optimizer moments, each rank its part, the version, and every rank's random state."""
+    """Write the optimizer's moments (each rank its shards), the version, and the random state of every rank."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     states = {} if optimizer is None else optimizer.state
-    for name, parameter in parameters.here():
+    for name, parameter in parameters.named_local():
         for key, value in states.get(parameter, {}).items():
             if key == "step":
                 steps[name] = float(value)
@@ -100,7 +101,9 @@ def save_engine_state(
     if any(its for _, its in everyone):
         sharded_files.save(moments, folder / MOMENTS, ranks)
     if ranks.rank == 0:
-        merged = {name: step for _, its in everyone for name, step in its.items()}
+        merged: dict[str, float] = {}
+        for _, of_rank in everyone:
+            merged |= of_rank
         written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
         (folder / ENGINE_STATE).write_text(json.dumps(written))
     ranks.gather(None)
@@ -109,7 +112,7 @@ def save_engine_state(
 def load_engine_state(
     parameters: Parameters, optimizer: torch.optim.Optimizer | None, folder: Path, ranks: Ranks
 ) -> int:
-    """Take back what `save_engine_state` wrote and return the version.
+    """Read the files of `save_engine_state` and return the version.
 
     A rank that did not exist when the state was saved keeps its own random state. Raises CheckpointError for files that
     are missing or do not fit.
@@ -124,11 +127,11 @@ def load_engine_state(
         optimizer.state.clear()
     if optimizer is not None and steps:
         moments: dict[str, Tensor] = {}
-        for name, parameter in parameters.here():
+        for name, parameter in parameters.named_local():
             if name in steps:
                 mine = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 moments |= {f"{key}.{name}": value for key, value in mine.items()}
-                # The fused optimizer keeps its step beside the parameter.
+                # The fused optimizer keeps its step on the parameter's device.
                 mine["step"] = torch.tensor(steps[name], device=parameter.device)
                 optimizer.state[parameter] = mine
         sharded_files.load(moments, folder / MOMENTS, ranks)

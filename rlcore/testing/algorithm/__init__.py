@@ -1,1 +1,1 @@
-"""The suite over an algorithm: real runs on the tiny model, and the losses that reached `update` in them."""
+"""The suite of algorithms: real runs on the tiny model, and the losses that reached `update` in them."""

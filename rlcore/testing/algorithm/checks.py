@@ -1,8 +1,7 @@
 """The checks on an algorithm's runs, and the list of all checks.
 
-A check takes an AlgorithmSuite and returns what it looked at, in a few words. It raises CheckFailed with what is wrong,
-or NotApplicable with the reason. The reason follows from the roles that the algorithm declares and from its runs; no
-author can set it.
+A check takes an AlgorithmSuite and returns a few words on the things it checked. It raises CheckFailed with the fault,
+or NotApplicable with the reason. The reason follows from the algorithm's roles and runs; no author can set it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib
 import math
 import re
 from collections.abc import Callable
-from itertools import chain
 
 from rlcore.config import check as check_config
 from rlcore.config import compose, from_yaml, to_yaml
@@ -27,7 +25,7 @@ from rlcore.testing.report import CheckFailed, NotApplicable
 METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
 NOT_FINITE = re.compile(r"not finite|\b(nan|inf)\b")
 RATIO_TOLERANCE = 1e-4
-"""How far from 1 a ratio may be by the noise of fp32: rollout and update compute in another order."""
+"""Largest distance of a ratio from 1 due to fp32 rounding: rollout and update compute in different orders."""
 
 
 def config(suite: AlgorithmSuite) -> str:
@@ -38,13 +36,13 @@ def config(suite: AlgorithmSuite) -> str:
     roles = suite.spec.algorithm(config.algo).roles()
     check_roles(resolve_roles(roles, config), config)
     if from_yaml(to_yaml(config), plugins) != config:
-        raise CheckFailed("the config that is saved with a run is not the same when it is read back")
+        raise CheckFailed("the config changes when it is saved with a run and read back")
     fields = len(dataclasses.fields(suite.spec.algorithm.config_class))
     return f"{fields} settings; roles: {', '.join(roles) or 'none'}"
 
 
 def steps(suite: AlgorithmSuite) -> str:
-    """It takes two steps on the tiny model, and something reaches an optimizer."""
+    """It takes two steps on the tiny model, and at least one row reaches an optimizer."""
     finished = suite.plain
     items = [item for item in finished.record.items if len(item.batch)]
     if any(role.trains for role in suite.roles.values()) and not items:
@@ -62,18 +60,16 @@ def metrics(suite: AlgorithmSuite) -> str:
             if not math.isfinite(value):
                 raise CheckFailed(f"{name} is {value} in step {step}")
             if not METRIC.fullmatch(name):
-                raise CheckFailed(
-                    f"a metric is called {name!r}; use words of letters, digits and _, with / between them"
-                )
+                raise CheckFailed(f"a metric is called {name!r}; use words of letters, digits and _, separated by /")
     return f"{len(names)} metrics"
 
 
 def same_seed(suite: AlgorithmSuite) -> str:
-    """A second run with the same seed gives the same metrics and samples, whatever global random generators hold."""
+    """A second run with the same seed gives the same metrics and samples, for any state of global random generators."""
     again = suite.changed("again", Changes(random_seed=20261121))
     if found := _unequal(suite.plain, again, exact=True):
         raise CheckFailed(
-            f"two runs with one seed differ: {found}. Chance must come from the seed, not from random or torch"
+            f"two runs with one seed differ: {found}. Randomness must come from the seed, not from random or torch"
         )
     return _compared(again)
 
@@ -81,17 +77,15 @@ def same_seed(suite: AlgorithmSuite) -> str:
 def reaches_workers(suite: AlgorithmSuite) -> str:
     """Loss and map functions are module-level functions, and run in Ray's worker processes."""
     record = suite.plain.record
-    functions = list(
-        dict.fromkeys(
-            plain_function(f) for f in chain((i.loss for i in record.items), (m.function for m in record.mapped))
-        )
-    )
+    called: list[Callable[..., object]] = [item.loss for item in record.items]
+    called += [mapped.function for mapped in record.mapped]
+    functions = list(dict.fromkeys(map(plain_function, called)))
     for function in functions:
         name = function_name(function)
         module = importlib.import_module(function.__module__)
         if getattr(module, name, None) is None:
             raise CheckFailed(
-                f"{name} is no function of the module {function.__module__}; define it there with `def`, and give it "
+                f"{name} is not a module-level function of {function.__module__}; define it there with `def`, and pass "
                 "settings with functools.partial"
             )
     suite.on_ray(2)
@@ -99,23 +93,25 @@ def reaches_workers(suite: AlgorithmSuite) -> str:
 
 
 def in_process_equals_ray(suite: AlgorithmSuite) -> str:
-    """A run in one process and one on Ray give the same samples, and the same metrics but for noise."""
-    # The run on Ray has two workers. Only if it differs is one with a single worker made, to tell the two causes apart.
+    """A run in one process and one on Ray give the same samples, and the same metrics up to rounding."""
+    # The run on Ray has two workers. Only if it differs, a run with one worker tells the two causes apart.
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.plain, suite.on_ray(1))):
         raise CheckFailed(f"in process and on Ray differ: {found}")
     return _compared(suite.plain)
 
 
 def one_worker_equals_two(suite: AlgorithmSuite) -> str:
-    """One worker and two give the same samples, and the same metrics but for noise; map functions see parts."""
-    loss_checks.maps_by_row(suite)  # as few rows as these, Ray's workers would send here to be mapped
+    """One worker and two give the same samples, and the same metrics up to rounding; map functions see parts."""
+    loss_checks.maps_by_row(suite)  # here, as Ray's workers would send so few rows to the controller
     if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.on_ray(1), suite.on_ray(2))):
-        raise CheckFailed(f"1 worker and 2 differ: {found}. Whatever looks at a part of the rows depends on the cut")
+        raise CheckFailed(
+            f"1 worker and 2 differ: {found}. A function that sees some of the rows must not depend on the others"
+        )
     return _compared(suite.on_ray(2))
 
 
 def zero_learning_rate(suite: AlgorithmSuite) -> str:
-    """With learning rate 0 the weights stay what they were, bit for bit, and the ratio to old_log_probs at 1."""
+    """With learning rate 0 the weights stay equal bit for bit, and the ratio to old_log_probs stays at 1."""
     if not any(role.trains for role in suite.roles.values()):
         raise NotApplicable("no role trains")
 
@@ -132,32 +128,32 @@ def zero_learning_rate(suite: AlgorithmSuite) -> str:
             raise CheckFailed(f"the weights of {name} changed")
     for loss, away in finished.record.ratios.items():
         if not away <= RATIO_TOLERANCE:
-            raise CheckFailed(f"the ratio of {loss} is up to {away:.3g} away from 1")
+            raise CheckFailed(f"the ratio of {loss} differs from 1 by up to {away:.3g}")
     ratios = ", ".join(finished.record.ratios)
     return f"weights equal; {f'ratio of {ratios} at 1' if ratios else 'no loss reads old_log_probs'}"
 
 
 def kill_and_resume(suite: AlgorithmSuite) -> str:
-    """A run that was killed and resumed equals one that was not, bit for bit: metrics, samples, weights, optimizers."""
+    """A killed and resumed run equals an uninterrupted one bit for bit: metrics, samples, weights, optimizers."""
     resumed = suite.resumed
     if found := _unequal(suite.plain, resumed, exact=True):
         raise CheckFailed(
-            f"resumed, it goes another way: {found}. What a step reads and an earlier one wrote belongs into state_dict"
+            f"the resumed run differs: {found}. State that one step writes and a later one reads belongs in state_dict"
         )
     last = len(suite.plain.record.metrics)
     one, other = suite.plain.saved(last), resumed.saved(last)
     if (state := suite.plain.state(last)) != (resumed_state := resumed.state(last)):
-        raise CheckFailed(f"resumed, its state_dict() ends as {resumed_state}, not as {state}")
+        raise CheckFailed(f"the resumed run ends with the state_dict() {resumed_state}, not {state}")
     if different := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
-        raise CheckFailed(f"resumed, it ends with other contents in {', '.join(different)}")
+        raise CheckFailed(f"the resumed run ends with different contents in {', '.join(different)}")
     return f"killed in step {KILLED_AT} of {last}; {len(one)} files of weights and optimizers are equal"
 
 
 def non_finite(suite: AlgorithmSuite) -> str:
-    """A score or a loss that is not finite stops the run with an error that says so."""
+    """A score or a loss that is not finite stops the run with an error about it."""
     plain = suite.plain.record
     if not any(len(item.batch) for item in plain.items) and not plain.scored:
-        raise NotApplicable("nothing is scored and nothing is updated")
+        raise NotApplicable("it scores nothing and updates nothing")
     looked = []
     if plain.scored:
         looked.append("a score")
@@ -169,21 +165,19 @@ def non_finite(suite: AlgorithmSuite) -> str:
     return f"the run stops for {' and '.join(looked)} of NaN"
 
 
-def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, what: str) -> None:
+def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, fault: str) -> None:
     error = suite.expect_error(name, changes)
     if error is None:
-        raise CheckFailed(f"with {what} the run went on")
+        raise CheckFailed(f"with {fault} the run continued")
     if not NOT_FINITE.search(str(error)):
-        raise CheckFailed(f"with {what} the run stopped, but its error does not say why: {error}")
+        raise CheckFailed(f"with {fault} the run stopped, but its error does not name the cause: {error}")
 
 
 def _unequal(one: FinishedRun, other: FinishedRun, *, exact: bool = False) -> str | None:
-    """Return where two runs differ; metrics may by 1e-4 of their size (1e-5 for small ones) unless `exact`."""
+    """Return the first difference of two runs. Unless `exact`, metrics may differ by 1e-4 of their size, or by 1e-5."""
     for a, b in zip(one.samples, other.samples, strict=False):
         if a != b:
-            return (
-                f"prompt {a['prompt_text']!r} got {a['response_text']!r} and {b['response_text']!r}, or another score"
-            )
+            return f"prompt {a['prompt_text']!r} got {a['response_text']!r} and {b['response_text']!r}, or other scores"
     if len(one.samples) != len(other.samples) or len(one.numbers) != len(other.numbers):
         return f"{len(one.samples)} and {len(other.samples)} samples, {len(one.numbers)} and {len(other.numbers)} steps"
     tolerance = 0.0 if exact else 1e-4
@@ -220,4 +214,4 @@ CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
         one_worker_equals_two,
     )
 }
-"""All checks by name, in the order of the report card: the cheap ones first."""
+"""All checks by name, in the order of the report card: cheap ones first."""

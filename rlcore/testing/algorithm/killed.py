@@ -16,7 +16,7 @@ from rlcore.plugins import PluginManager
 from rlcore.trainer import train
 
 IMPORTED = [__name__, "hydra", "tensordict", "transformers.models.auto.modeling_auto"]
-"""What a run imports that takes seconds: done once, in a process from which those of the runs are forked."""
+"""A run's slow imports: done once, in the process from which the runs' processes are forked."""
 
 
 class KillingPlugins(PluginManager):
@@ -25,14 +25,14 @@ class KillingPlugins(PluginManager):
     at = 0
 
     def step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """Kill the process when the step has come."""
+        """Kill the process at the end of step `at`."""
         super().step_end(run, step, metrics)
         if step == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start(step: int, config: str, folder: Path, plugins: Sequence[str], log: Path) -> BaseProcess:
-    """Start a run in a process of its own that lives until the end of `step`; what it prints goes to `log`."""
+    """Start a run in its own process, which lives until the end of `step`; its output goes to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     process = context.Process(target=_run, args=(step, config, folder, list(plugins), log, os.getcwd()))
@@ -41,7 +41,7 @@ def start(step: int, config: str, folder: Path, plugins: Sequence[str], log: Pat
 
 
 def _run(step: int, config_text: str, folder: Path, options: list[str], log: Path, where: str) -> None:
-    os.chdir(where)  # multiprocessing starts in the folder in which this program did
+    os.chdir(where)  # the fork server's folder is the one in which it was started
     with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -1,9 +1,10 @@
-"""The checks on an algorithm's losses, run by themselves over the rows that reached `update` in a real run."""
+"""The checks on an algorithm's losses, called directly with the rows that reached `update` in a real run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from rlcore.testing.algorithm.watch import Changes, RunRecord, function_name, ho
 from rlcore.testing.report import CheckFailed, NotApplicable
 
 MOST_ROWS = 8
-"""Rows (or units) that are looked at one by one."""
+"""Most rows (or units) that are checked one by one."""
 CANDIDATES = 3
-"""Samples whose score is raised, one after the other, until one of them shows an effect."""
+"""Most samples whose score is raised, one after the other, until one of them shows an effect."""
 
 
 def micro_batch_split(suite: AlgorithmSuite) -> str:
-    """Loss and gradient are the same whether the rows go through the model at once, in halves, or unit by unit."""
+    """Loss and gradient are the same if the rows go through the model at once, in halves, or unit by unit."""
 
     def check(probe: LossProbe) -> None:
         whole = probe.evaluate()
@@ -40,7 +41,7 @@ def micro_batch_split(suite: AlgorithmSuite) -> str:
 
 
 def padding(suite: AlgorithmSuite) -> str:
-    """Loss and gradient are the same when every padded column is wider than it needs to be."""
+    """Loss and gradient are the same when every padded column is wider than necessary."""
 
     def check(probe: LossProbe) -> None:
         for extra in (1, 5):
@@ -51,20 +52,20 @@ def padding(suite: AlgorithmSuite) -> str:
 
 
 def row_order(suite: AlgorithmSuite) -> str:
-    """Loss and gradient are the same whatever the order of the rows; units stay whole."""
+    """Loss and gradient are the same for every order of the rows; units stay whole."""
 
     def check(probe: LossProbe) -> None:
         order = torch.randperm(len(probe.units), generator=torch.Generator().manual_seed(0)).tolist()
         for units in (probe.units[::-1], [probe.units[i] for i in order]):
             rows = _rows_of(units)
             if found := _compare(probe.evaluate(), lambda rows=rows: probe.evaluate([rows])):  # type: ignore[misc]
-                raise CheckFailed(f"{probe.item.title}: with the rows in another order, {found}")
+                raise CheckFailed(f"{probe.item.title}: with the rows in a different order, {found}")
 
     return _each(suite.probes(suite.plain), check)
 
 
 def rows_together(suite: AlgorithmSuite) -> str:
-    """A row's gradient depends on its own unit's outputs only: rows that are compared are kept together."""
+    """A row's gradient depends only on its own unit's outputs: rows that a loss compares are kept together."""
 
     def check(probe: LossProbe) -> None:
         whole = probe.evaluate()
@@ -77,8 +78,8 @@ def rows_together(suite: AlgorithmSuite) -> str:
                 away = ((gradient - moved.gradient[name]) * _rows(mine, gradient)).abs().max()
                 if not float(away) <= 1e-7 + TOLERANCE * float(gradient.abs().max()):
                     raise CheckFailed(
-                        f"{probe.item.title}: the gradient of a row changes with the outputs of rows that are not kept "
-                        "with it; pass update(keep_together=COLUMN) for rows that the loss compares"
+                        f"{probe.item.title}: the gradient of a row changes with the outputs of rows outside its unit; "
+                        "pass update(keep_together=COLUMN) for rows that the loss compares"
                     )
 
     probes = suite.probes(suite.plain)
@@ -86,19 +87,19 @@ def rows_together(suite: AlgorithmSuite) -> str:
 
 
 def masked_tokens(suite: AlgorithmSuite) -> str:
-    """Tokens with response_mask 0 get no gradient; their outputs change no loss, gradient or result of a map."""
+    """Tokens with response_mask 0 get no gradient; their outputs affect no loss, gradient or result of a map."""
     finished = suite.changed("holes", Changes(holes=True, stop_after=1))
     maps_leave_out_masked(finished.record)
     probes = [probe for probe in suite.probes(finished) if "scores" not in probe.leaves]
     if not probes:
-        raise NotApplicable("no loss reads anything of tokens")
+        raise NotApplicable("no loss reads an output of tokens")
 
     def check(probe: LossProbe) -> None:
-        # Responses that neither generate nor encode made are masked here, and what follows from the mask is as it was.
+        # Responses from neither generate nor encode are masked only here; columns derived from the mask stay as before.
         batch = probe.item.batch
         if not finished.record.masked:
             if "response_mask" not in batch:
-                raise CheckFailed(f"{probe.item.title} gets no response_mask, so it cannot leave any token out")
+                raise CheckFailed(f"{probe.item.title} gets no response_mask, so it cannot ignore any token")
             batch = with_holes(batch)
         holes = hole_positions(probe.lengths, probe.width)
         before = probe.evaluate(batch=batch)
@@ -111,13 +112,13 @@ def masked_tokens(suite: AlgorithmSuite) -> str:
             if bool((gradient * _like(holes, gradient)).any()):
                 raise CheckFailed(f"{probe.item.title}: tokens with response_mask 0 get a gradient by {name}")
         if found := difference(_as_one(before), _as_one(after)):
-            raise CheckFailed(f"{probe.item.title}: with other outputs at masked tokens, {found}")
+            raise CheckFailed(f"{probe.item.title}: with different outputs at masked tokens, {found}")
 
     return _each(probes, check)
 
 
 def reports_nan(suite: AlgorithmSuite) -> None:
-    """Raise CheckFailed when a loss gives a finite number although the model's outputs are NaN."""
+    """Raise CheckFailed when a loss returns a finite number although the model's outputs are NaN."""
     for probe in suite.probes(suite.plain):
         leaves = {name: leaf * torch.nan for name, leaf in probe.leaves.items()}
         if torch.isfinite(torch.tensor(probe.evaluate(leaves=leaves).objective)):
@@ -125,7 +126,7 @@ def reports_nan(suite: AlgorithmSuite) -> None:
 
 
 def maps_by_row(suite: AlgorithmSuite) -> None:
-    """Raise CheckFailed when a map function gives a row something else if it does not see all rows, but whole units."""
+    """Raise CheckFailed when a map function returns different values for a row if it sees only some of the units."""
     for mapped in suite.plain.record.mapped:
         units = row_groups(len(mapped.batch), column_values(mapped.batch, mapped.keep_together))
         half = (len(units) + 1) // 2
@@ -135,13 +136,13 @@ def maps_by_row(suite: AlgorithmSuite) -> None:
         for name in whole.keys():  # noqa: SIM118 (a batch is not a dict)
             if not _alike(whole.view(name), cut.view(name)):
                 raise CheckFailed(
-                    f"map of {function_name(mapped.function)}: {name} of a row depends on which others are there; "
+                    f"map of {function_name(mapped.function)}: {name} of a row depends on the other rows; "
                     "map(..., keep_together=COLUMN) keeps a group whole, masked_moments counts over all rows"
                 )
 
 
 def maps_leave_out_masked(record: RunRecord) -> None:
-    """Raise CheckFailed when what a map function that reads response_mask makes depends on outputs at masked tokens."""
+    """Raise CheckFailed when a map function that reads response_mask returns values that depend on masked tokens."""
     for mapped in record.mapped:
         batch = mapped.batch
         if "response_mask" not in batch:
@@ -176,12 +177,12 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def better_sample(suite: AlgorithmSuite) -> str:
-    """Raising a sample's advantage or its score makes the update push its log-prob further up."""
+    """A higher advantage or score of a sample makes the update push the sample's log-prob further up."""
     probes = [probe for probe in suite.probes(suite.plain, kinds=[POLICY]) if _speaks_of_log_probs(probe)]
     with_advantages = [probe for probe in probes if "advantages" in probe.item.batch]
     scored = bool(suite.plain.record.scored)
     if not with_advantages and not scored:
-        raise NotApplicable("there is no score and no column advantages")
+        raise NotApplicable("there is neither a score nor a column `advantages`")
     looked = []
     for probe in with_advantages:
         _check_advantages(probe)
@@ -202,8 +203,8 @@ def _check_advantages(probe: LossProbe) -> None:
         after = probe.push(probe.evaluate(batch=raised))
         if not after[row] > before[row]:
             raise CheckFailed(
-                f"{probe.item.title}: with a higher advantage of row {row}, its log-prob is pushed by "
-                f"{float(after[row]):.3g} and not more than before, {float(before[row]):.3g}"
+                f"{probe.item.title}: with a higher advantage of row {row}, its log-prob is pushed up by "
+                f"{float(after[row]):.3g}, not by more than before ({float(before[row]):.3g})"
             )
 
 
@@ -216,7 +217,7 @@ def _raised(advantages: Tensor | Ragged, row: int) -> Tensor | Ragged:
 
 
 def _check_scores(suite: AlgorithmSuite) -> str:
-    """Raise one sample's score and compare what the update of the step then does to its log-prob."""
+    """Raise one sample's score and compare the update's effect on its log-prob with that of the plain run."""
     plain = suite.plain.record
     pushes = []
     for number, (call, row) in enumerate(_candidates(plain)[:CANDIDATES]):
@@ -228,29 +229,27 @@ def _check_scores(suite: AlgorithmSuite) -> str:
         pushes.append(f"{before:.3g} to {after:.3g}")
     if not pushes:
         raise NotApplicable("no scored response differs from all others of its step")
-    raise CheckFailed(
-        f"with the highest score of all, samples' log-probs are pushed no further up: {', '.join(pushes)}"
-    )
+    raise CheckFailed(f"the highest score of all does not push samples' log-probs further up: {', '.join(pushes)}")
 
 
 def _candidates(record: RunRecord) -> list[tuple[int, int]]:
-    """Return (call, row) of samples of step 1 to raise: unlike all others, from the call that the update learnt from.
+    """Return (call, row) of samples of step 1 whose score may be raised, lowest scores first.
 
-    Rows with the lowest scores come first.
+    They are unlike all other samples, and from the call whose rows reached the update.
     """
     learnt = {tokens for item in record.items if item.step == 1 for tokens in _tokens(item.batch)}
     calls = [_tokens(batch) for step, batch in record.scored if step == 1]
     if not calls:
         return []
     call = max(range(len(calls)), key=lambda index: (sum(t in learnt for t in calls[index]), -index))
-    times = Counter(tokens for rows in calls for tokens in rows)
+    times = Counter(chain.from_iterable(calls))
     scores = record.scored[call][1]["scores"]
     order = scores.argsort(stable=True).tolist()
     return [(call, row) for row in order if times[calls[call][row]] == 1]
 
 
 def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: AlgorithmSuite) -> float:
-    """Return how far up step 1's updates of policies push the log-prob of a response; 0 if it is not among them."""
+    """Return the push of step 1's policy updates on a response's log-prob; 0 if it is in none of them."""
     total = 0.0
     for item in record.items:
         if item.step == 1 and item.kind == POLICY and len(item.batch):
@@ -262,8 +261,8 @@ def _push_of(sample: tuple[tuple[int, ...], ...], record: RunRecord, suite: Algo
 
 
 def _tokens(batch: DataProto) -> list[tuple[tuple[int, ...], ...]]:
-    columns = [batch.view(name).to_list() for name in ("prompts", "responses")]
-    return [tuple(tuple(part.tolist()) for part in row) for row in zip(*columns, strict=True)]
+    prompts, responses = batch.view("prompts").to_list(), batch.view("responses").to_list()
+    return [(tuple(p.tolist()), tuple(r.tolist())) for p, r in zip(prompts, responses, strict=True)]
 
 
 def _speaks_of_log_probs(probe: LossProbe) -> bool:
@@ -275,7 +274,7 @@ def _vocab_of(probe: LossProbe) -> int:
 
 
 def _as_one(evaluated: Evaluated) -> Evaluated:
-    """Leave out what is a metric only."""
+    """Leave out the terms that are only metrics."""
     return Evaluated({"objective": evaluated.objective}, evaluated.objective, evaluated.gradient)
 
 
@@ -284,7 +283,7 @@ def _like(rows_tokens: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _rows_of(units: list[list[int]]) -> list[int]:
-    return [row for unit in units for row in unit]
+    return list(chain.from_iterable(units))
 
 
 def _rows(rows: Tensor, leaf: Tensor) -> Tensor:
@@ -296,10 +295,10 @@ def _unit(probe: LossProbe) -> str:
 
 
 def _compare(whole: Evaluated, evaluate: Callable[[], Evaluated]) -> str | None:
-    """Return what differs, or that the loss breaks down."""
+    """Return the difference in words, or the exception of the loss; None where there is none."""
     try:
         return difference(whole, evaluate())
-    except Exception as error:  # whatever a loss raises on other rows than it was written for
+    except Exception as error:  # a loss may raise anything on rows that it was not written for
         return f"the loss raises {type(error).__name__}: {error}"
 
 

@@ -1,9 +1,10 @@
-"""A loss function by itself: run on made-up model outputs over recorded rows, cut, padded and ordered at will."""
+"""Direct calls of a loss, with made-up model outputs on recorded rows, which can be cut, padded and reordered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from rlcore.protocol.row_groups import row_groups
 from rlcore.testing.algorithm.watch import Item
 
 TOLERANCE = 1e-4
-"""Largest relative difference of two fp32 numbers that should be equal; sums in another order come to some 1e-6."""
+"""Largest relative difference of two fp32 numbers that should be equal; another order of summation makes about 1e-6."""
 
 Leaves = Mapping[str, Tensor]
 
 
 class WiderBatch(LossBatch):
-    """What a loss sees, its ragged columns padded by `extra` positions more than they need."""
+    """The batch that a loss sees, with ragged columns padded by `extra` more positions than necessary."""
 
     def __init__(self, batch: DataProto, extra: int) -> None:
         super().__init__(batch, torch.device("cpu"))
@@ -47,9 +48,9 @@ class Evaluated:
 
 
 class LossProbe:
-    """The loss of a recorded item, on made-up outputs that are close to what the policy gave when it sampled.
+    """The loss of a recorded item, on made-up outputs close to those of the sampling policy.
 
-    `leaves` are those outputs, [rows, tokens, ...] by need. With `logits` the log-probs and the entropy follow from
+    `leaves` holds the outputs by need, each [rows, tokens, ...]. With `logits`, log-probs and entropy are computed from
     them.
     """
 
@@ -71,7 +72,7 @@ class LossProbe:
         names: tuple[str, ...] = needs_of(self.item.loss)
         if "logits" in names:
             return {"logits": noise(*shape, vocab) * self.inside[..., None]}
-        # Ratios close to 1, where no clipping cuts the gradient off.
+        # Ratios close to 1, where clipping does not remove the gradient.
         sampled = next((n for n in ("old_log_probs", "rollout_log_probs") if n in self.item.batch), None)
         made = {
             "log_probs": torch.full(shape, -1.0) if sampled is None else self._padded(sampled),
@@ -92,16 +93,17 @@ class LossProbe:
         leaves: Leaves | None = None,
         batch: DataProto | None = None,
     ) -> Evaluated:
-        """Return the loss over the micro-batches `parts` (rows of each; default: one of all), counts added up first.
+        """Return the loss over the micro-batches `parts` (lists of rows; default: one of all rows).
 
-        `extra` widens every padded column; `leaves` and `batch` take the place of the probe's own.
+        Totals and counts are summed over the parts before the division. `extra` widens every padded column; `leaves`
+        and `batch` replace the probe's own.
         """
         batch = self.item.batch if batch is None else batch
         given = {name: leaf.clone().requires_grad_() for name, leaf in (leaves or self.leaves).items()}
         totals: dict[str, Tensor] = {}
         counts: dict[str, float] = {}
         weights: dict[str, float | None] = {}
-        for rows in parts or [[row for unit in self.units for row in unit]]:
+        for rows in parts or [list(chain.from_iterable(self.units))]:
             terms = self.item.loss(self._outputs(given, rows, extra), WiderBatch(batch[list(rows)], extra), self.config)
             for name, term in terms.items():
                 totals[name] = totals.get(name, torch.zeros(())) + term.total
@@ -130,7 +132,7 @@ class LossProbe:
         return Outputs({name: _wider(value, extra) for name, value in cut.items() if name in names})
 
     def push(self, evaluated: Evaluated) -> Tensor:
-        """Return [rows]: how much a small step against the gradient raises each response's log-prob."""
+        """Return [rows]: the rise of each response's log-prob per unit of a small step against the gradient."""
         if "logits" in evaluated.gradient:
             responses = self.item.batch.view("responses").to_padded(length=self.width)
             up = torch.zeros_like(self.leaves["logits"]).scatter_(-1, responses[..., None], 1.0)
@@ -144,9 +146,9 @@ _ZERO.requires_grad_()
 
 
 def difference(one: Evaluated, other: Evaluated) -> str | None:
-    """Return in words where two evaluations differ in a term or the gradient, None where they are equal but for noise.
+    """Return in words a term or gradient in which two evaluations differ; None where they are equal up to rounding.
 
-    Gradients are compared where they stand: rows in the probe's order.
+    Gradients are compared row by row, in the probe's order.
     """
     for name in {**one.terms, **other.terms}:
         a, b = one.terms.get(name), other.terms.get(name)

@@ -1,4 +1,4 @@
-"""What the suite trains on: a few arithmetic problems with every column that a kind of algorithm may want."""
+"""The suite's training data: a few arithmetic problems, with every column that some kind of algorithm reads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _row(problem: Problem) -> dict[str, str]:
 
 
 def overrides(data: Path, settings: Sequence[str]) -> list[str]:
-    """Return the overrides of the suite's runs: small, all that happens is written down, and `settings` on top.
+    """Return the overrides of the suite's runs: small runs that record every sample, with `settings` on top.
 
-    Where the settings say anything about the reward, the suite's own is left out.
+    If the settings name a reward, they replace the suite's own.
     """
     own_reward = any(setting.startswith("reward") for setting in settings)
     return [

@@ -1,4 +1,4 @@
-"""The suite's reward. It depends on the response's text alone, and differs between most responses to a prompt."""
+"""The suite's reward. It depends only on the response's text, and differs between most responses to a prompt."""
 
 
 def score(prompt: str, response: str, answer: object, **columns: object) -> float:

@@ -40,21 +40,21 @@ KILLED_AT = 2
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended: its folder, and what was written down of it."""
+    """A finished run: its folder and its record."""
 
     folder: Path
     record: RunRecord
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl without those of the clock."""
+        """The lines of metrics.jsonl without the metrics that measure time."""
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         clock = ("time/", "timeline/", "throughput/")
         return [{k: v for k, v in line.items() if not k.startswith(clock)} for line in lines]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Every sample that the run wrote down, in order."""
+        """Every sample in the run's files, in order."""
         files = sorted((self.folder / "samples").glob("*.jsonl"))
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
@@ -64,7 +64,7 @@ class FinishedRun:
         return {str(path.relative_to(folder)): contents(path) for path in sorted(folder.rglob("*.safetensors"))}
 
     def state(self, step: int) -> Any:
-        """Return what the algorithm's `state_dict` gave for a checkpoint."""
+        """Return the algorithm's `state_dict` in a checkpoint."""
         return json.loads((self._checkpoint(step) / STATE).read_text())["algorithm"]["state"]
 
     def _checkpoint(self, step: int) -> Path:
@@ -72,9 +72,9 @@ class FinishedRun:
 
 
 def contents(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the names, types, shapes and places of a safetensors file's tensors, and their bytes.
+    """Return the names, types, shapes and offsets of a safetensors file's tensors, and their bytes.
 
-    The metadata is left out: safetensors writes it in another order each time.
+    The metadata is left out: safetensors writes it in a different order each time.
     """
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
@@ -87,7 +87,7 @@ class AlgorithmSuite(CheckSuite):
     """The runs of one algorithm, each made once and shared by the checks.
 
     At the end it stops Ray if it started one, and removes weights; the rest of each run stays in `folder`. Raises
-    PluginError when there is no such algorithm.
+    PluginError for an unknown algorithm.
     """
 
     noun = "algorithm"
@@ -109,13 +109,13 @@ class AlgorithmSuite(CheckSuite):
             shutil.rmtree(weights)
 
     def results(self) -> Iterator[Result]:
-        """See CheckSuite. The run that is to be killed starts at once, beside the others."""
-        # An error of its start is kept, for the check that needs the run.
+        """See CheckSuite. The run to be killed starts at once, parallel to the others."""
+        # `once` keeps an error of its start for the check that needs the run.
         with suppress(RLCoreError):
             self.once("killed", self._start_killed)
         yield from super().results()
 
-    # What the checks share
+    # Shared by the checks
 
     @property
     def config(self) -> Config:
@@ -129,7 +129,7 @@ class AlgorithmSuite(CheckSuite):
 
     @property
     def vocab(self) -> int:
-        """The number of tokens that the model knows."""
+        """The number of tokens in the model's vocabulary."""
         return self.once("vocab", lambda: len(load_tokenizer(self.config.model)))
 
     @property
@@ -148,14 +148,14 @@ class AlgorithmSuite(CheckSuite):
             with recorded_maps(record.mapped):
                 self._train(self.config, name, plugins)
         except StopEarly:
-            pass  # it has seen what it was for
+            pass  # the record holds the step that the check needs
         return FinishedRun(self.folder / name, record)
 
     def _train(self, config: Config, name: str, plugins: PluginManager) -> None:
         train(replace(config, run=replace(config.run, dir=str(self.folder / name))), plugins)
 
     def on_ray(self, workers: int) -> FinishedRun:
-        """Return a run on Ray. One cluster, started here unless this process is connected to one, serves all."""
+        """Return a run on Ray. All share one cluster, started here unless this process is connected to one."""
 
         def make() -> FinishedRun:
             self.once("cluster", self._start_ray)
@@ -171,7 +171,7 @@ class AlgorithmSuite(CheckSuite):
 
     @property
     def resumed(self) -> FinishedRun:
-        """A run that was killed in a process of its own, and went on in this one."""
+        """A run that was killed in its own process and resumed in this one."""
 
         def make() -> FinishedRun:
             process = self.once("killed", self._start_killed)
@@ -192,7 +192,7 @@ class AlgorithmSuite(CheckSuite):
         self._stack.callback(process.kill)  # before waiting, if nobody has waited for it
         return process
 
-    # What the algorithm is
+    # The algorithm
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -200,7 +200,7 @@ class AlgorithmSuite(CheckSuite):
         return dict(self.spec.algorithm(self.config.algo).roles())
 
     def probes(self, finished: FinishedRun, *, kinds: Sequence[RoleKind] = KINDS) -> list[LossProbe]:
-        """Return a probe of each loss of each role of these kinds, on the most rows that it saw at once.
+        """Return a probe of each loss of each role of these kinds, on the loss's largest batch.
 
         Raises NotApplicable when no such role trains, CheckFailed when none was updated.
         """

@@ -1,4 +1,4 @@
-"""Real runs whose updates, scores and metrics are written down, and in which one thing at a time can be changed."""
+"""Real runs that record their updates, scores and metrics, and in which one thing at a time can be changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlcore.run import Run
 
 @dataclass(frozen=True)
 class Item:
-    """One batch with its loss that reached `update` of a role in a step; `batch` holds what the loss is sent."""
+    """One batch with its loss that reached a role's `update` in a step; `batch` holds the columns sent to the loss."""
 
     step: int
     role: str
@@ -48,11 +48,11 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is different in a run.
+    """The changes to a run.
 
-    `random_seed`: of the global random generators when the run starts. `holes`: some response tokens get response_mask
-    0. `raised`: (call, row) of `run.reward` in step 1 whose score becomes the highest. `nan_score`, `nan_loss`: one
-    score, every loss is NaN. `frozen`: all learning rates are 0. `stop_after`: the run stops after this step.
+    `random_seed`: seeds the global random generators at the start. `holes`: some response tokens get response_mask 0.
+    `raised`: (call, row) of `run.reward` in step 1 whose score becomes the highest. `nan_score`: one score is NaN.
+    `nan_loss`: every loss is NaN. `frozen`: all learning rates are 0. `stop_after`: the run stops after this step.
     """
 
     random_seed: int | None = None
@@ -65,15 +65,15 @@ class Changes:
 
 
 class StopEarly(Exception):
-    """Ends a run after the step that it was wanted for."""
+    """Ends a run after its `stop_after` step."""
 
 
 @dataclass
 class RunRecord:
-    """What happened in a run: each update, each scored batch with its step, each step's metrics.
+    """The record of a run: each update, each scored batch with its step, each step's metrics.
 
-    `ratios` holds the largest distance from 1 of a policy's ratio to old_log_probs, by loss. `mapped` are the calls
-    of `map`, `masked` whether a response got holes.
+    `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
+    of `map`. `masked` is whether a response got holes.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -86,23 +86,23 @@ class RunRecord:
 
 
 class RecordingPlugins(PluginManager):
-    """The plugins of a watched run. `watch` says what to change and where to write."""
+    """The plugins of a recorded run. `record_run` sets the changes and the record."""
 
     changes = Changes()
     record: RunRecord
 
     def record_run(self, changes: Changes, start: Callable[[Run], None] | None = None) -> RunRecord:
-        """Watch the next run; `start` is called when its models are loaded. Returns its record, empty as yet."""
+        """Record the next run; `start` is called once its models are loaded. Returns the record, still empty."""
         self.changes, self.record, self._start = changes, RunRecord(), start
         return self.record
 
     def algorithm(self, name: str) -> AlgorithmSpec:
-        """See PluginManager; without learning rates if those are to be 0."""
+        """See PluginManager; with learning rates of 0 for `frozen`."""
         spec = super().algorithm(name)
         return replace(spec, algorithm=_frozen(spec.algorithm)) if self.changes.frozen else spec
 
     def run_start(self, run: Run) -> None:
-        """Put the watched handles into the run."""
+        """Put the recording handles into the run."""
         super().run_start(run)
         changes, record = self.changes, self.record
         record.roles = {name: handle.role for name, handle in run.roles.items()}
@@ -118,7 +118,7 @@ class RecordingPlugins(PluginManager):
                 seed(changes.random_seed)
 
     def step_end(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics."""
+        """Record the metrics."""
         super().step_end(run, step, metrics)
         self.record.metrics.append(dict(metrics))
         if step == self.changes.stop_after:
@@ -126,7 +126,7 @@ class RecordingPlugins(PluginManager):
 
 
 class RecordingHandle(RoleHandle):
-    """A role's handle that records what reaches `update`."""
+    """A role's handle that records each `update`."""
 
     def __init__(self, handle: RoleHandle, run: Run, changes: Changes, record: RunRecord) -> None:
         vars(self).update(vars(handle))
@@ -148,13 +148,13 @@ class RecordingHandle(RoleHandle):
         elif loss is not None:
             items = [(batch, loss, 1.0)]
         else:
-            return super().update(batch, **options)  # which says what is missing
+            return super().update(batch, **options)  # which raises
         for rows, function, weight in items:
             names = ("uid", "sample_index", keep_together)
             objects = [name for name in names if name is not None and name in rows.non_tensor_batch]
             sent = rows.select(list(rows.batch.keys()), objects, [])
-            noted = Item(self._run.step, self.name, self.role.kind, sent, function, weight, keep_together)
-            self._record.items.append(noted)
+            item = Item(self._run.step, self.name, self.role.kind, sent, function, weight, keep_together)
+            self._record.items.append(item)
         return super().update([(rows, self._changed(function), weight) for rows, function, weight in items], **options)
 
     def _changed(self, loss: Loss) -> Loss:
@@ -184,10 +184,10 @@ RECORDING = {cls.kind: cls for cls in (RecordingPolicy, RecordingCritic, Recordi
 
 
 def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:
-    """Note what `run.reward` gives; change a score of it, or of the functions behind it, where that is wanted."""
+    """Record the results of `run.reward`; change a score of it, or of its functions, as `changes` says."""
     reward, by_functions = run.reward, run.score_by_functions
 
-    def watched(batch: DataProto, **options: Any) -> DataProto:
+    def recording(batch: DataProto, **options: Any) -> DataProto:
         scored = reward(batch, **options)
         if changes.raised is not None and run.step == 1 and changes.raised[0] == len(record.scored):
             scored = scored[:]
@@ -202,13 +202,13 @@ def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:
         scored["scores"] = torch.cat([torch.tensor([torch.nan]), scored["scores"][1:]])
         return scored
 
-    vars(run)["reward"] = watched
+    vars(run)["reward"] = recording
     if changes.nan_score:
         vars(run)["score_by_functions"] = with_nan
 
 
 def hole_positions(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """Return bool [rows, width]: which tokens of responses of these lengths a run with holes masks, never the first."""
+    """Return bool [rows, width]: the response tokens that a run with `holes` masks, never the first of a response."""
     position = torch.arange(width)
     return (position % 3 == 1) & (position < lengths[:, None])
 
@@ -235,8 +235,8 @@ def _frozen(algorithm: type) -> type:
 
 
 def _recording_ratios(loss: Loss, ratios: dict[str, float]) -> Loss:
-    def noted(out: Outputs, batch: Mapping[str, Any], config: Any) -> Mapping[str, Term]:
-        # The engine also asks for the counts alone, without a gradient, with made-up outputs.
+    def recording(out: Outputs, batch: Mapping[str, Any], config: Any) -> Mapping[str, Term]:
+        # The engine also calls the loss only for its counts: without a gradient, with made-up outputs.
         if torch.is_grad_enabled() and "old_log_probs" in batch and "log_probs" in out.given:
             inside = batch["response_mask"] != 0 if "response_mask" in batch else batch["old_log_probs"] != 0
             away = ((out.log_probs.detach() - batch["old_log_probs"]).exp() - 1).abs()[inside]
@@ -244,7 +244,7 @@ def _recording_ratios(loss: Loss, ratios: dict[str, float]) -> Loss:
             ratios[name] = max(ratios.get(name, 0.0), float(away.max()) if away.numel() else 0.0)
         return loss(out, batch, config)
 
-    return needs(*needs_of(loss))(noted)
+    return needs(*needs_of(loss))(recording)
 
 
 def _with_nan(loss: Loss) -> Loss:
@@ -256,10 +256,10 @@ def _with_nan(loss: Loss) -> Loss:
 
 @contextmanager
 def recorded_maps(mapped: list[Mapped]) -> Iterator[None]:
-    """Note every call of `DataProto.map`, for a while."""
+    """Record every call of `DataProto.map` until the context ends."""
     original = DataProto.map
 
-    def noted(
+    def recording(
         self: DataProto, fn: Callable[..., Any], reads: Sequence[str], keep_together: str | None = None
     ) -> DataProto:
         names = {*reads, *([keep_together] if keep_together else [])} & set(self.keys())
@@ -268,7 +268,7 @@ def recorded_maps(mapped: list[Mapped]) -> Iterator[None]:
         mapped.append(Mapped(fn, self.select(tensors, objects), keep_together))
         return original(self, fn, reads, keep_together)
 
-    setattr(DataProto, "map", noted)  # noqa: B010 (a method cannot be assigned)
+    setattr(DataProto, "map", recording)  # noqa: B010 (a method cannot be assigned)
     try:
         yield
     finally:
@@ -283,5 +283,5 @@ def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's name, that of a functools.partial too."""
+    """Return a function's name, also through functools.partial."""
     return getattr(plain_function(function), "__qualname__", repr(function))

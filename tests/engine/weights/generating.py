@@ -95,7 +95,7 @@ def wrong_weights(worker: ModelWorker, shards: int) -> list[str]:
     index = worker.rollout._shards._index if shards > 1 else 0
     bad = []
     for name, whole in worker.train.export(torch.float32):
-        dim = worker.train.cuts[name].dim
+        dim = worker.train.shard_specs[name].dim
         part = whole if dim is None or shards == 1 else whole.chunk(shards, dim)[index]
         if not torch.equal(held.pop(name), part):
             bad.append(name)
@@ -116,7 +116,7 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     kept = worker.switch_bytes()
     found["held"], found["parameters"] = kept["held"], sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
-    divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.cuts.items() if cut.dim is not None]
+    divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.shard_specs.items() if cut.dim is not None]
     found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
     return found
 

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from rlcore.engine.parallel.layout import Cut, Layout
+from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.reshard import Reshard
 from rlcore.errors import ConfigError, DataError
 
 CUTS = {
-    "q": Cut((4, 6), (0,), 0),
-    "q.bias": Cut((4,), (0,), 0),
-    "k": Cut((2, 6), (0,), 0),
-    "v": Cut((2, 6), (0,), 0),
-    "o": Cut((6, 4), (0,), 1),
-    "norm": Cut((6,), (0,)),
+    "q": ShardSpec((4, 6), (0,), 0),
+    "q.bias": ShardSpec((4,), (0,), 0),
+    "k": ShardSpec((2, 6), (0,), 0),
+    "v": ShardSpec((2, 6), (0,), 0),
+    "o": ShardSpec((6, 4), (0,), 1),
+    "norm": ShardSpec((6,), (0,)),
 }
 
 
@@ -53,4 +53,4 @@ def test_shards_of_another_layout_are_refused(change, message):
 def test_what_cannot_be_divided_is_refused():
     layout = GenerationLayout(Layout(tp=4), tp=2)
     with pytest.raises(ConfigError, match=r"w has shape \[6, 8\]: engine.tp=4 does not divide its dimension 0"):
-        alone({"w": Cut((6, 8), (0,), 0)}, layout)
+        alone({"w": ShardSpec((6, 8), (0,), 0)}, layout)

@@ -32,9 +32,9 @@ class ProbedWorker(ModelWorker):
     def shake(self) -> None:
         """Add noise to all weights, the same under any number of ranks."""
         generator = torch.Generator().manual_seed(5)
-        for name, parameter in self.train.parameters.here():
+        for name, parameter in self.train.parameters.named_local():
             noise = torch.randn(parameter.shape, generator=generator) / 7
-            state.local(parameter.data).add_(self.train.parameters.part(name, noise))
+            state.local(parameter.data).add_(self.train.parameters.shard_of(name, noise))
 
     @register(Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
-from rlcore.engines.torch.parameters import reshard
+from rlcore.engines.torch.parameters import reshard_fsdp
 
 spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).parents[2] / "engine_models.py")
 engine_models = importlib.util.module_from_spec(spec)
@@ -95,12 +95,12 @@ def step(engine: TorchEngine, batch: Any) -> dict[str, float]:
 
 
 def gradients(engine: TorchEngine) -> dict[str, Tensor]:
-    return {name: state.local(parameter.grad).clone() for name, parameter in engine.parameters.here()}
+    return {name: state.local(parameter.grad).clone() for name, parameter in engine.parameters.named_local()}
 
 
 def weights(engine: TorchEngine) -> dict[str, Tensor]:
-    reshard(engine.root)
-    return {name: state.local(parameter.detach()).clone() for name, parameter in engine.parameters.here()}
+    reshard_fsdp(engine.root)
+    return {name: state.local(parameter.detach()).clone() for name, parameter in engine.parameters.named_local()}
 
 
 def seen(engine: TorchEngine) -> dict[str, Any]:
@@ -113,9 +113,9 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
     rows = update_plan(len(BATCHES[0]), None, 1, engine.layout.dp)[place][0]
     found["rows"], found["computed"] = rows, engine.compute(BATCHES[0][rows], ["log_probs", "entropy"])
     engine.config = replace(engine.config, clip_grad=0.5)
-    reshard(engine.root)
+    reshard_fsdp(engine.root)
     for kind, lr in LR.items():
-        for name, parameter in engine.parameters.here():
+        for name, parameter in engine.parameters.named_local():
             state.local(parameter.detach()).copy_(found["start"][name])
         engine.config = replace(engine.config, lr=lr)
         groups = engine.parameters.by_mesh()
@@ -124,7 +124,7 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
         found[f"{kind} metrics"] = [step(engine, batch) for batch in BATCHES]
         found[kind] = weights(engine)
     full = {name: tensor.clone() for name, tensor in engine.masters()}
-    mine = {name: engine.parameters.part(name, full[name]) for name in found["adamw"]}
+    mine = {name: engine.parameters.shard_of(name, full[name]) for name in found["adamw"]}
     found["full"] = list(full) == list(engine.shapes) and same(mine, found["adamw"])
     found["rollout"] = same({name: tensor.clone() for name, tensor in engine.export(torch.float32)}, full)
     found["local"] = local_is_cut(engine, full)
@@ -145,12 +145,12 @@ def local_is_cut(engine: TorchEngine, full: dict[str, Tensor]) -> bool:
     """Whether the local parameters are what `cuts` says of the whole ones, and no other."""
     place, given = engine.layout.place(engine.ranks.rank), dict[str, Tensor]()
     for name, tensor in engine.export_local():
-        cut = engine.cuts[name]
+        cut = engine.shard_specs[name]
         want = full[name] if cut.dim is None else full[name].chunk(engine.layout.tp, cut.dim)[place.tp]
         if not torch.equal(tensor, want):
             return False
         given[name] = tensor
-    return set(given) == {name for name, cut in engine.cuts.items() if place.pp in cut.stages}
+    return set(given) == {name for name, cut in engine.shard_specs.items() if place.pp in cut.stages}
 
 
 def off(engine: TorchEngine, got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -158,9 +158,9 @@ def off(engine: TorchEngine, got: dict[str, Tensor], want: dict[str, Tensor]) ->
     squares = {}
     for name, tensor in got.items():
         assert want[name].norm() > 0, f"{name} is all zeros, so the comparison would show nothing"
-        cut, mesh = engine.cuts[name], engine.mesh
+        cut, mesh = engine.shard_specs[name], engine.mesh
         holders = len(cut.stages) * mesh.copies * (engine.layout.tp if cut.dim is None else 1)
-        squares[name] = (tensor - engine.parameters.part(name, want[name])).square().sum().item() / holders
+        squares[name] = (tensor - engine.parameters.shard_of(name, want[name])).square().sum().item() / holders
     everyone = engine.ranks.gather(squares)
     total = {name: sum(ranks.get(name, 0.0) for ranks in everyone) for name in want}
     assert {name for ranks in everyone for name in ranks} == set(want)
@@ -178,7 +178,7 @@ def compare(engine: TorchEngine, got: dict[str, Any], want: dict[str, Any]) -> d
         for name in want["computed"]
         for row, at in enumerate(got["rows"])
     ]
-    parts = {name: engine.parameters.part(name, want["adamw"][name]) for name in got["adamw"]}
+    parts = {name: engine.parameters.shard_of(name, want["adamw"][name]) for name in got["adamw"]}
     return {
         "metrics": max(off_metrics(got[f"metrics {n}"], want[f"metrics {n}"]) for n in range(2)),
         "gradients": max(off(engine, got[f"gradients {n}"], want[f"gradients {n}"]) for n in range(2)),

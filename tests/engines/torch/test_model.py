@@ -20,7 +20,7 @@ def load(folder, **options):
 
 
 def everything(model, temperature=1.0):
-    packing = Packing.of([torch.tensor(row) for row in ROWS], prompts=PROMPTS if model.folds else None)
+    packing = Packing.of([torch.tensor(row) for row in ROWS], prompts=PROMPTS if model.shares_prefixes else None)
     rows = [(torch.tensor(number), torch.arange(len(row) - 1)) for number, row in enumerate(ROWS)]
     select = torch.cat([packing.token(*row) for row in rows])
     labels = torch.tensor([token for row in ROWS for token in row[1:]])
@@ -58,7 +58,7 @@ def test_log_probs_entropy_and_gradient_equal_the_plain_model(
 ):
     model = load(model_folder(kind))
     assert (model.packed, model.fused_head) == (packed, fused)
-    assert model.folds == packed
+    assert model.shares_prefixes == packed
     want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature)
     got = everything(model, temperature)
     torch.testing.assert_close(got["log_probs"], want_log_probs, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_prompts_that_rows_share_stand_once_and_rows_of_like_length_attend_toget
         tokens = packing.token(torch.tensor(number), torch.arange(len(row)))
         assert packing.input_ids[tokens].tolist() == row
         assert packing.positions[tokens].tolist() == list(range(len(row)))
-    assert torch.equal(packing.unpad(*(part.lay(packing.input_ids) for part in packing.parts)), packing.input_ids)
+    assert torch.equal(packing.unpad(*(part.to_padded(packing.input_ids) for part in packing.parts)), packing.input_ids)
     assert sum(map(len, ROWS)) == len(Packing.of(rows).input_ids) > len(packing.input_ids)
 
 

@@ -4,52 +4,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.config import ModelConfig
 from rlcore.engine.rollout import Sampling
 from rlcore.engines.hf.fused_decode import FusedDecodeStep
-from rlcore.engines.hf.rollout import HFRollout
 from rlcore.errors import DataError
-from rlcore.protocol import DataProto, Ragged
-
-CPU = torch.device("cpu")
-
-
-def engine(folder, batch_size=64, shared=None):
-    rollout = HFRollout(ModelConfig(path=str(folder)), batch_size=batch_size, device=CPU, shared=shared)
-    rollout.version = 0
-    return rollout
 
 
 @pytest.fixture(scope="module")
-def rollout(model_folder):
-    return engine(model_folder())
-
-
-def prompts(groups=5, size=4):
-    generator = torch.Generator().manual_seed(11)
-    made = [
-        torch.randint(5, 90, (int(n),), generator=generator)
-        for n in torch.randint(1, 9, (groups,), generator=generator)
-    ]
-    return DataProto.from_single_dict(
-        {
-            "prompts": Ragged.from_list([p for p in made for _ in range(size)]),
-            "uid": [f"0:{i}" for i in range(groups) for _ in range(size)],
-            "sample_index": torch.arange(size).repeat(groups),
-        }
-    )
-
-
-def tokens(out):
-    return [row.tolist() for row in out["responses"].to_list()]
+def rollout(make_rollout):
+    return make_rollout()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral-window", "gemma2"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 7}, {"top_p": 0.6}])
-def test_log_probs_are_those_of_the_sampled_distribution(model_folder, kind, options):
+def test_log_probs_are_those_of_the_sampled_distribution(model_folder, kind, options, make_rollout, prompts):
     """Teacher forcing on the plain model, one row at a time, with temperature and cuts written out again."""
     batch = prompts(3, 2)
-    out = engine(model_folder(kind)).generate(batch, Sampling(max_tokens=12, **options))
+    out = make_rollout(kind).generate(batch, Sampling(max_tokens=12, **options))
     hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
     for i in range(len(batch)):
         prompt, response = batch["prompts"][i], out["responses"][i]
@@ -69,9 +39,9 @@ def test_log_probs_are_those_of_the_sampled_distribution(model_folder, kind, opt
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral-window"])
-def test_greedy_equals_transformers_generate(model_folder, kind):
+def test_greedy_equals_transformers_generate(model_folder, kind, make_rollout, prompts):
     batch = prompts(4, 1)
-    out = engine(model_folder(kind)).generate(batch, Sampling(max_tokens=10, temperature=0.0))
+    out = make_rollout(kind).generate(batch, Sampling(max_tokens=10, temperature=0.0))
     hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
     for i in range(len(batch)):
         ids = batch["prompts"][i][None]
@@ -81,36 +51,36 @@ def test_greedy_equals_transformers_generate(model_folder, kind):
         assert out["responses"][i].tolist() == want.tolist()
 
 
-def test_samples_do_not_depend_on_order_company_or_batch_size(rollout, model_folder):
+def test_samples_do_not_depend_on_order_company_or_batch_size(rollout, make_rollout, prompts, tokens_of):
     batch, sampling = prompts(), Sampling(max_tokens=15)
-    want = tokens(rollout.generate(batch, sampling))
+    want = tokens_of(rollout.generate(batch, sampling))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2)).tolist()
-    assert tokens(rollout.generate(batch[order], sampling)) == [want[i] for i in order]
-    assert tokens(rollout.generate(batch[7:9], sampling)) == want[7:9]
-    assert tokens(engine(model_folder(), batch_size=3).generate(batch, sampling)) == want
+    assert tokens_of(rollout.generate(batch[order], sampling)) == [want[i] for i in order]
+    assert tokens_of(rollout.generate(batch[7:9], sampling)) == want[7:9]
+    assert tokens_of(make_rollout(batch_size=3).generate(batch, sampling)) == want
 
 
-def test_every_name_in_the_noise_makes_other_samples(rollout):
+def test_every_name_in_the_noise_makes_other_samples(rollout, prompts, tokens_of):
     batch = prompts(2, 2)
     plain = {"max_tokens": 15, "seed": 1, "step": 2, "purpose": "train", "call": 0}
-    seen = [tokens(rollout.generate(batch, Sampling(**plain)))]
+    seen = [tokens_of(rollout.generate(batch, Sampling(**plain)))]
     for change in ({"seed": 2}, {"step": 3}, {"purpose": "eval"}, {"call": 1}):
-        seen.append(tokens(rollout.generate(batch, Sampling(**{**plain, **change}))))
+        seen.append(tokens_of(rollout.generate(batch, Sampling(**{**plain, **change}))))
     for name, values in (("uid", ["1:0", "1:0", "1:1", "1:1"]), ("sample_index", torch.tensor([2, 3, 2, 3]))):
         other = prompts(2, 2)
         other[name] = values
-        seen.append(tokens(rollout.generate(other, Sampling(**plain))))
+        seen.append(tokens_of(rollout.generate(other, Sampling(**plain))))
     for i, a in enumerate(seen):
         assert a[0] != a[1], "the samples of one prompt must differ"
         for b in seen[i + 1 :]:
             assert all(x != y for x, y in zip(a, b, strict=True))
 
 
-def test_responses_end_with_the_end_token_or_are_cut_off(rollout):
+def test_responses_end_with_the_end_token_or_are_cut_off(rollout, prompts, tokens_of):
     out = rollout.generate(prompts(8, 8), Sampling(max_tokens=20))
     ended = 0
     for row, finished, length in zip(
-        tokens(out), out["finished"].tolist(), out["response_length"].tolist(), strict=True
+        tokens_of(out), out["finished"].tolist(), out["response_length"].tolist(), strict=True
     ):
         assert len(row) == length <= 20
         assert 1 not in row[:-1]
@@ -123,20 +93,20 @@ def test_responses_end_with_the_end_token_or_are_cut_off(rollout):
     assert out["prompt_length"].tolist() == prompts(8, 8)["prompts"].lengths.tolist()
 
 
-def test_no_response_ends_before_min_tokens(rollout):
+def test_no_response_ends_before_min_tokens(rollout, prompts):
     early = rollout.generate(prompts(8, 8), Sampling(max_tokens=20))["response_length"].min()
     late = rollout.generate(prompts(8, 8), Sampling(max_tokens=20, min_tokens=9))["response_length"].min()
     assert early < 9 <= late
 
 
-def test_a_stop_string_ends_a_response_and_stays_in_it(rollout, model_folder):
+def test_a_stop_string_ends_a_response_and_stays_in_it(rollout, model_folder, prompts, tokens_of):
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
     free = rollout.generate(prompts(8, 8), Sampling(max_tokens=20))
-    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens(free)]
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens_of(free)]
     stop = next(text[2:4] for text in texts if len(text) > 6 and text[2:4].isprintable())
     out = rollout.generate(prompts(8, 8), Sampling(max_tokens=20, stop=(stop,)))
     stopped = 0
-    for before, row, finished in zip(texts, tokens(out), out["finished"].tolist(), strict=True):
+    for before, row, finished in zip(texts, tokens_of(out), out["finished"].tolist(), strict=True):
         text = tokenizer.decode(row, skip_special_tokens=True)
         assert before.startswith(text)
         if stop in before:
@@ -144,32 +114,35 @@ def test_a_stop_string_ends_a_response_and_stays_in_it(rollout, model_folder):
             assert finished
             stopped += 1
     assert stopped
+    later = rollout.generate(prompts(8, 8), Sampling(max_tokens=20, min_tokens=12, stop=(stop,)))
+    lengths = later["response_length"]
+    assert 12 <= lengths.min() < 20, "a stop string among the first min_tokens tokens ends nothing"
 
 
-def test_zero_rows_give_zero_rows(rollout):
+def test_zero_rows_give_zero_rows(rollout, prompts):
     out = rollout.generate(prompts()[:0], Sampling(max_tokens=5))
     assert len(out) == 0
     assert "rollout_log_probs" in out
 
 
 @pytest.fixture(params=["qwen2", "mistral-window"])
-def counted(request, model_folder, monkeypatch):
-    """An engine, and how many rows each of its forwards gets: of a model with a lean step, and of one without."""
-    rollout, rows = engine(model_folder(request.param)), []
+def counted(request, monkeypatch, make_rollout):
+    """An engine, and how many rows each of its forwards gets: of a model with a fused step, and of one without."""
+    rollout, rows = make_rollout(request.param), []
     forward, step = rollout.hf.forward, FusedDecodeStep.step
     monkeypatch.setattr(rollout.hf, "forward", lambda **kw: rows.append(len(kw["input_ids"])) or forward(**kw))
     monkeypatch.setattr(FusedDecodeStep, "step", lambda own, new, *args: rows.append(len(new)) or step(own, new, *args))
     return rollout, rows
 
 
-def test_prompts_that_a_group_shares_are_prefilled_once(counted):
+def test_prompts_that_a_group_shares_are_prefilled_once(counted, prompts):
     rollout, rows = counted
     rollout.generate(prompts(5, 4), Sampling(max_tokens=6))
     assert rows[0] == 5
     assert 5 < rows[1] <= 20
 
 
-def test_finished_rows_are_dropped_at_once(counted):
+def test_finished_rows_are_dropped_at_once(counted, prompts):
     rollout, rows = counted
     out = rollout.generate(prompts(8, 8), Sampling(max_tokens=150))
     lengths = out["response_length"]
@@ -178,49 +151,8 @@ def test_finished_rows_are_dropped_at_once(counted):
     assert rows[1] > 2 * rows[-1]
 
 
-def test_a_model_without_a_fused_step_says_so_once_and_one_that_is_off_is_found(model_folder, caplog, monkeypatch):
-    with caplog.at_level("INFO", "rlcore.engines.hf.fused_decode"):
-        engine(model_folder("qwen2"))
-        assert not caplog.records
-        engine(model_folder("mistral-window"))
-        assert "no fast form of sliding_attention is known" in caplog.text
-        monkeypatch.setattr(torch.Tensor, "roll", lambda values, *_: -values)
-        assert engine(model_folder("qwen2"))._fused is None
-        assert "its log-probs would be off by" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_step_is_the_modules_own(model_folder, kind, dtype):
-    """In bf16 it rounds where autocast does."""
-    hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32).eval()
-    before = {name: parameter.clone() for name, parameter in hf.named_parameters()}
-    lean = FusedDecodeStep.of(hf, dtype)
-    assert lean is not None
-    assert all(torch.equal(before[name], parameter) for name, parameter in hf.named_parameters())
-    assert lean.probe() < (1e-5 if dtype is torch.float32 else 1e-2)
-
-
-def test_the_fused_step_follows_the_weights(model_folder):
-    """An update in place, as of an optimizer, is seen without a word: there is no copy to be stale."""
-    hf = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"), dtype=torch.float32).eval()
-    rollout = engine(model_folder("qwen2"), shared=hf)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in hf.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    assert rollout._fused.probe() < 1e-5
-    batch = prompts(3, 1)
-    out = rollout.generate(batch, Sampling(max_tokens=9, temperature=0.0))
-    assert rollout._fused._weights == rollout._fused._head == [], "nothing is held while the module trains"
-    for prompt, response in zip(batch["prompts"].to_list(), out["responses"].to_list(), strict=True):
-        ids = torch.cat([prompt, response])[None]
-        with torch.no_grad():
-            assert hf(input_ids=ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == response.tolist()
-
-
-def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(rollout, model_folder):
-    own = engine(model_folder())
+def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(make_rollout):
+    own = make_rollout()
     fresh = {name: torch.randn_like(p) for name, p in own.hf.named_parameters()}
 
     def sync(weights, version, announced=None):
@@ -245,16 +177,3 @@ def test_sync_takes_whole_weights_and_checks_their_names_before_any_changes(roll
         sync({name: fresh[name] for name in rest}, 4, announced=fresh)
     with pytest.raises(DataError, match=rf"weight {first} has the unexpected shape \[1\]"):
         sync({**fresh, first: torch.zeros(1)}, 4, announced=fresh)
-
-
-def test_a_shared_module_goes_back_to_its_training_state(make_engine, model_folder):
-    train = make_engine(activation_checkpointing=True)
-    rollout = engine(model_folder(), shared=train.shared_module)
-    module = train.shared_module
-    modes = [each.training for each in module.modules()]
-    assert any(modes)
-    assert not all(modes)
-    before = module.config._attn_implementation
-    rollout.generate(prompts(2, 2), Sampling(max_tokens=4))
-    assert [each.training for each in module.modules()] == modes
-    assert module.config._attn_implementation == before == "rlcore_packed"
