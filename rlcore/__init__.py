@@ -11,20 +11,30 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlcore.commands.line import CommandLine
     from rlcore.config import Config, option
-    from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
+    from rlcore.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        PluginError,
+        RLCoreError,
+        WorkerError,
+        did_you_mean,
+    )
     from rlcore.plugins import (
         CRITIC,
         POLICY,
         REWARD,
         Algorithm,
+        PluginManager,
         Role,
         RoleKind,
         hookimpl,
         specs,
     )
     from rlcore.plugins.specs import *  # noqa: F403
-    from rlcore.protocol import DataProto, Ragged
+    from rlcore.protocol import ColumnSpec, DataProto, Ragged
     from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
@@ -35,12 +45,15 @@ if TYPE_CHECKING:
         "REWARD",
         "Algorithm",
         "CheckpointError",
+        "ColumnSpec",
+        "CommandLine",
         "Config",
         "ConfigError",
         "CriticHandle",
         "DataError",
         "DataProto",
         "PluginError",
+        "PluginManager",
         "PolicyHandle",
         "RLCoreError",
         "Ragged",
@@ -50,24 +63,35 @@ if TYPE_CHECKING:
         "Run",
         "Tracker",
         "WorkerError",
+        "did_you_mean",
         "hookimpl",
         "option",
     ]
     __all__ += specs.__all__
 
 _HOMES = {
+    "rlcore.commands.line": ["CommandLine"],
     "rlcore.config": ["Config", "option"],
-    "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
+    "rlcore.errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "PluginError",
+        "RLCoreError",
+        "WorkerError",
+        "did_you_mean",
+    ],
     "rlcore.plugins": [
         "CRITIC",
         "POLICY",
         "REWARD",
         "Algorithm",
+        "PluginManager",
         "Role",
         "RoleKind",
         "hookimpl",
     ],
-    "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
     "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],

@@ -3,7 +3,6 @@
 SUMMARIES = {
     "train": "train a model: rlcore train algo=NAME [OVERRIDE ...]",
     "eval": "measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]",
-    "plan": "find the best placement and layouts: rlcore plan algo=NAME cluster.gpus=64 [OVERRIDE ...]",
     "config": "compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]",
     "plugins": "list the installed plugins, where they come from and their faults; test NAME: run a conformance suite",
     "new-plugin": "write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]",

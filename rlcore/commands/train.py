@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlcore import CommandSpec, ConfigError, hookimpl
 from rlcore.collector import pause_collector
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import CommandLine, show
+from rlcore.commands.line import CommandLine
 
 if TYPE_CHECKING:
     from rlcore import Config
@@ -39,7 +39,7 @@ def run(line: CommandLine) -> int:
     if line.options.cfg:
         from rlcore.config import to_yaml
 
-        show(to_yaml(config).rstrip("\n"))
+        line.show(to_yaml(config).rstrip("\n"))
         return 0
     return _train(config, line.plugins)
 
@@ -55,12 +55,7 @@ def _require_plugins(line: CommandLine) -> None:
 
 def _train(config: Config, plugins: PluginManager) -> int:
     if config.cluster.pools == "auto":
-        from rlcore.plan.command import apply, make_plans
-        from rlcore.plan.report import text
-
-        plans = make_plans(config, plugins)
-        show(text(plans, config, []))
-        config = apply(plans[0], config)
+        config = plugins.place_roles(config)
     from rlcore.trainer import train
 
     try:

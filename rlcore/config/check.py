@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from rlcore.config.schema import Config, JudgeConfig
+from rlcore.config.schema import Config
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +21,6 @@ def check(config: Config, plugins: PluginManager, *, training: bool = True) -> N
     """
     plugins.check_names(config)
     _check_reward(config, plugins)
-    _check_judge(config.judge)
     _check_rollout(config)
     _check_engines(config, plugins)
     _check_trainer(config)
@@ -63,58 +58,6 @@ def _check_function(what: str, reference: str) -> None:
     file, _, function = reference.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ConfigError(f"{what} must be FILE.py:FUNCTION, as in my.py:score")
-
-
-def _check_judge(judge: JudgeConfig) -> None:
-    if judge.url is None:
-        if judge.model is not None:
-            raise ConfigError(
-                f"judge.model = {judge.model!r} is asked nowhere: set judge.url, or leave out judge.model"
-            )
-        return
-    _check_url(judge.url)
-    if not judge.model:
-        raise ConfigError(f"judge.url = {judge.url!r} needs judge.model, the judge's name there")
-    if taken := {"model", "messages", "stream"} & set(judge.request):
-        raise ConfigError(f"judge.request sets {', '.join(sorted(taken))}, which rlcore sets itself; leave it out")
-    if judge.api_key_env is not None:
-        _check_key(judge.api_key_env)
-    if judge.template is not None:
-        _check_template(Path(judge.template))
-
-
-def _check_url(url: str) -> None:
-    if "@" in url or "?" in url:
-        raise ConfigError(
-            "judge.url holds a name, password or query, and the config is written to files; put the key into an "
-            "environment variable and its name into judge.api_key_env"
-        )
-    try:
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        sound = False
-    if not sound:
-        raise ConfigError(f"judge.url = {url!r} must be an HTTP address, as http://localhost:8000/v1")
-
-
-def _check_key(variable: str) -> None:
-    # What is no name may be the key itself, which no message should show.
-    if not variable.isidentifier():
-        raise ConfigError("judge.api_key_env must be the name of an environment variable, as JUDGE_KEY, not the key")
-    key = os.environ.get(variable, "")
-    if not re.fullmatch(r"[!-~]+", key):
-        how = "holds characters that a key cannot have (spaces, line ends)" if key else "is not set"
-        raise ConfigError(f"judge.api_key_env = {variable!r}: that environment variable {how}; export it")
-
-
-def _check_template(file: Path) -> None:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"judge.template = '{file}' cannot be read: {error}") from error
-    if missing := [name for name in ("{prompt}", "{first}", "{second}") if name not in text]:
-        raise ConfigError(f"judge.template = '{file}' lacks {', '.join(missing)}, which stand for the texts")
 
 
 def _check_rollout(config: Config) -> None:

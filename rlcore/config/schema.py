@@ -92,32 +92,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class JudgeConfig:
-    """A language model that is asked which of two responses is better, over an OpenAI-compatible HTTP endpoint."""
-
-    url: str | None = option(None, "base URL of the endpoint, as http://host:8000/v1; /chat/completions is added")
-    model: str | None = option(None, "the judge's name there")
-    template: str | None = option(
-        None, "file with the question: text with {prompt}, {first} and {second} (default: rlcore's own)"
-    )
-    api_key_env: str | None = option(
-        None, "name of the environment variable that holds the API key, read where the command runs; none: no key"
-    )
-    request: dict[str, Any] = option({"temperature": 0.0}, "further fields of each request, as max_tokens")
-    both_orders: bool = option(
-        True, "ask twice, with sides swapped; two answers that disagree are a tie (against a bias for one place)"
-    )
-    concurrency: int = option(8, "most requests under way at one time", min=1)
-    timeout: float = option(60.0, "seconds that one request may take", min=0.01)
-    retries: int = option(3, "times a request is sent again after a connection error or status 429 or 5xx", min=0)
-    total_timeout: float = option(600.0, "seconds that all questions of one call may take together", min=0.01)
-    on_error: Literal["tie", "first", "second"] = option("tie", "preference where the judge gave none")
-    on_outage: Literal["continue", "stop"] = option(
-        "continue", "what follows when the judge answered no question of a call: go on with `on_error`, or stop"
-    )
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """How responses are sampled."""
 
@@ -207,15 +181,6 @@ class ClusterConfig:
         "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md); "
         "`auto`: as `rlcore plan` finds best (docs/plan.md)",
     )
-    device: str | None = option(
-        None,
-        "what is planned for: a device profile's name or file, or several with their numbers, as h100:8+a100-80g:16 "
-        "(default: what is found)",
-        incidental=True,
-    )
-    gpus: int | None = option(
-        None, "devices that are planned for (default: those that are found)", min=1, incidental=True
-    )
     colocate: Literal["fused", "fractional"] = option(
         "fused", "roles of one pool share a process, or are processes that share its places and take turns"
     )
@@ -263,7 +228,6 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

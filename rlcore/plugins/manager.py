@@ -235,6 +235,17 @@ class PluginManager:
 
     # Life-cycle hooks.
 
+    def place_roles(self, config: Config) -> Config:
+        """Call rlcore_place_roles; return the first answer. Raises ConfigError when no plugin has one."""
+        for _, call in self._calls("rlcore_place_roles", config=config, plugins=self):
+            placed: Config | None = call()
+            if placed is not None:
+                return placed
+        raise ConfigError(
+            "cluster.pools=auto needs a plugin that plans: pip install rlcore-plugin-plan (in a checkout: "
+            "pip install -e plugins/rlcore-plugin-plan), or list the pools, as cluster.pools={main: [actor, ref]}"
+        )
+
     def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
         """Call rlcore_workers; return the workers of plugins by name."""
         found: dict[str, WorkerSpec] = {}

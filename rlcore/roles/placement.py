@@ -82,22 +82,36 @@ def plan(config: Config, roles: Mapping[str, Role], engine: TrainEngineSpec | No
     cluster = config.cluster
     if cluster.pools == "auto":
         raise ConfigError("cluster.pools=auto is planned by `rlcore train`; here, write what `rlcore plan` found best")
-    listed = cluster.pools or ({"main": [*roles]} if roles else {})
-    plans = [_planned(name, spelled, config) for name, spelled in listed.items()]
+    listed = read_pools(config)
+    if not listed and roles:
+        listed = {"main": PoolSettings([*roles])}
+    plans = [_planned(name, settings, config) for name, settings in listed.items()]
     if not any(REWARD_WORKERS in pool.roles for pool in plans):
         plans.append(PoolPlan(REWARD_WORKERS, (REWARD_WORKERS,), config.reward.workers))
     check_plans(plans, roles, config, engine)
     return plans
 
 
-def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
-    where, cluster = f"cluster.pools.{name}", config.cluster
+def read_pools(config: Config) -> dict[str, PoolSettings]:
+    """Return the pools that `cluster.pools` lists, by name; none where it is empty or `auto`.
+
+    Raises ConfigError for a pool that cannot be read.
+    """
+    listed = {} if config.cluster.pools == "auto" else config.cluster.pools
+    return {name: _read_pool(spelled, f"cluster.pools.{name}") for name, spelled in listed.items()}
+
+
+def _read_pool(spelled: Any, where: str) -> PoolSettings:
     if not isinstance(spelled, (list, tuple, Mapping)):
         raise ConfigError(
             f"{where} = {spelled!r} must be a list of roles, as [actor, ref], or a mapping, as "
             "{roles: [actor, ref], workers: 2}"
         )
-    asked = build(PoolSettings, spelled if isinstance(spelled, Mapping) else {"roles": spelled}, where)
+    return build(PoolSettings, spelled if isinstance(spelled, Mapping) else {"roles": spelled}, where)
+
+
+def _planned(name: str, asked: PoolSettings, config: Config) -> PoolPlan:
+    cluster = config.cluster
     # The defaults are those of models; a pool of reward functions alone is as large as without pools.
     workers, cpus, gpus = cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker
     if asked.roles == [REWARD_WORKERS]:
@@ -116,11 +130,9 @@ def _planned(name: str, spelled: Any, config: Config) -> PoolPlan:
 def restrict_to_roles(config: Config, roles: Mapping[str, Role]) -> Config:
     """Return the config with pools for these roles alone, for who runs some of a run's roles, none of them training."""
     kept: dict[str, Any] = {}
-    listed = {} if config.cluster.pools == "auto" else config.cluster.pools
-    for name, spelled in listed.items():
-        whole = _planned(name, spelled, config)
-        if here := [role for role in whole.roles if role in roles or role == REWARD_WORKERS]:
-            kept[name] = {**(spelled if isinstance(spelled, Mapping) else {}), "roles": here}
+    for name, pool in read_pools(config).items():
+        if here := [role for role in pool.roles if role in roles or role == REWARD_WORKERS]:
+            kept[name] = {**vars(pool), "roles": here}
     layouts = {name: layout for name, layout in config.engine.layouts.items() if name in roles}
     return replace(
         config,

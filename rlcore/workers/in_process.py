@@ -138,10 +138,14 @@ class InProcessExecutor(Executor):
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
         """Make the workers of every rank, one after the other."""
         roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
-        processes = InProcess(pool.world_size, roles, pool.gpus_per_worker)
+        processes = self.make_workers(pool.world_size, roles, pool.gpus_per_worker)
         self._started.append(processes)
         groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
+
+    def make_workers(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> InProcess:
+        """Return the workers of a group of `world_size` ranks, one of each class a rank."""
+        return InProcess(world_size, classes, gpus)
 
     def shutdown(self) -> None:
         """Let all workers go, and leave the process group of one that a worker made."""
