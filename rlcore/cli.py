@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.collector import resume_collector
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import CommandLine, show
+from rlcore.commands.line import CommandLine
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"rlcore {version('rlcore')}")
         return 0
     if options.help or command in ("", "help"):
-        show(_help())
+        CommandLine.show(_help())
         return 0 if options.help or command else 2
     return _run(_find(command, options), argv[:end], rest)
 
@@ -113,9 +113,9 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
     if not line.options.help:
         return spec.run(line)
     if spec.config:
-        show(_keys(spec, parser, line))
+        CommandLine.show(_keys(spec, parser, line))
     else:
-        show(f"{spec.summary}\n\n{parser.format_help()}")
+        CommandLine.show(f"{spec.summary}\n\n{parser.format_help()}")
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from rlcore import CommandSpec, hookimpl
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import CommandLine, show
+from rlcore.commands.line import CommandLine
 
 RLCORE_API = 1
 
@@ -22,7 +22,7 @@ def run(line: CommandLine) -> int:
         from rlcore.config.compose import SECTIONS
         from rlcore.config.reference import text
 
-        show(text({**SECTIONS, **line.plugins.sections()}))
+        line.show(text({**SECTIONS, **line.plugins.sections()}))
         return 0
     config = line.compose()
     from rlcore.config import check, to_yaml
@@ -34,7 +34,7 @@ def run(line: CommandLine) -> int:
 
         roles = resolve_roles(line.plugins.algorithm(config.algorithm).algorithm(config.algo).roles(), config)
         plan(config, roles, line.plugins.train_engines()[config.engine.name])
-    show(to_yaml(config).rstrip("\n"))
+    line.show(to_yaml(config).rstrip("\n"))
     return 0
 
 

@@ -61,15 +61,11 @@ class CommandLine:
         require_plugins(file.parent, self.plugins)
         return read_values(file)
 
-    def show(self, text: str) -> None:
-        """Print to stdout."""
-        show(text)
-
-
-def show(text: str) -> None:
-    """Print to stdout; a reader that closes the pipe early (`| head`) is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python flushes stdout once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    @staticmethod
+    def show(text: str) -> None:
+        """Print to stdout; a reader that closes the pipe early (`| head`) is no error."""
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # Python flushes stdout once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlcore import CommandSpec, hookimpl
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import show
+from rlcore.commands.line import CommandLine
 
 RLCORE_API = 1
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     name = files[0].stem.removeprefix("rlcore_plugin_")
     lines = [f"wrote {folder}:", *(f"  {file.relative_to(folder)}" for file in files), "next:"]
     lines += [f"  pip install -e {folder}", f"  rlcore plugins test {name}", f"  rlcore train algo={name}"]
-    show("\n".join(lines))
+    CommandLine.show("\n".join(lines))
     return 0
 
 

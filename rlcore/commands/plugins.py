@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlcore import CommandSpec, ConfigError, hookimpl
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import CommandLine, show
+from rlcore.commands.line import CommandLine
 from rlcore.plugins import PluginInfo, PluginManager
 
 RLCORE_API = 1
@@ -30,11 +30,11 @@ def run(line: CommandLine) -> int:
     found = PluginManager.inspect(options.plugin, trace=options.trace_hooks).list()
     broken = [info for info in found if info.faults]
     if options.json:
-        show(json.dumps([dataclasses.asdict(info) for info in found], indent=2))
+        CommandLine.show(json.dumps([dataclasses.asdict(info) for info in found], indent=2))
     else:
-        show("\n".join(_row(info) for info in found))
+        CommandLine.show("\n".join(_row(info) for info in found))
         if broken:
-            show(f"\n{len(broken)} of {len(found)} broken; -p no:NAME leaves one out")
+            CommandLine.show(f"\n{len(broken)} of {len(found)} broken; -p no:NAME leaves one out")
     return 2 if broken else 0
 
 
@@ -68,14 +68,16 @@ def _test(options: argparse.Namespace) -> int:
         for result in suite.results():
             results.append(result)
             if not options.json:
-                show(str(result))
+                CommandLine.show(str(result))
     failed = sum(result.outcome == "FAIL" for result in results)
     if options.json:
-        show(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
+        CommandLine.show(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
     else:
         counts = {word: sum(r.outcome == word for r in results) for word in ("pass", "FAIL", "n/a")}
         seconds = sum(result.seconds for result in results)
-        show(f"{name}: {', '.join(f'{count} {word}' for word, count in counts.items())}, in {seconds:.0f} s")
+        CommandLine.show(
+            f"{name}: {', '.join(f'{count} {word}' for word, count in counts.items())}, in {seconds:.0f} s"
+        )
     return 1 if failed else 0
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlcore import CommandSpec, ConfigError, hookimpl
 from rlcore.collector import pause_collector
 from rlcore.commands import SUMMARIES
-from rlcore.commands.line import CommandLine, show
+from rlcore.commands.line import CommandLine
 
 if TYPE_CHECKING:
     from rlcore import Config
@@ -39,7 +39,7 @@ def run(line: CommandLine) -> int:
     if line.options.cfg:
         from rlcore.config import to_yaml
 
-        show(to_yaml(config).rstrip("\n"))
+        line.show(to_yaml(config).rstrip("\n"))
         return 0
     return _train(config, line.plugins)
 

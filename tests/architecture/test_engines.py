@@ -10,7 +10,7 @@ import pytest
 from rlcore.plugins import own_engines
 
 ROOT = Path(__file__).parents[2] / "rlcore"
-FILES = [path for path in sorted(ROOT.rglob("*.py")) if not {"engines", "plan"} & {*path.relative_to(ROOT).parts}]
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if "engines" not in path.relative_to(ROOT).parts]
 ENGINES = [*own_engines().rollout_engines(), *own_engines().train_engines()]
 CLASSES = {
     node.name

@@ -58,8 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, "
-            "samples, train, hello",
+            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
+            "train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plan", *ECHO, "plan.gpus=8"], "A plugin may bring another: pip install rlcore-plugin-plan"),
         (["train", *ECHO, "cluster.pools=auto"], "cluster.pools=auto needs a plugin that plans: pip install rlcore-"),

@@ -7,21 +7,20 @@ placement. This module is the plugin; it imports the others when they are used.
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
 from rlcore import CommandSpec, Config, ConfigSpec, hookimpl
 from rlcore_plugin_plan.config import PlanConfig
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
-
     from rlcore import CommandLine, PluginManager
 
 RLCORE_API = 1
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the command's own options."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rlcore plan`."""
     parser.add_argument("--json", action="store_true", help="print all plans as JSON")
     parser.add_argument("--save", metavar="FILE.yaml", help="write the best plan as an experiment")
     parser.add_argument("--lengths", metavar="N,N,...|FILE", help="response lengths, all equally likely")
@@ -31,20 +30,16 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(line: CommandLine) -> int:
     """Run `rlcore plan`."""
-    from rlcore_plugin_plan import command
+    from rlcore_plugin_plan.command import run
 
-    return command.run(line)
+    return run(line)
 
 
 @hookimpl
 def rlcore_commands() -> CommandSpec:
     """Register `rlcore plan`."""
-    return CommandSpec(
-        "plan",
-        "find the best placement and layouts: rlcore plan algo=NAME plan.gpus=64 [OVERRIDE ...]",
-        run=run,
-        options=add_options,
-    )
+    summary = "find the best placement and layouts: rlcore plan algo=NAME plan.gpus=64 [OVERRIDE ...]"
+    return CommandSpec("plan", summary, run=run, options=add_options)
 
 
 @hookimpl

@@ -17,22 +17,20 @@ from rlcore_plugin_plan.search import Plan
 
 def run(line: CommandLine) -> int:
     """Plan, or measure this machine with `--calibrate`, and print the result."""
-    options, config, plugins = line.options, line.compose(), line.plugins
+    options, config = line.options, line.compose()
     if options.calibrate:
         from rlcore_plugin_plan.calibrate import calibrate
 
-        line.show(f"wrote {calibrate(config, plugins)}")
+        line.show(f"wrote {calibrate(config, line.plugins)}")
         return 0
     target = experiment_file(options.save) if options.save else None
     lengths = read_lengths(options.lengths, config.rollout.response_len) if options.lengths else []
-    plans = make_plans(config, plugins, lengths=lengths, objective=options.objective)
+    plans = make_plans(config, line.plugins, lengths=lengths, objective=options.objective)
     if target is not None:
         save(plans[0], config, target)
-    if options.json:
-        line.show(json.dumps(report.as_json(plans, config), indent=2))
-    else:
-        given = [word for word in line.overrides if not word.startswith("plan.")]
-        line.show(report.text(plans, config, given))
+    given = [word for word in line.overrides if not word.startswith("plan.")]
+    as_json = options.json
+    line.show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))
     return 0
 
 
