@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlcore.engine.model_folder import write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
@@ -265,7 +266,7 @@ class TorchEngine(TrainEngine):
 
     def save_pretrained(self, folder: Path) -> None:
         """See TrainEngine."""
-        state.save_pretrained(self.model.hf, self.masters(), self.model_config, folder, self.ranks)
+        write_model_folder(self.model.hf, self.masters(), self.model_config, folder, self.ranks)
 
     def save(self, folder: Path) -> None:
         """See TrainEngine."""
