@@ -239,7 +239,7 @@ class _MarkedBlock(Block):
 def _marked(batch: DataProto, mark: Hashable, observer: WorkerObserver) -> DataProto:
     marked = batch[:]
     for name, column in batch.table.columns.items():
-        here = column.here() if isinstance(column, RemoteColumn) else column
+        here = column.fetch() if isinstance(column, RemoteColumn) else column
         marked.table.bind(name, RemoteColumn.of_block(here.spec(), _MarkedBlock(here, mark, observer), len(here)))
     return marked
 

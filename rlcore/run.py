@@ -192,10 +192,7 @@ class Run:
     def spans(self) -> list[Future]:
         """Ask all processes who ran when since they were last asked. For the trainer."""
         processes = {id(group.processes): group.processes for group in self._groups()}
-        return [
-            Future(each.spans(), lambda by_rank: [span for spans in by_rank for span in spans])
-            for each in processes.values()
-        ]
+        return [each.spans() for each in processes.values()]
 
     def _groups(self) -> list[WorkerGroup]:
         return [
