@@ -60,6 +60,12 @@ def weights(engine):
     return {name: tensor.cpu().clone() for name, tensor in engine.export(torch.float32)}
 
 
+@pytest.fixture(autouse=True)
+def reasons(caplog):
+    """A failed test shows which form of decoding was chosen, and why."""
+    caplog.set_level("INFO", "rlcore")
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
 def test_graphs_sample_what_the_plain_step_samples(model_folder, kind):
     sampling = Sampling(max_tokens=60)

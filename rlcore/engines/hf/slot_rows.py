@@ -124,7 +124,8 @@ class SlotRows:
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
         assert self._weights is not None
         base = getattr(self.hf, self.hf.base_model_prefix)
-        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16
+        aligned = self._weights.heads.size % 8 == 0  # as the flash kernel needs it
+        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16 and aligned
         return StaticStep(
             Slots(slots, width, room, self._weights, self.device),
             self._weights,
