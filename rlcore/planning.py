@@ -23,6 +23,7 @@ from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import RLCoreError
 from rlcore.plugins import DatasetSpec, Role
+from rlcore.preflight import preflight
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Block, RemoteColumn
@@ -30,7 +31,6 @@ from rlcore.rewards.compose import resolve
 from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
-from rlcore.roles.settings import resolve_roles
 from rlcore.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
 from rlcore.workers.contract import DeclaredResult
@@ -59,11 +59,9 @@ __all__ = [
 def run_roles(config: Config, plugins: PluginManager) -> dict[str, Role]:
     """Return the roles of a run: those of its algorithm, and the reward model of `reward.model`.
 
-    Raises ConfigError when the algorithm refuses the config.
+    Raises ConfigError for a config that no machine could run; checks of this machine and of pools are left out.
     """
-    algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    algorithm.check(config)
-    return resolve_roles(algorithm.roles(), config)
+    return dict(preflight(config, plugins, "plan").roles)
 
 
 def start_roles(

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.config import Config, check
+from rlcore.config import Config
 from rlcore.errors import ConfigError
+from rlcore.preflight import preflight
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:
@@ -31,7 +32,7 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
     ],
 )
 def test_a_sound_config_passes(sections, config, plugins):
-    check(changed(config, **sections), plugins)
+    preflight(changed(config, **sections), plugins)
 
 
 @pytest.mark.parametrize(
@@ -68,4 +69,4 @@ def test_a_sound_config_passes(sections, config, plugins):
 )
 def test_impossible_combinations(section, values, message, config, plugins):
     with pytest.raises(ConfigError, match=message):
-        check(changed(config, **{section: values}), plugins)
+        preflight(changed(config, **{section: values}), plugins)
