@@ -6,7 +6,7 @@ Checks of data and reward functions come later: they read files and run code, so
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 from rlcore.plugins import Algorithm, Role, RolloutEngineSpec, TrainEngineSpec
-from rlcore.roles.placement import PoolPlan, plan
+from rlcore.roles.checks import check_engines
+from rlcore.roles.placement import Placement
 from rlcore.roles.settings import resolve_roles
 from rlcore.run import check_roles
 
@@ -26,7 +27,7 @@ ALWAYS: tuple[Purpose, ...] = ("train", "evaluate", "plan")
 
 
 class Preflight:
-    """A run's config with the objects that follow from it, each made once: algorithm, engines, roles and pools.
+    """A run's config with the objects that follow from it, each made once: algorithm, engines, roles and placement.
 
     An evaluation may have no algorithm. Raises ConfigError, from the property that cannot be made.
     """
@@ -58,9 +59,9 @@ class Preflight:
         return resolve_roles(self.algorithm.roles(), self.config)
 
     @cached_property
-    def pools(self) -> Sequence[PoolPlan]:
+    def placement(self) -> Placement:
         """The pools on which the roles run. `cluster.pools=auto` is a ConfigError: a plugin has to answer it first."""
-        return plan(self.config, self.roles, self.train_engine)
+        return Placement.of(self.config, self.roles, self.plugins)
 
 
 def preflight(config: Config, plugins: PluginManager, purpose: Purpose = "train") -> Preflight:
@@ -117,21 +118,8 @@ def _rollout(flight: Preflight) -> None:
         raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
 
 
-def _engine(flight: Preflight) -> None:
-    config, train = flight.config, flight.train_engine
-    betas = config.engine.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
-    if config.rollout.tp > 1 and not flight.rollout_engine.capabilities.tensor_shards:
-        able = [name for name, spec in flight.plugins.rollout_engines().items() if spec.capabilities.tensor_shards]
-        raise ConfigError(
-            f"rollout.tp={config.rollout.tp}: rollout={config.rollout.name} cannot shard a model over tensor-parallel "
-            f"ranks; set rollout.tp=1, or choose one that can: {', '.join(able) or 'none is installed'}"
-        )
-    if config.engine.offload and not train.capabilities.offload:
-        raise ConfigError(
-            f"engine.offload=true: engine={train.name} cannot move its weights off the GPU; set engine.offload=false"
-        )
+def _engines(flight: Preflight) -> None:
+    check_engines(flight.config, flight.plugins)
 
 
 def _trainer(flight: Preflight) -> None:
@@ -200,19 +188,12 @@ def _evaluation(flight: Preflight) -> None:
 
 
 def _roles(flight: Preflight) -> None:
-    check_roles(flight.roles, flight.config)
-    able = flight.train_engine.capabilities.kinds
-    for name, role in flight.roles.items():
-        if role.kind not in able:
-            raise ConfigError(
-                f"role {name!r} is a {role.kind}, but engine={flight.train_engine.name} holds only: "
-                f"{', '.join(map(str, able))}; choose another engine"
-            )
+    check_roles(flight.roles, flight.config, flight.plugins)
 
 
-def _pools(flight: Preflight) -> None:
+def _placement(flight: Preflight) -> None:
     if flight.config.cluster.pools != "auto":
-        assert flight.pools
+        assert flight.placement.pools
 
 
 def _plugins(flight: Preflight) -> None:
@@ -231,7 +212,7 @@ CHECKS = (
     Check(_names),
     Check(_reward),
     Check(_rollout),
-    Check(_engine),
+    Check(_engines),
     Check(_trainer),
     Check(_cluster, ("train", "evaluate")),
     Check(_sections, ("train", "evaluate")),
@@ -239,7 +220,7 @@ CHECKS = (
     Check(_saved_algorithm, ("evaluate",)),
     Check(_evaluation, ("train",)),
     Check(_roles, ("train",)),
-    Check(_pools, ("train",)),
+    Check(_placement, ("train",)),
     Check(_plugins, ("train", "evaluate")),
 )
 """In the order in which they are asked: later ones build on what earlier ones have found sound."""

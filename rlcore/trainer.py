@@ -65,7 +65,7 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
                 plugins,
                 checked.roles,
                 rewards,
-                plans=checked.pools,
+                placement=checked.placement,
                 loaders=loaders,
                 log_dir=place / "logs",
             )

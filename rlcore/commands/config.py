@@ -19,10 +19,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(line: CommandLine) -> int:
     """Print the config as a run would save it."""
     if line.options.keys:
-        from rlcore.config.compose import SECTIONS
-        from rlcore.config.reference import text
+        from rlcore.config.reference import CORE_SECTIONS, text
 
-        line.show(text({**SECTIONS, **line.plugins.sections()}))
+        line.show(text({**CORE_SECTIONS, **line.plugins.sections()}))
         return 0
     config = line.compose()
     from rlcore.config import to_yaml

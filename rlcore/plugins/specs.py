@@ -187,9 +187,11 @@ class WorkerSpec:
     handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
     WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
     function: it waits for the step's results and returns metrics by name.
-    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each. A pool of `cluster.pools` that lists
+    NAME has one process on each of its places instead.
 
-    The processes start at the first `run.group(NAME)` of a run, and stop with the run.
+    The processes start with those of the roles, and stop with the run. A registered method `start` that does not block
+    is called once while the models load. Calls still under way at a step's end are waited for.
     """
 
     name: str
@@ -265,6 +267,16 @@ def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, 
     return [] if dataset is None else [(f"the reward of data={data}", dataset.reward)]
 
 
+def _chosen_rollout_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.rollout.name", given.rollout.get("name")) for role, given in config.roles.items()]
+    return [("rollout.name", config.rollout.name), *((key, name) for key, name in own if name is not None)]
+
+
+def _chosen_train_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.engine", given.engine) for role, given in config.roles.items()]
+    return [("engine.name", config.engine.name), *((key, name) for key, name in own if name is not None)]
+
+
 def _chosen_sections(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     given = {name: section for name, section in config.sections.items() if name in plugins.specs(ConfigSpec)}
     return [(name, name) for name, section in given.items() if section != type(section)()]
@@ -299,14 +311,14 @@ PLUGIN_KINDS = (
         "rlcore_rollout_engines",
         "rollout engine",
         group="rollout",
-        chosen=lambda config, _: [("rollout.name", config.rollout.name)],
+        chosen=_chosen_rollout_engines,
     ),
     PluginKind(
         TrainEngineSpec,
         "rlcore_train_engines",
         "train engine",
         group="engine",
-        chosen=lambda config, _: [("engine.name", config.engine.name)],
+        chosen=_chosen_train_engines,
     ),
     PluginKind(
         TrackerSpec,

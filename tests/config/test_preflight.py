@@ -98,19 +98,21 @@ def test_a_role_of_a_kind_that_the_engine_cannot_hold_is_refused(config, plugins
     monkeypatch.setattr(
         algorithm, "roles", lambda self: {"actor": Role(generates=True), "value": Role(True, kind=CRITIC)}
     )
-    with pytest.raises(ConfigError, match=r"role 'value' is a critic, but engine=torch holds only: policy"):
+    with pytest.raises(
+        ConfigError, match=r"role 'value' is a critic, which engine=torch cannot hold"
+    ):
         preflight(config, plugins)
 
 
 def test_everything_is_made_once(config, plugins, monkeypatch):
     """Algorithm, roles and pools are what the run then uses, so a check and the run cannot see different ones."""
     planned = []
-    check_plans = placement.check_plans
-    monkeypatch.setattr(placement, "check_plans", lambda *args: planned.append(args) or check_plans(*args))
+    check_pools = placement.check_pools
+    monkeypatch.setattr(placement, "check_pools", lambda *args: planned.append(args) or check_pools(*args))
     checked = preflight(config, plugins)
     assert checked.algorithm is checked.algorithm
     assert checked.roles is checked.roles
-    assert checked.pools is checked.pools
+    assert checked.placement is checked.placement
     assert len(planned) == 1
 
 
