@@ -1,6 +1,7 @@
 """Who may import whom: the layers by import-linter, what plugins may use by their syntax trees."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -67,6 +68,12 @@ def test_no_algorithm_is_named_in_the_core():
 def test_every_public_name_is_there(module):
     for name in PUBLIC[module].__all__:
         assert getattr(PUBLIC[module], name) is not None
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_no_public_name_is_that_of_a_module(module):
+    """Python binds a submodule to its name in the package as soon as anyone imports it."""
+    assert not set(PUBLIC[module].__all__) & {info.name for info in pkgutil.iter_modules(PUBLIC[module].__path__)}
 
 
 @pytest.mark.parametrize("module", PUBLIC)
