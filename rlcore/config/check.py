@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from rlcore.config.installed import Installed
 from rlcore.config.schema import Config
-from rlcore.errors import ConfigError, did_you_mean
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
 
 
-def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
+def check(config: Config, plugins: PluginManager, *, training: bool = True) -> None:
     """Raise ConfigError where the config cannot work with itself or with what is installed.
 
     Asks, in this order, rlcore's own rules, the `check` of the engines and of plugins' config sections, the algorithm's
     `check`, and the plugins' rlcore_check_config.
     training: False for an evaluation, which needs no algorithm.
     """
-    _check_names(config, plugins)
+    plugins.check_names(config)
     _check_reward(config, plugins)
     _check_rollout(config)
     _check_engines(config, plugins)
@@ -28,23 +30,15 @@ def check(config: Config, plugins: Installed, *, training: bool = True) -> None:
             f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms()) or '(none)'}"
         )
     used = (plugins.rollout_engines()[config.rollout.name], plugins.train_engines()[config.engine.name])
-    for spec in (*used, *plugins.configs().values()):
-        if spec.check is not None:
-            spec.check(config)
+    for check_own in [spec.check for spec in used] + [spec.check for spec in plugins.configs().values()]:
+        if check_own is not None:
+            check_own(config)
     if config.algorithm:
         plugins.algorithms()[config.algorithm].algorithm(config.algo).check(config)
     plugins.check_config(config)
 
 
-def _check_names(config: Config, plugins: Installed) -> None:
-    _known("data.name", config.data.name, plugins.datasets())
-    _known("rollout.name", config.rollout.name, plugins.rollout_engines())
-    _known("engine.name", config.engine.name, plugins.train_engines())
-    for name in config.tracker.use:
-        _known("tracker.use", name, plugins.trackers())
-
-
-def _check_reward(config: Config, plugins: Installed) -> None:
+def _check_reward(config: Config, plugins: PluginManager) -> None:
     reward = config.reward
     if reward.path is not None and reward.functions:
         raise ConfigError(
@@ -56,12 +50,8 @@ def _check_reward(config: Config, plugins: Installed) -> None:
     for name in reward.functions:
         if ":" in name:
             _check_function(f"reward.functions: {name!r}", name)
-        else:
-            _known("reward.functions", name, plugins.rewards())
     if reward.functions and not any(reward.functions.values()) and reward.model is None:
         raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
-    if reward.path is None and not reward.functions:
-        _known(f"the reward of data={config.data.name}", plugins.datasets()[config.data.name].reward, plugins.rewards())
 
 
 def _check_function(what: str, reference: str) -> None:
@@ -82,7 +72,7 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
 
 
-def _check_engines(config: Config, plugins: Installed) -> None:
+def _check_engines(config: Config, plugins: PluginManager) -> None:
     betas = config.engine.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
@@ -138,10 +128,3 @@ def _check_cluster(config: Config) -> None:
     gpus = cluster.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
         raise ConfigError(f"cluster.gpus_per_worker = {gpus} must be a whole number or a share below 1")
-
-
-def _known(key: str, name: str, options: Collection[str]) -> None:
-    if name not in options:
-        raise ConfigError(
-            f"{key} = {name!r} is not installed.{did_you_mean(name, options)} Installed: {', '.join(options) or 'none'}"
-        )

@@ -58,7 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "unknown command 'trian'. Did you mean 'train'? Commands: train, eval, plugins, new-plugin, config, hello.",
+            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
+            "train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plan", *ECHO, "plan.gpus=8"], "A plugin may bring another: pip install rlcore-plugin-plan"),
         (["train", *ECHO, "cluster.pools=auto"], "cluster.pools=auto needs a plugin that plans: pip install rlcore-"),
@@ -153,7 +154,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train eval plugins new-plugin config samples plan"),
+        ("rlcore ", "train eval config plugins new-plugin samples plan"),
         ("rlcore pl", "plugins plan"),
         ("rlcore train algo=gr", "algo=grpo"),
         ("rlcore train algo=grpo clus", "cluster. cluster="),

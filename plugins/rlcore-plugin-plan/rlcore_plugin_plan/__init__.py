@@ -7,30 +7,39 @@ placement. This module is the plugin; it imports the others when they are used.
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
 from rlcore import CommandSpec, Config, ConfigSpec, hookimpl
 from rlcore_plugin_plan.config import PlanConfig
 
 if TYPE_CHECKING:
-    from rlcore import PluginManager
+    from rlcore import CommandLine, PluginManager
 
 RLCORE_API = 1
 
 
-def main(argv: list[str]) -> int:
-    """Run `rlcore plan`."""
-    from rlcore_plugin_plan.command import main
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rlcore plan`."""
+    parser.add_argument("--json", action="store_true", help="print all plans as JSON")
+    parser.add_argument("--save", metavar="FILE.yaml", help="write the best plan as an experiment")
+    parser.add_argument("--lengths", metavar="N,N,...|FILE", help="response lengths, all equally likely")
+    parser.add_argument("--objective", choices=["time", "cost"], default="time", help="least time or dollars of a step")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine, as the profile plan.device")
 
-    return main(argv)
+
+def run(line: CommandLine) -> int:
+    """Run `rlcore plan`."""
+    from rlcore_plugin_plan.command import run
+
+    return run(line)
 
 
 @hookimpl
 def rlcore_commands() -> CommandSpec:
     """Register `rlcore plan`."""
-    return CommandSpec(
-        "plan", "find the best placement and layouts: rlcore plan algo=NAME plan.gpus=64 [OVERRIDE ...]", main
-    )
+    summary = "find the best placement and layouts: rlcore plan algo=NAME plan.gpus=64 [OVERRIDE ...]"
+    return CommandSpec("plan", summary, run=run, options=add_options)
 
 
 @hookimpl

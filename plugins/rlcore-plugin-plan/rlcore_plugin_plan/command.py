@@ -8,40 +8,29 @@ from pathlib import Path
 
 import yaml
 
-from rlcore import Config, ConfigError
-from rlcore.cli import _compose, _config_parser, _load, _show, _show_keys
+from rlcore import CommandLine, Config, ConfigError
 from rlcore_plugin_plan import report
 from rlcore_plugin_plan.overrides import experiment
 from rlcore_plugin_plan.plans import make_plans
 from rlcore_plugin_plan.search import Plan
 
 
-def main(argv: list[str]) -> int:
+def run(line: CommandLine) -> int:
     """Plan, or measure this machine with `--calibrate`, and print the result."""
-    parser = _config_parser("plan")
-    parser.add_argument("--json", action="store_true", help="print all plans as JSON")
-    parser.add_argument("--save", metavar="FILE.yaml", help="write the best plan as an experiment")
-    parser.add_argument("--lengths", metavar="N,N,...|FILE", help="response lengths, all equally likely")
-    parser.add_argument("--objective", choices=["time", "cost"], default="time", help="least time or dollars of a step")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine, as the profile plan.device")
-    options = parser.parse_intermixed_args(argv)
-    if options.help:
-        return _show_keys("plan", parser, options)
-    plugins = _load(options)
-    config = _compose(options, options.overrides, plugins)
+    options, config = line.options, line.compose()
     if options.calibrate:
         from rlcore_plugin_plan.calibrate import calibrate
 
-        _show(f"wrote {calibrate(config, plugins)}")
+        line.show(f"wrote {calibrate(config, line.plugins)}")
         return 0
     target = experiment_file(options.save) if options.save else None
     lengths = read_lengths(options.lengths, config.rollout.response_len) if options.lengths else []
-    plans = make_plans(config, plugins, lengths=lengths, objective=options.objective)
+    plans = make_plans(config, line.plugins, lengths=lengths, objective=options.objective)
     if target is not None:
         save(plans[0], config, target)
-    given = [word for word in options.overrides if not word.startswith("plan.")]
+    given = [word for word in line.overrides if not word.startswith("plan.")]
     as_json = options.json
-    _show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))
+    line.show(json.dumps(report.as_json(plans, config), indent=2) if as_json else report.text(plans, config, given))
     return 0
 
 

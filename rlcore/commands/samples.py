@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from rlcore import CommandSpec, DataError, hookimpl
+from rlcore.commands import SUMMARIES
 
 RLCORE_API = 1
 
@@ -51,4 +52,4 @@ def _plain(value: object) -> str:
 @hookimpl
 def rlcore_commands() -> CommandSpec:
     """Register `rlcore samples`."""
-    return CommandSpec("samples", "show a run's samples and their rewards", main)
+    return CommandSpec("samples", SUMMARIES["samples"], main)

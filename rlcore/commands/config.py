@@ -1,0 +1,44 @@
+"""`rlcore config`: compose, check and print a config, or list the keys."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlcore import CommandSpec, hookimpl
+from rlcore.commands import SUMMARIES
+from rlcore.commands.line import CommandLine
+
+RLCORE_API = 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own options."""
+    parser.add_argument("--keys", action="store_true", help="show all keys with type, default and meaning")
+
+
+def run(line: CommandLine) -> int:
+    """Print the config as a run would save it."""
+    if line.options.keys:
+        from rlcore.config.compose import SECTIONS
+        from rlcore.config.reference import text
+
+        line.show(text({**SECTIONS, **line.plugins.sections()}))
+        return 0
+    config = line.compose()
+    from rlcore.config import check, to_yaml
+
+    check(config, line.plugins)
+    if config.algorithm and config.cluster.pools != "auto":
+        from rlcore.roles.placement import plan
+        from rlcore.roles.settings import resolve_roles
+
+        roles = resolve_roles(line.plugins.algorithm(config.algorithm).algorithm(config.algo).roles(), config)
+        plan(config, roles, line.plugins.train_engines()[config.engine.name])
+    line.show(to_yaml(config).rstrip("\n"))
+    return 0
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore config`."""
+    return CommandSpec("config", SUMMARIES["config"], run=run, options=add_options)
