@@ -127,8 +127,7 @@ def _add_plugin_options(parser: argparse.ArgumentParser) -> None:
 
 def _keys(spec: CommandSpec, parser: argparse.ArgumentParser, line: CommandLine) -> str:
     """Return options, groups and keys; a chosen algorithm's plugin is loaded, otherwise no plugin is imported."""
-    from rlcore.config.compose import SECTIONS
-    from rlcore.config.reference import text
+    from rlcore.config.reference import CORE_SECTIONS, text
 
     name = next((word.removeprefix("algo=") for word in line.overrides if word.startswith("algo=")), None)
     sections: dict[str, type] = {}
@@ -143,7 +142,7 @@ def _keys(spec: CommandSpec, parser: argparse.ArgumentParser, line: CommandLine)
             "algo, engine.NAME, rollout.NAME: the keys of the algorithm, the engines and other plugins, shown by "
             f"{usage} algo=NAME --help"
         )
-    return "\n".join([*lines, text({**sections, **SECTIONS})])
+    return "\n".join([*lines, text({**sections, **CORE_SECTIONS})])
 
 
 def _help() -> str:

@@ -29,7 +29,8 @@ from rlcore.protocol.remote import Block, RemoteColumn
 from rlcore.rewards.compose import resolve
 from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolSettings, plan, read_pools, sampled_role
+from rlcore.roles.placement import plan_pools
+from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
 from rlcore.roles.settings import resolve_roles
 from rlcore.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
@@ -73,8 +74,8 @@ def start_roles(
 
     No reward workers are started. The step is 1. Raises ConfigError for pools that do not fit the roles.
     """
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
-    pools = [(pool, pool.open(executor)) for pool in plans if pool.process_sets]
+    planned = plan_pools(config, roles, plugins.train_engines())
+    pools = [(pool, pool.open(executor)) for pool in planned if pool.process_sets]
     started, _ = start.start_roles(config, executor, plugins, roles, StepClock(1), pools)
     return started
 
@@ -89,6 +90,9 @@ def changed_values(config: Config) -> dict[str, Any]:
             for part in path.split("."):
                 holder = holder.setdefault(part, {})
             holder.update(values)
+    for name, settings in config.roles.items():
+        given = {key: value for key, value in to_plain(settings).items() if value not in (None, {})}
+        changed.setdefault("roles", {})[name] = given
     return changed
 
 
@@ -239,7 +243,7 @@ class _MarkedBlock(Block):
 def _marked(batch: DataProto, mark: Hashable, observer: WorkerObserver) -> DataProto:
     marked = batch[:]
     for name, column in batch.table.columns.items():
-        here = column.here() if isinstance(column, RemoteColumn) else column
+        here = column.fetch() if isinstance(column, RemoteColumn) else column
         marked.table.bind(name, RemoteColumn.of_block(here.spec(), _MarkedBlock(here, mark, observer), len(here)))
     return marked
 

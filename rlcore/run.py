@@ -22,8 +22,9 @@ from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolPlan, plan
-from rlcore.roles.plugin_groups import PluginGroups
+from rlcore.roles.placement import Placement
+from rlcore.roles.plugin_groups import PluginGroups, group_requests
+from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT
 from rlcore.roles.settings import REWARD_MODEL
 from rlcore.roles.start import start_roles
 from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
@@ -97,6 +98,14 @@ class Run:
             )
         return handle
 
+    def group(self, name: str) -> Any:
+        """Return the workers that a plugin brings under this name: a WorkerGroup, or the plugin's own handle of it.
+
+        They started with the roles. What a step leaves under way is waited for at its end. Raises PluginError for a
+        name that no installed plugin gives with this config.
+        """
+        return self._plugin_groups.get(name)
+
     def reward(self, batch: DataProto, *, record: bool = True) -> DataProto:
         """Return each row's `scores` (fp32), `reward_error` and `reward_detail`; with several rewards `score/NAME` too.
 
@@ -132,14 +141,6 @@ class Run:
         scored["score/model"] = by_model["scores"]
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
-
-    def group(self, name: str) -> Any:
-        """Return the workers that a plugin brings by this name: a WorkerGroup, or the plugin's own handle of it.
-
-        They start at the first call. Raises PluginError where no installed plugin gives them for this config, and
-        WorkerError when they do not start.
-        """
-        return self._plugin_groups.get(name)
 
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
@@ -192,17 +193,11 @@ class Run:
     def spans(self) -> list[Future]:
         """Ask all processes who ran when since they were last asked. For the trainer."""
         processes = {id(group.processes): group.processes for group in self._groups()}
-        return [
-            Future(each.spans(), lambda by_rank: [span for spans in by_rank for span in spans])
-            for each in processes.values()
-        ]
+        return [each.spans() for each in processes.values()]
 
     def _groups(self) -> list[WorkerGroup]:
-        return [
-            *(group for role in self.roles.values() for group in role.groups),
-            self._rewards,
-            *self._plugin_groups.started,
-        ]
+        of_roles = [group for role in self.roles.values() for group in role.groups]
+        return [*of_roles, self._rewards, *self._plugin_groups.groups.values()]
 
 
 @dataclass
@@ -212,7 +207,7 @@ class EndedStep:
     logged: dict[str, float]
     scored: list[tuple[DataProto, DataProto]]
     outstanding: list[Future]
-    metrics: list[Callable[[], Mapping[str, float]]]
+    metrics: Sequence[Callable[[], Mapping[str, float]]]
 
     def wait(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
@@ -231,7 +226,7 @@ def open_run(
     roles: Mapping[str, Role],
     rewards: list[WeightedReward],
     *,
-    plans: Sequence[PoolPlan] | None = None,
+    placement: Placement | None = None,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
     executor: Executor | None = None,
@@ -239,14 +234,14 @@ def open_run(
     """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
     roles: as `resolve_roles` gives them, checked by `check_roles`.
-    plans: the pools, as `plan` gives them; None: it is called here, and raises ConfigError for pools that cannot be.
+    placement: the run's pools; None: they are planned here, which raises ConfigError for pools that cannot be.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes a file of its own.
     executor: starts the workers; None: the one of `cluster.executor`.
 
     Raises the errors of starting.
     """
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name]) if plans is None else plans
+    placement = placement or Placement.of(config, roles, plugins)
     if executor is None:
         executor = make_executor(
             config.cluster,
@@ -256,17 +251,18 @@ def open_run(
         )
     with executor:
         # All pools first, as the cluster has to hold them together.
-        pools = [(planned, planned.open(executor)) for planned in plans]
+        pools = [(planned, planned.open(executor)) for planned in placement.pools]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
         reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
-        handles, (scorers,) = start_roles(config, executor, plugins, roles, clock, pools, extra=[reward])
-        groups = PluginGroups(plugins.workers(config), executor, config)
-        names = named_scores(rewards, config.reward)
-        yield Run(config, folder, clock, handles, scorers, groups, loaders or {}, names)
+        extra = [reward, *group_requests(placement.groups, pools)]
+        handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra)
+        scorers = groups.pop(REWARD_WORKERS)
+        own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
+        yield Run(config, folder, clock, handles, scorers, own, loaders or {}, names)
 
 
-def check_roles(roles: Mapping[str, Role], config: Config) -> None:
-    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, leaders and folders."""
-    checks.check_roles(roles, config, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})
+def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, engines, leaders, folders."""
+    checks.check_roles(roles, config, plugins, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})

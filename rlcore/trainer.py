@@ -30,7 +30,7 @@ from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import Placement
 from rlcore.roles.settings import resolve_roles
 from rlcore.run import EndedStep, Run, check_roles, open_run
 from rlcore.timeline import Trace, timeline_metrics
@@ -50,8 +50,8 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     roles = resolve_roles(algorithm.roles(), config)
     _check_evaluation(algorithm, roles, config)
-    check_roles(roles, config)
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
+    check_roles(roles, config, plugins)
+    placement = Placement.of(config, roles, plugins)
     dataset = plugins.datasets()[config.data.name]
     loaders = _loaders(algorithm, config, plugins)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
@@ -65,7 +65,7 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
                 log.info("code from %s, sha256 %s", file, digest)
             place = folder.path.resolve()
             opened = open_run(
-                config, place, plugins, roles, rewards, plans=plans, loaders=loaders, log_dir=place / "logs"
+                config, place, plugins, roles, rewards, placement=placement, loaders=loaders, log_dir=place / "logs"
             )
             with opened as run:
                 return Trainer(run, algorithm, plugins, loaders, folder, trackers).run()

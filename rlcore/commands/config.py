@@ -19,21 +19,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(line: CommandLine) -> int:
     """Print the config as a run would save it."""
     if line.options.keys:
-        from rlcore.config.compose import SECTIONS
-        from rlcore.config.reference import text
+        from rlcore.config.reference import CORE_SECTIONS, text
 
-        line.show(text({**SECTIONS, **line.plugins.sections()}))
+        line.show(text({**CORE_SECTIONS, **line.plugins.sections()}))
         return 0
     config = line.compose()
     from rlcore.config import check, to_yaml
 
     check(config, line.plugins)
     if config.algorithm and config.cluster.pools != "auto":
-        from rlcore.roles.placement import plan
+        from rlcore.roles.placement import Placement
         from rlcore.roles.settings import resolve_roles
 
         roles = resolve_roles(line.plugins.algorithm(config.algorithm).algorithm(config.algo).roles(), config)
-        plan(config, roles, line.plugins.train_engines()[config.engine.name])
+        Placement.of(config, roles, line.plugins)
     line.show(to_yaml(config).rstrip("\n"))
     return 0
 

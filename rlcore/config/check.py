@@ -22,7 +22,7 @@ def check(config: Config, plugins: PluginManager, *, training: bool = True) -> N
     plugins.check_names(config)
     _check_reward(config, plugins)
     _check_rollout(config)
-    _check_engines(config, plugins)
+    check_engines(config, plugins)
     _check_trainer(config)
     _check_cluster(config)
     if training and not config.algorithm:
@@ -72,7 +72,8 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
 
 
-def _check_engines(config: Config, plugins: PluginManager) -> None:
+def check_engines(config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError for settings of the engines that they cannot run with; for a role with its own settings too."""
     betas = config.engine.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")

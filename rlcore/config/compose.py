@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, type] = {
     field.name: field.default_factory  # type: ignore[misc]
     for field in dataclasses.fields(Config)
-    if field.default_factory is not dataclasses.MISSING and field.name != "sections"
+    if dataclasses.is_dataclass(field.default_factory)
 }
 """The dataclass of each part of the config with core keys, by name. Plugins bring further ones."""
 
@@ -153,7 +153,7 @@ def schema_node(sections: Mapping[str, type]) -> dict[tuple[str | None, str], An
 
     sections: the dataclasses that plugins bring, by dotted name.
     """
-    values: dict[str, Any] = {"algorithm": "", "algo": {}, **core_values()}
+    values: dict[str, Any] = {"algorithm": "", "algo": {}, "roles": {}, **core_values()}
     for path, cls in sections.items():
         top, _, name = path.partition(".")
         if name:

@@ -136,6 +136,17 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class RoleConfig:
+    """Settings of one of the algorithm's roles, in place of those that all roles share."""
+
+    model: str | None = option(None, "the role's own model folder (default: the algorithm's choice, else model.path)")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision (default: model.dtype)")
+    lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
+    engine: str | None = option(None, "the role's own train engine (default: engine.name)")
+    rollout: dict[str, Any] = option({}, "rollout settings of its own, as {temperature: 0.7}; the rest is `rollout`'s")
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The clock of the run: steps, evaluations, checkpoints."""
 
@@ -218,7 +229,8 @@ class RunConfig:
 class Config:
     """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name.
 
-    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `sections` holds, by dotted name, the
+    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `roles` holds the settings of single
+    roles by name. `sections` holds, by dotted name, the
     config objects that plugins brought: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and those of
     installed plugins (see ConfigSpec); read one with `section`.
     """
@@ -230,6 +242,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -187,9 +187,11 @@ class WorkerSpec:
     handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
     WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
     function: it waits for the step's results and returns metrics by name.
-    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each. A pool of `cluster.pools` that lists
+    NAME has one process on each of its places instead.
 
-    The processes start at the first `run.group(NAME)` of a run, and stop with the run.
+    The processes start with those of the roles, and stop with the run. A registered method `start` that does not block
+    is called once while the models load. Calls still under way at a step's end are waited for.
     """
 
     name: str

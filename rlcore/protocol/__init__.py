@@ -1,4 +1,4 @@
-"""Batches as they travel: DataProto and its columns; `glossary` declares the standard fields."""
+"""Batches: DataProto and its columns. `glossary` declares the standard fields."""
 
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.dataproto import DataProto

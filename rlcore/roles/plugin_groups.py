@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.config import Config
 from rlcore.errors import PluginError, did_you_mean
 from rlcore.plugins import WorkerSpec
-from rlcore.workers import ClassWithInitArgs, Executor, WorkerGroup
+from rlcore.roles.pools import OpenPool
+from rlcore.workers import ClassWithInitArgs, WorkerGroup
+from rlcore.workers.executor import ProcessRequest
+
+
+def group_requests(specs: Mapping[str, WorkerSpec], pools: Sequence[OpenPool]) -> list[ProcessRequest]:
+    """Return the processes of the plugins' workers, one on each place of the pool that each is on.
+
+    On a pool with roles or reward functions they use no GPU, and take no turns with the others.
+    """
+    requests = []
+    for planned, pool in pools:
+        for name in planned.groups:
+            spec = specs[name]
+            place = pool.on_cpu() if planned.roles else pool
+            requests.append(ProcessRequest(place, {name: ClassWithInitArgs(spec.worker, *spec.args)}, name))
+    return requests
 
 
 class PluginGroups:
-    """The groups by name. Each starts at its first use, so a run that does not use one pays nothing for it."""
+    """The worker groups of a run's plugins, and what `run.group(NAME)` gives for each."""
 
-    def __init__(self, specs: Mapping[str, WorkerSpec], executor: Executor, config: Config) -> None:
-        self._specs, self._executor, self._config = specs, executor, config
+    def __init__(self, specs: Mapping[str, WorkerSpec], groups: Mapping[str, WorkerGroup], config: Config) -> None:
+        self.groups = dict(groups)
+        self._config = config
         self._handles: dict[str, Any] = {}
-        self.started: list[WorkerGroup] = []
+        for name, group in groups.items():
+            handle = specs[name].handle
+            self._handles[name] = group if handle is None else handle(group, config)
 
     def get(self, name: str) -> Any:
-        """Return a group, or the handle that its plugin makes of it. Raises PluginError for an unknown name."""
-        if name not in self._handles:
-            if name not in self._specs:
-                raise PluginError(
-                    f"this run has no worker group {name!r}.{did_you_mean(name, self._specs)} Its groups: "
-                    f"{', '.join(self._specs) or 'none'}. Plugins bring them: pip install rlcore-plugin-{name}, or set "
-                    "the config keys that turn it on"
-                )
-            self._handles[name] = self._start(self._specs[name])
-        return self._handles[name]
-
-    def _start(self, spec: WorkerSpec) -> Any:
-        pool = self._executor.resource_pool(
-            spec.workers,
-            cpus_per_worker=spec.cpus_per_worker,
-            gpus_per_worker=spec.gpus_per_worker,
-            name=f"the workers {spec.name}",
+        """Return the WorkerGroup, or the handle that its plugin made of it. Raises PluginError for an unknown name."""
+        if name in self._handles:
+            return self._handles[name]
+        if name in self._config.sections:
+            remedy = f"Its plugin starts none with this config: see its keys, `{name}.*`"
+        else:
+            remedy = f"A plugin has to bring it: install one that does (pip install rlcore-plugin-{name}?)"
+        raise PluginError(
+            f"this run has no worker group {name!r}.{did_you_mean(name, self._handles)} Its groups: "
+            f"{', '.join(self._handles) or 'none'}. {remedy}"
         )
-        group = self._executor.worker_group(pool, ClassWithInitArgs(spec.worker, *spec.args), name=spec.name)
-        self.started.append(group)
-        return group if spec.handle is None else spec.handle(group, self._config)
 
     def end_step(self) -> list[Callable[[], Mapping[str, float]]]:
-        """Return the functions that give the handles' metrics of the step, when its calls are done."""
-        return [handle.end_step() for handle in self._handles.values() if hasattr(handle, "end_step")]
+        """Return functions that wait for the step's calls and give the metrics of the handles that have `end_step`."""
+        handles = (handle for name, handle in self._handles.items() if handle is not self.groups[name])
+        return [handle.end_step() for handle in handles if hasattr(handle, "end_step")]

@@ -389,7 +389,7 @@ def test_roles_say_where_the_critic_starts_and_how_fast_it_learns():
 def test_a_critic_model_that_is_not_there_is_refused(tmp_path):
     config = compose(["algo=ppo", f"algo.critic_model={tmp_path / 'none'}"], PluginManager.load())
     with pytest.raises(ConfigError, match="role 'critic'"):
-        check_roles(PPO(config.algo).roles(), config)
+        check_roles(PPO(config.algo).roles(), config, PluginManager.load())
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,9 @@ class JudgeWorker(Worker):
         rows = list(zip(*texts, strict=True))
         asked = [row for row, (_, first, second) in enumerate(rows) if first != second]
         questions = [self.question(*rows[row]) for row in asked]
-        orders = [questions]
         if self._config.both_orders:
-            orders.append([self.question(rows[row][0], rows[row][2], rows[row][1]) for row in asked])
-        verdicts = self._answers([question for order in orders for question in order])
+            questions += [self.question(rows[row][0], rows[row][2], rows[row][1]) for row in asked]
+        verdicts = self._answers(questions)
         preference = torch.full((len(rows),), 0.5)
         failures: dict[int, NoVerdict] = {}
         for number, row in enumerate(asked):

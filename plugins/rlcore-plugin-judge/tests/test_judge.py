@@ -20,7 +20,7 @@ from rlcore import Config, ConfigError, DataError, DataProto, PluginError, Plugi
 from rlcore.config import ClusterConfig, check, compose
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.plugin_groups import PluginGroups
-from rlcore.workers import make_executor
+from rlcore.workers import ClassWithInitArgs, make_executor
 
 TEMPLATE = "{prompt}|{first}|{second}"
 
@@ -101,9 +101,13 @@ def judge_of(settings: JudgeConfig, executor: str = "in_process"):
     """Start a run's judge as `run.group("judge")` does; give its handle."""
     config = Config("", None, cluster=ClusterConfig(executor=executor), sections={"judge": settings})
     plugins = PluginManager.load()
+    specs = plugins.workers(config)
     with make_executor(config.cluster) as started:
-        groups = PluginGroups(plugins.workers(config), started, config)
-        yield groups.get("judge")
+        groups = {
+            name: started.worker_group(started.resource_pool(1), ClassWithInitArgs(spec.worker, *spec.args), name)
+            for name, spec in specs.items()
+        }
+        yield PluginGroups(specs, groups, config).get("judge")
 
 
 @pytest.fixture
@@ -328,9 +332,7 @@ def test_what_cannot_be_compared(endpoint):
         with pytest.raises(DataError, match="prompt_text"):
             judge.compare(batch(["a"]), other)
         assert judge.end_step()() == {}
-    with pytest.raises(
-        PluginError, match=r"no worker group 'judge'.*pip install rlcore-plugin-judge, or set the config"
-    ):
+    with pytest.raises(PluginError, match=r"no worker group 'judge'.*starts none with this config: see its keys"):
         judge_of(JudgeConfig()).__enter__()
 
 

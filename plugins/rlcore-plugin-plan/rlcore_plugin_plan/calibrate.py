@@ -164,7 +164,7 @@ def _with_rates(profile: Profile, executor: Executor, both: bool, gpus: float, w
     pool = executor.resource_pool(2 if both else 1, gpus_per_worker=gpus)
     group = executor.worker_group(pool, ClassWithInitArgs(_Prober), name="probe")
     rates = group.rates(work.dtype_bytes)
-    flops, copied = (min(rate[index] for rate in rates) for index in (0, 1))
+    flops, copied = map(min, zip(*rates, strict=True))
     peak = {"flops_bf16" if work.dtype_bytes == 2 else "flops_fp32": flops}
     profile = replace(profile, **peak, bandwidth=copied, bandwidth_share=1.0)  # type: ignore[arg-type]
     if both:
@@ -182,41 +182,62 @@ def _likelihood(out: Outputs, batch: Mapping[str, Any], config: Any) -> dict[str
 def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, float]:
     """Return the median seconds of each kind of call with FEW and with MANY rows a role, all roles at the same time."""
     times: dict[str, float] = {}
+    runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
+        "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
+        "log_probs": lambda handle, batch: handle.log_probs(batch),
+        "update": lambda handle, batch: handle.update(batch, loss=_likelihood),
+    }
     for rows in (FEW, MANY):
-        prompts = _prompts(rows, config)
-        sampled = [handle.generate(prompts) for handle in handles]
-        batches = [batch.union(handle.log_probs(batch)) for handle, batch in zip(handles, sampled, strict=True)]
-        for batch in batches:
-            batch.materialize()
-        kept = [batch.select(["prompts", "responses", "response_mask"], ["uid"], []) for batch in batches]
-        runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
-            "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
-            "log_probs": lambda handle, batch: handle.log_probs(batch),
-            "update": lambda handle, batch: handle.update(batch, loss=_likelihood),
-        }
+        batches = _sampled(handles, rows, config)
         for name, run in runs.items():
             seen: dict[str, list[float]] = {}
             for turn in range(ROUNDS + 1):
-                for handle in handles:
-                    dict(handle.seconds())
-                start = time.perf_counter()
-                for handle, batch in zip(handles, kept, strict=True):
-                    run(handle, batch)
-                wait_for([future for handle in handles for group in handle.groups for future in group.outstanding()])
-                whole = time.perf_counter() - start
-                inside = [dict(handle.seconds()) for handle in handles]
-                if turn:
-                    kinds = {kind for each in inside for kind in each}
-                    for kind in kinds:
-                        seen.setdefault(f"{kind} {rows}", []).append(max(each.get(kind, 0.0) for each in inside))
-                    seen.setdefault(f"call {name} {rows}", []).append(whole - max(sum(e.values()) for e in inside))
+                whole, by_kind = _timed(run, handles, batches)
+                if turn:  # the first one warms up
+                    for kind, seconds in by_kind.items():
+                        seen.setdefault(f"{kind} {rows}", []).append(seconds)
+                    seen.setdefault(f"call {name} {rows}", []).append(whole)
             times.update({kind: statistics.median(values) for kind, values in seen.items()})
-        # After the updates the generating weights are of an older version: the next call brings them over.
-        for handle, batch in zip(handles, kept, strict=True):
+        # The updates made new weights: the next call brings them to the rollout engine.
+        for handle, batch in zip(handles, batches, strict=True):
             dict(handle.seconds())
             handle.generate(batch.select(["prompts"], ["uid"], [])).materialize()
             times[f"sync {rows}"] = dict(handle.seconds()).get("sync", 0.0)
     return times
+
+
+def _sampled(handles: Sequence[PolicyHandle], rows: int, config: Config) -> list[DataProto]:
+    """Return a batch of responses for each role, all roles sampling at the same time."""
+    prompts = _prompts(rows, config)
+    sampled = [handle.generate(prompts) for handle in handles]
+    batches = [batch.union(handle.log_probs(batch)) for handle, batch in zip(handles, sampled, strict=True)]
+    for batch in batches:
+        batch.materialize()
+    return [batch.select(["prompts", "responses", "response_mask"], ["uid"], []) for batch in batches]
+
+
+def _timed(
+    run: Callable[[PolicyHandle, DataProto], Any], handles: Sequence[PolicyHandle], batches: Sequence[DataProto]
+) -> tuple[float, dict[str, float]]:
+    """Call all roles at the same time.
+
+    Returns the seconds outside the workers, and the seconds of each kind of work, of the slowest role.
+    """
+    for handle in handles:
+        dict(handle.seconds())
+    start = time.perf_counter()
+    for handle, batch in zip(handles, batches, strict=True):
+        run(handle, batch)
+    for handle in handles:
+        for group in handle.groups:
+            wait_for(group.outstanding())
+    whole = time.perf_counter() - start
+    by_kind: dict[str, float] = {}
+    inside = [dict(handle.seconds()) for handle in handles]
+    for seconds in inside:
+        for kind, value in seconds.items():
+            by_kind[kind] = max(by_kind.get(kind, 0.0), value)
+    return whole - max(sum(seconds.values()) for seconds in inside), by_kind
 
 
 def _prompts(rows: int, config: Config) -> DataProto:
@@ -305,5 +326,8 @@ def _with_links(
     shares = missing(data, FEW, profile)
     profile = replace(profile, optimizer_seconds=max(profile.optimizer_seconds + shares, 0.0))
     told = transition_seconds(size, GenerationLayout(data), work, replace(profile, transition_seconds=0.0))
-    synced = statistics.median(each[f"sync {rows}"] for each in times.values() for rows in (FEW, MANY))
+    syncs: list[float] = []
+    for seconds in times.values():
+        syncs += [seconds[f"sync {FEW}"], seconds[f"sync {MANY}"]]
+    synced = statistics.median(syncs)
     return replace(profile, transition_seconds=max(synced - told, 0.0), network=profile.link * profile.per_machine)

@@ -1,10 +1,12 @@
-"""The dataflow of one step: which role did what on how many rows, and what that waited for."""
+"""The dataflow of one step: the calls of the roles, their rows, and the calls that each waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 
 GENERATION = ("generate",)
 FORWARD = ("log_probs", "values", "score")
@@ -18,11 +20,11 @@ WORK = (*GENERATION, *FORWARD, *UPDATE, *WEIGHTS)
 class Call:
     """One call of a role's workers, for each prompt of the step's batch.
 
-    `rows`: rows that it gets. `prompts`: different prompts among them, 0 where it is not known. `share`: the most
-    tokens of a response, as a share of `rollout.response_len`. `epochs` and `mini_batches` are an update's. `needs`:
-    the numbers of the calls that must have ended before. `together`: rows of one prompt are on one device and in one
-    micro-batch. `works`: False for what takes no device time, as arithmetic beside the data and reward functions.
-    `served`: it does not work either, as it handed back what it was sent: the rollout's own log-probs.
+    `rows`: the rows that it gets. `prompts`: different prompts among them, 0 where unknown. `share`: the longest
+    response, as a share of `rollout.response_len`. `epochs` and `mini_batches`: of an update. `needs`: numbers of the
+    calls that must end before this one. `together`: rows of one prompt are on one device and in one micro-batch.
+    `works`: False for calls without device time, such as reward functions and arithmetic beside the data. `served`: it
+    does not work because it handed back numbers that it was sent, the rollout's own log-probs.
     """
 
     role: str
@@ -50,25 +52,30 @@ class Dataflow:
 
     @cached_property
     def stages(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls that work, by stage: those of one stage wait for calls of earlier stages alone.
+        """The calls that work, by stage. Calls of one stage wait only for calls of earlier stages.
 
-        A call's stage is the longest chain of working calls that it waits for, so that calls of one stage may run at
-        the same time wherever their roles are on different pools. For PPO these are the paper's three: generation,
+        A call's stage is the length of the longest chain of working calls before it. So calls of one stage may run at
+        the same time when their roles are on different pools. For PPO the stages are the paper's three: generation,
         preparation, training.
         """
         level: list[int] = []
         for call in self.calls:
             before = [level[number] + self.calls[number].works for number in call.needs]
             level.append(max(before, default=0))
-        last = max((at for at, call in zip(level, self.calls, strict=True) if call.works), default=-1)
-        return tuple(
-            tuple(call for at, call in zip(level, self.calls, strict=True) if at == stage and call.works)
-            for stage in range(last + 1)
-        )
+        working = [(at, call) for at, call in zip(level, self.calls, strict=True) if call.works]
+        stages: dict[int, tuple[Call, ...]] = {}
+        for at, call in sorted(working, key=itemgetter(0)):
+            stages[at] = (*stages.get(at, ()), call)
+        return tuple(stages.values())
+
+    @property
+    def working(self) -> list[Call]:
+        """The calls that work, stage by stage."""
+        return list(chain.from_iterable(self.stages))
 
     @property
     def names(self) -> list[str]:
-        """What each stage is, in a word."""
+        """A word for each stage."""
         return [_name(calls) for calls in self.stages]
 
 

@@ -1,6 +1,6 @@
-"""What each set of roles can do with so many devices: layouts, what they take in each stage, and what they hold.
+"""The options of each set of roles on a number of devices: layouts, seconds in each stage, and memory.
 
-Of several ways only those are kept that no other beats in all stages and in memory, so that no optimum is lost.
+An option is kept unless another beats it in all stages and in memory, so no optimum is lost.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class Option:
     count: int
     kind: int
     held: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that share the devices."""
+        return tuple(part.role for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -247,18 +252,11 @@ class Options:
         parts = self.of_role(role, kind, count, leader is not None and leader not in earlier)
         own = self._kept((nothing.with_part(part) for part in parts), kind, count)
         before = self._joined(tuple(earlier), kind, count) if earlier else (nothing,)
-        return tuple(
-            self._kept(
-                (
-                    joined.with_part(single.parts[0])
-                    for joined in before
-                    for single in own
-                    if self._go_together(joined.parts, single.parts[0])
-                ),
-                kind,
-                count,
-            )
-        )
+        together = []
+        for joined in before:
+            fitting = [one.parts[0] for one in own if self._go_together(joined.parts, one.parts[0])]
+            together += [joined.with_part(part) for part in fitting]
+        return tuple(self._kept(together, kind, count))
 
     def _go_together(self, parts: tuple[Part, ...], part: Part) -> bool:
         """Whether a role that follows another of the pool has its layout."""
@@ -281,7 +279,10 @@ class Options:
             )
             needs = (*each.stages, float(each.resident if is_tight else 0), float(max(each.working, free)))
             groups.setdefault(key, []).append((needs, each))
-        return [each for group in groups.values() for _, each in unbeaten(group)]
+        kept: list[Joined] = []
+        for group in groups.values():
+            kept += [each for _, each in unbeaten(group)]
+        return kept
 
     def _memory_is_counted(self, kind: int, count: int) -> tuple[bool, int]:
         """Return whether what is resident can make a difference, and the units that are free to work with anyway.
@@ -291,11 +292,12 @@ class Options:
         parts = [self.of_role(role, kind, count, False) for role in self.problem.roles]
         if any(not own for own in parts):
             return True, 0
-        resident = sum(max(part.resident for part in own) for own in parts)
-        free = UNITS - resident - sum(max(part.generating for part in own) for own in parts)
-        replicas = [part for own in parts for part in own if part.generation is not None]
-        needed = max((self._rows(part) * self._row_bytes(part) for part in replicas), default=0.0)
-        working = max(part.working for own in parts for part in own)
+        free, needed, working = UNITS, 0.0, 0
+        for own in parts:
+            free -= max(part.resident for part in own) + max(part.generating for part in own)
+            working = max([working, *(part.working for part in own)])
+            replicas = [part for part in own if part.generation is not None]
+            needed = max([needed, *(self._rows(part) * self._row_bytes(part) for part in replicas)])
         return max(needed / self.unit(kind), working) > free, max(0, free)
 
     def _rows(self, part: Part) -> int:
@@ -330,7 +332,7 @@ class Options:
             stages = tuple(a + b for a, b in zip(part.stages, decoding, strict=True))
             placed.append(replace(part, stages=stages, slots=slots))
             held = max(held, UNITS - left + math.ceil(slots * row / self.unit(kind)))
-        total = tuple(sum(values) for values in zip(*(part.stages for part in placed), strict=True))
+        total = tuple(map(sum, zip(*(part.stages for part in placed), strict=True)))
         return Option(tuple(placed), total, count, kind, held)
 
     def _note_shortage(self, roles: tuple[str, ...], kind: int, count: int, together: Iterable[Joined]) -> None:
@@ -363,7 +365,8 @@ class Options:
 
 def front(options: Iterable[Option]) -> list[Option]:
     """Return the options that no other beats in every stage; of equal ones the first."""
-    return [option for _, option in unbeaten([(option.stages, option) for option in options])]
+    scored = [(option.stages, option) for option in options]
+    return [option for _, option in unbeaten(scored)]
 
 
 def unbeaten(scored: Sequence[tuple[tuple[float, ...], T]]) -> list[tuple[tuple[float, ...], T]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rlcore import Config
+from rlcore.engine import GenerationLayout
 from rlcore.planning import ROLLOUT, changed_values
 from rlcore_plugin_plan import memory
+from rlcore_plugin_plan.options import Part
 from rlcore_plugin_plan.search import Plan
 
 
@@ -23,6 +26,17 @@ def pool_names(plan: Plan) -> list[str]:
 
 def values(plan: Plan, config: Config) -> dict[str, Any]:
     """Return the values, by dotted key, with which `rlcore train` runs the plan."""
+    parts = list(chain.from_iterable(pool.parts for pool in plan.pools))
+    found = {"cluster.pools": _pools(plan), **_layouts(parts)}
+    for part in parts:
+        if part.generation is not None:
+            found |= _generation(part, part.generation, plan)
+    if config.engine.dp:
+        found["engine.dp"] = 0
+    return {key: value for key, value in found.items() if config.value(key) != value}
+
+
+def _pools(plan: Plan) -> dict[str, Any]:
     pools: dict[str, Any] = {}
     for name, pool in zip(pool_names(plan), plan.pools, strict=True):
         profile = plan.problem.devices[pool.kind].profile
@@ -31,27 +45,27 @@ def values(plan: Plan, config: Config) -> dict[str, Any]:
             pools[name]["gpus_per_worker"] = 1
         if profile.node is not None and len(plan.problem.devices) > 1:
             pools[name]["node"] = profile.node
-    parts = [part for pool in plan.pools for part in pool.parts]
-    found: dict[str, Any] = {"cluster.pools": pools}
-    layouts = {p.role: [p.layout.pp, p.layout.tp] for p in parts if p.role != ROLLOUT}
+    return pools
+
+
+def _layouts(parts: Sequence[Part]) -> dict[str, Any]:
+    layouts = {part.role: [part.layout.pp, part.layout.tp] for part in parts if part.role != ROLLOUT}
     same = next(iter(layouts.values()))
     if all(layout == same for layout in layouts.values()):
-        found |= {"engine.pp": same[0], "engine.tp": same[1], "engine.layouts": {}}
-    else:
-        found |= {"engine.pp": 1, "engine.tp": 1}
-        found["engine.layouts"] = {role: layout for role, layout in layouts.items() if layout != [1, 1]}
-    rollout = plan.problem.rollout
-    for part in parts:
-        if part.generation is not None:
-            found["rollout.tp"] = part.generation.tp
-            if rollout.slots_key is not None:
-                found[rollout.slots_key] = part.slots
-            if rollout.cache_key is not None:
-                row = memory.cache_bytes(plan.problem.sizes[part.role], part.generation, plan.problem.work)
-                found[rollout.cache_key] = math.ceil(part.slots * row / 2**20)
-    if config.engine.dp:
-        found["engine.dp"] = 0
-    return {key: value for key, value in found.items() if config.value(key) != value}
+        return {"engine.pp": same[0], "engine.tp": same[1], "engine.layouts": {}}
+    own = {role: layout for role, layout in layouts.items() if layout != [1, 1]}
+    return {"engine.pp": 1, "engine.tp": 1, "engine.layouts": own}
+
+
+def _generation(part: Part, layout: GenerationLayout, plan: Plan) -> dict[str, Any]:
+    problem, engine = plan.problem, plan.problem.rollout
+    found: dict[str, Any] = {"rollout.tp": layout.tp}
+    if engine.slots_key is not None:
+        found[engine.slots_key] = part.slots
+    if engine.cache_key is not None:
+        row = memory.cache_bytes(problem.sizes[part.role], layout, problem.work)
+        found[engine.cache_key] = math.ceil(part.slots * row / 2**20)
+    return found
 
 
 def words(found: Mapping[str, Any]) -> str:

@@ -72,36 +72,56 @@ def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
 
 
 def _fixed(config: Config, problem: Problem) -> Fixed:
-    """Return what the config has chosen already. Raises ConfigError for choices that cannot be."""
+    """Return the choices that the config has made. Raises ConfigError for choices that cannot be."""
+    pools = _fixed_pools(config, problem)
+    if pools:
+        _check_places(pools, problem)
+        _check_sizes(pools, problem)
+    return Fixed(pools or None, _fixed_layouts(config, problem), config.rollout.tp if config.rollout.tp > 1 else None)
+
+
+def _fixed_layouts(config: Config, problem: Problem) -> dict[str, tuple[int, int]]:
     engine = config.engine
-    laid_out = {name: engine_of(engine, name) for name in engine.layouts}
-    chosen = {name: (own.pp, own.tp) for name, own in laid_out.items()}
+    layouts: dict[str, tuple[int, int]] = {}
     if engine.pp > 1 or engine.tp > 1:
-        chosen = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT} | chosen
+        layouts = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT}
+    for name in engine.layouts:
+        own = engine_of(engine, name)
+        layouts[name] = (own.pp, own.tp)
+    return layouts
+
+
+def _fixed_pools(config: Config, problem: Problem) -> dict[frozenset[str], int | None]:
+    """Return the number of workers by the models of each pool, None where it is not given."""
     pools: dict[frozenset[str], int | None] = {}
     for name, pool in read_pools(config).items():
-        if unknown := [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]:
+        unknown = [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]
+        if unknown:
             raise ConfigError(
                 f"cluster.pools.{name} lists {unknown[0]!r}; the run's roles are {', '.join(problem.roles)}"
             )
-        if models := frozenset(pool.roles) - {REWARD_WORKERS}:
+        models = frozenset(pool.roles) - {REWARD_WORKERS}
+        if models:
             pools[models] = pool.workers
-    if pools:
-        listed = [role for models in pools for role in models]
-        if missing := [role for role in problem.roles if role not in listed]:
-            raise ConfigError(
-                f"cluster.pools has no place for {', '.join(missing)}; add each to a pool, or leave all out"
-            )
-        total, asked = sum(each.count for each in problem.devices), sum(filter(None, pools.values()))
-        if asked > total:
-            raise ConfigError(
-                f"cluster.pools asks for {asked} devices, {asked - total} more than the {total} that are planned for: "
-                f"make pools smaller, or set plan.gpus={asked}"
-            )
-        sizes = sorted({count for each in problem.devices for count in each.allocations})
-        if odd := [count for count in pools.values() if count is not None and count not in sizes]:
-            raise ConfigError(
-                f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
-                "powers of two below a machine, and whole machines"
-            )
-    return Fixed(pools or None, chosen, config.rollout.tp if config.rollout.tp > 1 else None)
+    return pools
+
+
+def _check_places(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
+    listed = frozenset().union(*pools)
+    if missing := [role for role in problem.roles if role not in listed]:
+        raise ConfigError(f"cluster.pools has no place for {', '.join(missing)}; add each to a pool, or leave all out")
+
+
+def _check_sizes(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
+    total, asked = sum(each.count for each in problem.devices), sum(filter(None, pools.values()))
+    if asked > total:
+        raise ConfigError(
+            f"cluster.pools asks for {asked} devices, {asked - total} more than the {total} that are planned for: "
+            f"make pools smaller, or set plan.gpus={asked}"
+        )
+    sizes = sorted(set().union(*(each.allocations for each in problem.devices)))
+    if odd := [count for count in pools.values() if count is not None and count not in sizes]:
+        raise ConfigError(
+            f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
+            "powers of two below a machine, and whole machines"
+        )

@@ -1,9 +1,9 @@
-"""What is to be planned: the dataflow, the models of its roles, the step's rows, and the devices there are."""
+"""A planning problem: the dataflow, the models of its roles, the step's rows, and the devices."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -20,7 +20,7 @@ Objective = Literal["time", "cost"]
 
 @dataclass(frozen=True)
 class Devices:
-    """So many devices of one kind."""
+    """A number of devices of one kind."""
 
     profile: Profile
     count: int
@@ -43,9 +43,9 @@ class Devices:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is not to be chosen: which roles share a pool, on how many devices, with which [pp, tp], and t_g.
+    """Choices that the config has made: pools and their sizes, [pp, tp] of roles, and `rollout.tp`.
 
-    `pools`: their roles, and how many devices they have (None: to be chosen); None: any placement.
+    `pools`: number of devices by the roles of a pool (None: the planner chooses it); None: any placement.
     """
 
     pools: Mapping[frozenset[str], int | None] | None = None
@@ -78,10 +78,17 @@ class Problem:
         """The roles that are placed."""
         return tuple(self.sizes)
 
+    def in_order(self, roles: Collection[str]) -> tuple[str, ...]:
+        """Return some of the roles in the order of all."""
+        return tuple(role for role in self.roles if role in roles)
+
     @cached_property
     def _by_role(self) -> dict[str, tuple[Call, ...]]:
-        working = [call for stage in self.dataflow.stages for call in stage]
-        return {role: tuple(call for call in working if call.role == role) for role in self.sizes}
+        by_role: dict[str, tuple[Call, ...]] = dict.fromkeys(self.sizes, ())
+        for call in self.dataflow.working:
+            if call.role in by_role:
+                by_role[call.role] += (call,)
+        return by_role
 
     def calls(self, role: str) -> tuple[Call, ...]:
         """The working calls of a role."""

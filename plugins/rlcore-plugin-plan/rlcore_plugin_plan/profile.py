@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -141,21 +141,9 @@ def parse(values: Any, where: str) -> Profile:
     """
     if not isinstance(values, Mapping) or not isinstance(values.get("figures"), Mapping):
         raise ConfigError(f"{where} is no device profile: it must hold `name` and `figures`")
-    wanted = [each.name for each in fields(Profile) if each.name not in ("name", "node", "cpu", "sources")]
     figures = values["figures"]
-    for name, figure in figures.items():
-        if name not in wanted:
-            raise ConfigError(f"{where}: unknown figure {name!r}.{did_you_mean(name, wanted)}")
-        if not isinstance(figure, Mapping) or set(figure) != {"value", "source"} or not figure["source"]:
-            raise ConfigError(f"{where}: {name} = {figure!r} must be {{value: NUMBER, source: TEXT}}")
-        number = figure["value"]
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ConfigError(f"{where}: {name} = {number!r} must be a number from 0")
-    if missing := [name for name in wanted if name not in figures]:
-        raise ConfigError(f"{where} lacks the figures {', '.join(missing)}")
-    zero = [n for n in ("per_machine", "memory", "flops_fp32", "bandwidth", "link") if figures[n]["value"] <= 0]
-    if zero:
-        raise ConfigError(f"{where}: {zero[0]} must be above 0")
+    wanted = [each.name for each in fields(Profile) if each.name not in ("name", "node", "cpu", "sources")]
+    _check_figures(figures, wanted, where)
     numbers = {name: figures[name]["value"] for name in wanted}
     return Profile(
         name=str(values.get("name") or Path(where).stem),
@@ -164,6 +152,22 @@ def parse(values: Any, where: str) -> Profile:
         sources={name: str(figures[name]["source"]) for name in wanted},
         **{**numbers, "per_machine": int(numbers["per_machine"])},
     )
+
+
+def _check_figures(figures: Mapping[str, Any], wanted: Sequence[str], where: str) -> None:
+    for name, figure in figures.items():
+        if name not in wanted:
+            raise ConfigError(f"{where}: unknown figure {name!r}.{did_you_mean(name, wanted)}")
+        if not isinstance(figure, Mapping) or set(figure) != {"value", "source"} or not figure["source"]:
+            raise ConfigError(f"{where}: {name} = {figure!r} must be {{value: NUMBER, source: TEXT}}")
+        number = figure["value"]
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            raise ConfigError(f"{where}: {name} = {number!r} must be a number of at least 0")
+    if missing := [name for name in wanted if name not in figures]:
+        raise ConfigError(f"{where} lacks the figures {', '.join(missing)}")
+    zero = [n for n in ("per_machine", "memory", "flops_fp32", "bandwidth", "link") if figures[n]["value"] <= 0]
+    if zero:
+        raise ConfigError(f"{where}: {zero[0]} must be above 0")
 
 
 def dump(profile: Profile) -> str:

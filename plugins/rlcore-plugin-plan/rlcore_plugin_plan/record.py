@@ -129,7 +129,7 @@ class Tape(WorkerObserver):
             needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
         with self._inside_worker():
-            prompts = len({tuple(row.tolist()) for b in batches if "prompts" in b for row in b.view("prompts")})
+            prompts = len(set().union(*map(_prompts, batches)))
         works = call.method in WORK and call.worker in self._roles
         made = Call(
             call.worker, call.method, rows / PROMPTS, prompts / PROMPTS, needs=tuple(sorted(needs)), works=works
@@ -182,8 +182,11 @@ def _made_up_column(spec: Any, rows: int) -> Any:
 def _rows(config: Any, split: str) -> list[dict[str, str]]:
     first = 0 if split == "train" else 50
     keys = ("prompt", "answer", "completion", "chosen", "rejected", config.prompt_key, config.answer_key)
-    texts = [{key: f"{number} {key[:3]}" for key in keys} for number in range(first, first + 4 * PROMPTS)]
-    return [{**row, config.prompt_key: f"{number}+1="} for number, row in enumerate(texts, start=first)]
+    rows = []
+    for number in range(first, first + 4 * PROMPTS):
+        texts = {key: f"{number} {key[:3]}" for key in keys}
+        rows.append({**texts, config.prompt_key: f"{number}+1="})
+    return rows
 
 
 _MADE_UP = DatasetSpec("plan", _rows, reward="")
@@ -200,6 +203,11 @@ def _batches(value: Any) -> Iterator[DataProto]:
             yield from _batches(item)
     elif is_dataclass(value) and not isinstance(value, type):
         yield from _batches([getattr(value, field.name) for field in fields(value)])
+
+
+def _prompts(batch: DataProto) -> set[tuple[int, ...]]:
+    """Return the different prompts of a batch, as token ids."""
+    return {tuple(row.tolist()) for row in batch.view("prompts")} if "prompts" in batch else set()
 
 
 def _hands_back(result: Any, arguments: Sequence[Any]) -> bool:

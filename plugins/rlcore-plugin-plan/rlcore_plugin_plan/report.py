@@ -70,8 +70,11 @@ def _cells(part: Part, pool: Option, plan: Plan) -> list[str]:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines with columns of equal width."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+    return lines
 
 
 def picture(plan: Plan) -> list[str]:
@@ -110,7 +113,7 @@ def _runners_up(plans: Sequence[Plan]) -> list[str]:
     best = plans[0]
     rows = [["placement", "devices", "a step", "more than the best"]]
     for plan in plans[: RUNNERS_UP + 1]:
-        where = " | ".join(", ".join(part.role for part in pool.parts) for pool in plan.pools)
+        where = " | ".join(", ".join(pool.roles) for pool in plan.pools)
         sizes = " | ".join(str(pool.count) for pool in plan.pools)
         rows.append([where, sizes, seconds(plan.seconds), f"{plan.objective / best.objective - 1:.1%}"])
     left = len(plans) - len(rows) + 1
@@ -124,7 +127,7 @@ def as_json(plans: Sequence[Plan], config: Config) -> dict[str, Any]:
         "algorithm": config.algorithm,
         "devices": [{"profile": each.profile.name, "count": each.count} for each in problem.devices],
         "stages": problem.stage_names,
-        "calls": [str(call) for stage in problem.dataflow.stages for call in stage],
+        "calls": list(map(str, problem.dataflow.working)),
         "plans": [_plan(plan, config) for plan in plans],
     }
 

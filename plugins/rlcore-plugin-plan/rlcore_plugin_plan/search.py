@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from rlcore import ConfigError
 from rlcore.planning import ROLLOUT
@@ -32,7 +32,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[float, ...]:
         """Seconds of each stage: of the pool that takes longest."""
-        return tuple(max(values) for values in zip(*(pool.stages for pool in self.pools), strict=True))
+        return tuple(map(max, zip(*(pool.stages for pool in self.pools), strict=True)))
 
     @property
     def seconds(self) -> float:
@@ -52,14 +52,14 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Prompt and response tokens of all sampled rows, over the step's time."""
-        rows = sum(call.rows for stage in self.problem.dataflow.stages for call in stage if call.method == "generate")
+        rows = sum(call.rows for call in self.problem.dataflow.working if call.method == "generate")
         work = self.problem.work
         return work.prompts * (rows or 1.0) * work.lengths.row / self.seconds
 
     @property
     def placement(self) -> tuple[Roles, ...]:
         """Which roles share a pool."""
-        return tuple(sorted(tuple(part.role for part in pool.parts) for pool in self.pools))
+        return tuple(sorted(pool.roles for pool in self.pools))
 
 
 def search(problem: Problem) -> list[Plan]:
@@ -96,7 +96,8 @@ def fewest(problem: Problem) -> int | None:
     total, best = sum(each.count for each in problem.devices), None
     for sets in placements(problem):
         needed = 0
-        for roles in (tuple(role for role in problem.roles if role in one) for one in sets):
+        for one in sets:
+            roles = problem.in_order(one)
             sizes = [options.smallest(roles, kind) for kind in range(len(problem.devices))]
             needed += min((size for size in sizes if size is not None), default=total + 1)
         if needed <= (total if best is None else best):
@@ -121,20 +122,20 @@ class _Placement:
         self.options, self.problem = options, options.problem
         self.by_cost = self.problem.objective == "cost"
         everything = tuple(devices.count for devices in self.problem.devices)
-        order = {tuple(r for r in self.problem.roles if r in roles) for roles in sets}
+        order = {self.problem.in_order(roles) for roles in sets}
         # Long ones first: what they take bounds the others soonest.
         self.sets = sorted(order, key=lambda roles: (-sum(self._least(roles, everything) or ()), roles))
         self.everything = everything
         fixed = self.problem.fixed.pools or {}
         self.sizes = {roles: fixed.get(frozenset(roles)) for roles in self.sets}
         kinds = range(len(everything))
-        self.fits = [[self.options.smallest(roles, kind) for kind in kinds] for roles in self.sets]
+        self.fits = [list(map(partial(self.options.smallest, roles), kinds)) for roles in self.sets]
         self.found: Plan | None = None
         self.bound = float("inf")
 
     def best(self) -> Plan | None:
         """Return the best plan; None when the pools do not fit."""
-        if any(all(size is None for size in sizes) for sizes in self.fits):
+        if [None] * len(self.everything) in self.fits:
             return None
         self._start()
         self._extend((), self.everything, (0.0,) * self.options.entries, 0.0)
@@ -153,11 +154,10 @@ class _Placement:
         known = self.options.least
         key = (roles, left)
         if key not in known:
-            vectors = [
-                option.stages
-                for kind, count in enumerate(left)
-                for option in self.options.best_up_to(roles, kind, self.problem.devices[kind].at_most(count))
-            ]
+            vectors: list[tuple[float, ...]] = []
+            for kind, count in enumerate(left):
+                most = self.problem.devices[kind].at_most(count)
+                vectors += [option.stages for option in self.options.best_up_to(roles, kind, most)]
             known[key] = tuple(min(values) for values in zip(*vectors, strict=True)) if vectors else None
         return known[key]
 
@@ -216,22 +216,22 @@ class _Placement:
             if spare < 0:
                 return
             self._keep_sizes(sizes)
-            tries = []
-            for index, size in enumerate(sizes):
-                for larger in (n for n in self.problem.devices[0].allocations if size < n <= size + spare):
-                    tries.append([*sizes[:index], larger, *sizes[index + 1 :]])
-            scored = [(self._lower(each), each) for each in tries]
-            if not scored:
+            scored = [(self._lower(each), each) for each in self._enlarged(sizes, spare)]
+            if not scored or min(scored)[0] > self._lower(sizes):
                 return
-            best = min(scored)
-            if best[0] > self._lower(sizes):
-                return
-            sizes = best[1]
+            sizes = min(scored)[1]
+
+    def _enlarged(self, sizes: Sequence[int], spare: int) -> Iterator[list[int]]:
+        """Give the sizes with one pool enlarged by at most `spare` devices."""
+        for index, size in enumerate(sizes):
+            for larger in self.problem.devices[0].allocations:
+                if size < larger <= size + spare:
+                    yield [*sizes[:index], larger, *sizes[index + 1 :]]
 
     def _lower(self, sizes: Sequence[int]) -> tuple[float, int]:
         """Return what pools of these sizes take at least; then how many devices they use."""
         vectors = [self._least(roles, (size,)) for roles, size in zip(self.sets, sizes, strict=True)]
-        stages = tuple(max(values) for values in zip(*vectors, strict=True))  # type: ignore[arg-type]
+        stages = tuple(map(max, zip(*vectors, strict=True)))  # type: ignore[arg-type]
         return self.problem.seconds(stages), sum(sizes)
 
     def _keep_sizes(self, sizes: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from rlcore import Config
 from rlcore_plugin_plan.dataflow import Call
 
 if TYPE_CHECKING:
-    from rlcore.plugins import PluginManager
+    from rlcore import PluginManager
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.roles.placement import plan as placed
+from rlcore.roles.placement import plan_pools as placed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,7 @@ from rlcore.config.schema import EngineConfig
 from rlcore.engine import Layout, engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.roles.placement import plan, restrict_to_roles
+from rlcore.roles.placement import plan_pools, restrict_to_roles
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
@@ -23,7 +23,7 @@ def checked():
 
     def check(*overrides: str, roles=ROLES):
         config = compose(["algo=grpo", "cluster.workers=4", *overrides], plugins)
-        plan(config, roles)
+        plan_pools(config, roles)
         return config
 
     return check
@@ -40,7 +40,7 @@ def test_roles_have_their_own_and_the_others_the_common_one(checked):
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        ("{crtic: [1, 2]}", "engine.layouts has 'crtic', which this run has not. Did you mean 'critic'"),
+        ("{crtic: [1, 2]}", "engine.layouts has 'crtic', but this run has no such role. Did you mean 'critic'"),
         ("{critic: [2]}", r"engine.layouts.critic = \[2\] must be \[pp, tp\], two numbers from 1"),
         ("{critic: [1, 0]}", r"engine.layouts.critic = \[1, 0\] must be \[pp, tp\], two numbers from 1"),
         ("{critic: [1, 3]}", "engine.pp=1, engine.tp=3, engine.dp=0 does not fit 4 workers"),
@@ -61,7 +61,7 @@ def test_an_evaluation_leaves_out_roles_that_it_has_not(checked):
     config = checked("engine.layouts={critic: [1, 2]}", "cluster.pools={a: [actor, critic], b: [ref]}")
     roles = {"actor": ROLES["actor"]}
     assert restrict_to_roles(config, roles).engine.layouts == {}
-    plan(restrict_to_roles(config, roles), roles)
+    plan_pools(restrict_to_roles(config, roles), roles)
 
 
 def test_auto_is_for_train(checked):

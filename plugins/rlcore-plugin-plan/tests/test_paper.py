@@ -9,7 +9,7 @@ import pytest
 from rlcore_plugin_plan.problem import Fixed
 from rlcore_plugin_plan.search import search
 
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 TOGETHER = [("actor", "critic", "ref", "reward_model")]
 SPLIT = [("actor", "ref"), ("critic", "reward_model")]

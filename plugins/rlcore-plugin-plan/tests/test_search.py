@@ -18,7 +18,7 @@ from rlcore_plugin_plan.workload import Lengths
 from rlcore.engine import Layout
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.errors import ConfigError
-from rlcore.roles.placement import ROLLOUT
+from rlcore.roles.pools import ROLLOUT
 
 
 def brute_force(problem, *, exact_sizes=False):

@@ -34,7 +34,7 @@ def config(suite: AlgorithmSuite) -> str:
     config = compose([f"algo={suite.name}", *suite.settings], plugins)
     check_config(config, plugins)
     roles = suite.spec.algorithm(config.algo).roles()
-    check_roles(resolve_roles(roles, config), config)
+    check_roles(resolve_roles(roles, config), config, plugins)
     if from_yaml(to_yaml(config), plugins) != config:
         raise CheckFailed("the config changes when it is saved with a run and read back")
     fields = len(dataclasses.fields(suite.spec.algorithm.config_class))

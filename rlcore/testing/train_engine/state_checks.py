@@ -177,7 +177,7 @@ def _opened(folder: Path, is_language_model: bool) -> Weights:
 
 
 def offload(suite: TrainEngineSuite) -> str:
-    """`offload` changes no number: the next call of any method brings back what it needs."""
+    """`offload` changes no number: the next call of any method brings the weights and moments back that it needs."""
     plain, offloaded = suite.engine(**SMOOTH), suite.engine(**SMOOTH)
     for seed in range(3):
         offloaded.offload()

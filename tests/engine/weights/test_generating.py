@@ -18,7 +18,7 @@ from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
 from rlcore.roles.handles import PolicyHandle, StepClock
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import plan_pools
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 ACTOR = Role(trains=True, generates=True)
@@ -131,7 +131,7 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(options, pool
         algorithm="", algo=None, rollout=RolloutConfig(**options), cluster=ClusterConfig(workers=4, pools=pools)
     )
     with pytest.raises(ConfigError, match=message):
-        plan(config, {"actor": ACTOR})
+        plan_pools(config, {"actor": ACTOR})
 
 
 def test_other_engines_do_not_generate_tensor_parallel():
