@@ -19,7 +19,7 @@ from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import core_values
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import RLCoreError
 from rlcore.plugins import DatasetSpec, Role

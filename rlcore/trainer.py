@@ -21,7 +21,7 @@ from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
 from rlcore.errors import CheckpointError, ConfigError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
