@@ -19,10 +19,11 @@ from rlcore.config.build import defaults, to_plain
 from rlcore.config.compose import core_values
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import RLCoreError
 from rlcore.plugins import DatasetSpec, Role
+from rlcore.preflight import preflight
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Block, RemoteColumn
@@ -31,7 +32,6 @@ from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import plan_pools
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
-from rlcore.roles.settings import resolve_roles
 from rlcore.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
 from rlcore.workers.contract import DeclaredResult
@@ -60,11 +60,9 @@ __all__ = [
 def run_roles(config: Config, plugins: PluginManager) -> dict[str, Role]:
     """Return the roles of a run: those of its algorithm, and the reward model of `reward.model`.
 
-    Raises ConfigError when the algorithm refuses the config.
+    Raises ConfigError for a config that no machine could run; checks of this machine and of pools are left out.
     """
-    algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    algorithm.check(config)
-    return resolve_roles(algorithm.roles(), config)
+    return dict(preflight(config, plugins, "plan").roles)
 
 
 def start_roles(

@@ -24,15 +24,10 @@ def run(line: CommandLine) -> int:
         line.show(text({**CORE_SECTIONS, **line.plugins.sections()}))
         return 0
     config = line.compose()
-    from rlcore.config import check, to_yaml
+    from rlcore.config import to_yaml
+    from rlcore.preflight import preflight
 
-    check(config, line.plugins)
-    if config.algorithm and config.cluster.pools != "auto":
-        from rlcore.roles.placement import Placement
-        from rlcore.roles.settings import resolve_roles
-
-        roles = resolve_roles(line.plugins.algorithm(config.algorithm).algorithm(config.algo).roles(), config)
-        Placement.of(config, roles, line.plugins)
+    preflight(config, line.plugins)
     line.show(to_yaml(config).rstrip("\n"))
     return 0
 

@@ -17,12 +17,12 @@ def run(line: CommandLine) -> int:
     if not line.overrides or "=" in line.overrides[0]:
         raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
     target, *overrides = line.overrides
-    from rlcore.config import check
     from rlcore.folder import require_plugins
+    from rlcore.preflight import preflight
 
     require_plugins(Path(target), line.plugins)
     config = line.compose(overrides, base={**(line.saved() or {}), **_base(target)})
-    check(config, line.plugins, training=False)
+    preflight(config, line.plugins, "evaluate")
     from rlcore.evaluate import evaluate
 
     evaluate(Path(target), config, line.plugins)

@@ -66,8 +66,8 @@ def _train(config: Config, plugins: PluginManager) -> int:
 
 def _sweep(line: CommandLine) -> int:
     """Compose and check all jobs of a sweep, then run them in turn, each in its own run folder."""
-    from rlcore.config import check
     from rlcore.config.compose import sweep
+    from rlcore.preflight import preflight
 
     stem = time.strftime("multirun/%Y-%m-%d_%H-%M-%S")
     jobs = sweep(line.overrides)
@@ -76,7 +76,7 @@ def _sweep(line: CommandLine) -> int:
         config = line.compose(job)
         folder = dataclasses.replace(config.run, dir=f"{config.run.dir or stem}/{number}")
         configs.append(dataclasses.replace(config, run=folder))
-        check(configs[-1], line.plugins)
+        preflight(configs[-1], line.plugins)
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
         if status := _train(config, line.plugins):

@@ -1,7 +1,6 @@
 """The typed configuration of a run: its schema, and how overrides and files become it. Imports no torch."""
 
 from rlcore.config.build import build
-from rlcore.config.check import check
 from rlcore.config.compose import compose
 from rlcore.config.files import from_yaml, same_run, to_yaml
 from rlcore.config.schema import (
@@ -32,7 +31,6 @@ __all__ = [
     "TrackerConfig",
     "TrainerConfig",
     "build",
-    "check",
     "compose",
     "from_yaml",
     "option",

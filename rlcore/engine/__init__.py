@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlcore.assets import model_path
     from rlcore.engine.collectives import Ranks
+    from rlcore.engine.generators import random_state, set_random_state
     from rlcore.engine.model_folder import write_model_folder
     from rlcore.engine.parallel.layout import Layout, ShardSpec
     from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of, load_model_config
-    from rlcore.engine.random_state import random_state, set_random_state
     from rlcore.engine.responses import end_tokens, ends_with_stop
     from rlcore.engine.rollout import (
         Finished,
@@ -39,7 +39,7 @@ _MODULES = {
     "rlcore.engine.model_folder": ["write_model_folder"],
     "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
     "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of", "load_model_config"],
-    "rlcore.engine.random_state": ["random_state", "set_random_state"],
+    "rlcore.engine.generators": ["random_state", "set_random_state"],
     "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
     "rlcore.engine.rollout": [
         "Finished",

@@ -267,6 +267,16 @@ def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, 
     return [] if dataset is None else [(f"the reward of data={data}", dataset.reward)]
 
 
+def _chosen_rollout_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.rollout.name", given.rollout.get("name")) for role, given in config.roles.items()]
+    return [("rollout.name", config.rollout.name), *((key, name) for key, name in own if name is not None)]
+
+
+def _chosen_train_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.engine", given.engine) for role, given in config.roles.items()]
+    return [("engine.name", config.engine.name), *((key, name) for key, name in own if name is not None)]
+
+
 def _chosen_sections(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     given = {name: section for name, section in config.sections.items() if name in plugins.specs(ConfigSpec)}
     return [(name, name) for name, section in given.items() if section != type(section)()]
@@ -301,14 +311,14 @@ PLUGIN_KINDS = (
         "rlcore_rollout_engines",
         "rollout engine",
         group="rollout",
-        chosen=lambda config, _: [("rollout.name", config.rollout.name)],
+        chosen=_chosen_rollout_engines,
     ),
     PluginKind(
         TrainEngineSpec,
         "rlcore_train_engines",
         "train engine",
         group="engine",
-        chosen=lambda config, _: [("engine.name", config.engine.name)],
+        chosen=_chosen_train_engines,
     ),
     PluginKind(
         TrackerSpec,

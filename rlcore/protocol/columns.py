@@ -261,9 +261,10 @@ def same_contents(left: Any, right: Any) -> bool:
         return left.same_as(right) or (left.spec() == right.spec() and same_contents(left.view(), right.view()))
     if type(left) is not type(right):
         return False
-    for kind, same in _COMPARISONS.items():
-        if isinstance(left, kind):
-            return same(left, right)
+    if type(left) not in _SCALARS:
+        for kind, same in _COMPARISONS.items():
+            if isinstance(left, kind):
+                return same(left, right)
     return bool(left == right) or bool(left != left and right != right)
 
 
@@ -301,6 +302,8 @@ _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
     tuple: _same_sequences,
 }
 """How two values of one type are compared."""
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+"""Types compared with `==`, without a search in the table above."""
 
 
 def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
-from rlcore.config.check import check_engines
 from rlcore.data.chat import check_role_folder
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import KINDS, Role, RoleKind
@@ -34,6 +33,25 @@ def check_roles(
     for name, role in roles.items():
         if role.model is not None:
             check_role_folder(_setting_of_folder(name, role, config), role, config.model)
+
+
+def check_engines(config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError for settings that the engines of a run, or of a role with its own, cannot work with."""
+    betas = config.engine.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
+    rollout = plugins.rollout_engines()
+    if config.rollout.tp > 1 and not rollout[config.rollout.name].capabilities.tensor_shards:
+        able = [name for name, spec in rollout.items() if spec.capabilities.tensor_shards]
+        raise ConfigError(
+            f"rollout.tp={config.rollout.tp}: rollout={config.rollout.name} cannot shard a model over tensor-parallel "
+            f"ranks; set rollout.tp=1, or choose one that can: {', '.join(able) or 'none is installed'}"
+        )
+    train = plugins.train_engines()[config.engine.name]
+    if config.engine.offload and not train.capabilities.offload:
+        raise ConfigError(
+            f"engine.offload=true: engine={train.name} cannot move its weights off the GPU; set engine.offload=false"
+        )
 
 
 def _check_name(name: str, reserved: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """Who may import whom: the layers by import-linter, what plugins may use by their syntax trees."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -24,6 +25,8 @@ PLUGIN_FILES = sorted(
         *(ROOT / "plugins").glob("*/rlcore_plugin_*/**/*.py"),
     ]
 )
+ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
+"""Engines written from docs/write_an_engine.md."""
 
 
 def top_package(path: Path) -> str:
@@ -49,7 +52,7 @@ def test_arrows_point_down_only():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*PLUGIN_FILES, *ENGINE_FILES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_plugins_use_only_the_public_names_and_never_each_other(path):
     siblings = {top_package(file) for file in PLUGIN_FILES} - {top_package(path)}
     for module, name in imported(path):
@@ -82,6 +85,12 @@ def test_no_algorithm_is_named_in_the_core():
 def test_every_public_name_is_there(module):
     for name in PUBLIC[module].__all__:
         assert getattr(PUBLIC[module], name) is not None
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_no_public_name_is_that_of_a_module(module):
+    """Python binds a submodule to its name in the package as soon as anyone imports it."""
+    assert not set(LIGHT[module].__all__) & {info.name for info in pkgutil.iter_modules(LIGHT[module].__path__)}
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -17,7 +17,8 @@ from rlcore_plugin_judge.worker import TEMPLATE as DEFAULT
 from rlcore_plugin_judge.worker import JudgeWorker
 
 from rlcore import Config, ConfigError, DataError, DataProto, PluginError, PluginManager, WorkerError
-from rlcore.config import ClusterConfig, check, compose
+from rlcore.config import ClusterConfig, compose
+from rlcore.preflight import preflight
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.plugin_groups import PluginGroups
 from rlcore.workers import ClassWithInitArgs, make_executor
@@ -372,5 +373,5 @@ def test_settings_that_cannot_work_are_refused(overrides, message, tmp_path, mon
     sound += ["judge.model=m"] if sound else []
     plugins = PluginManager.load()
     with pytest.raises(ConfigError, match=message) as caught:
-        check(compose(["algo=grpo", "cluster=in_process", *sound, *overrides], plugins), plugins)
+        preflight(compose(["algo=grpo", "cluster=in_process", *sound, *overrides], plugins), plugins)
     assert not any(secret in str(caught.value) for secret in ("sk-1", "me:pw"))

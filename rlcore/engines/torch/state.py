@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
 from rlcore.engines.torch import sharded_files
 from rlcore.errors import CheckpointError

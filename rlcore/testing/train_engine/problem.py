@@ -19,7 +19,9 @@ from rlcore.protocol import DataProto, Ragged
 def write_policy(folder: Path) -> None:
     """Write a random model with tied embeddings and biases, and the shipped model's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as notices
 
+    notices.disable_progress_bar()  # dozens of engines load this model
     small = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     with torch.random.fork_rng():
         torch.manual_seed(0)

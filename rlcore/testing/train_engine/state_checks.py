@@ -163,7 +163,7 @@ def save_pretrained(suite: TrainEngineSuite) -> str:
         engine.save_pretrained(folder)
         opened = _opened(folder, kind.is_language_model)
         expect_equal(opened, weights_of(engine), f"the folder of a {kind}, opened with transformers,")
-    return f"{len(suite.spec.capabilities.kinds)} folders open; {len(opened)} parameters are equal"
+    return f"{', '.join(f'a {kind}' for kind in suite.spec.capabilities.kinds)}; {len(opened)} parameters are equal"
 
 
 def _opened(folder: Path, is_language_model: bool) -> Weights:

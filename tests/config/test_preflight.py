@@ -1,11 +1,15 @@
 """Combinations that cannot work are refused before anything starts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rlcore.config import Config, check
+from rlcore.config import Config
 from rlcore.errors import ConfigError
+from rlcore.plugins import CRITIC, Role
+from rlcore.preflight import CHECKS, preflight
+from rlcore.roles import placement
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:
@@ -27,11 +31,10 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
             "reward": {"functions": {"exact": 0.5, "dir/my.py:score": -1.0, "arithmetic": 0}},
             "cluster": {"gpus_per_worker": 0.5},
         },
-        {"reward": {"functions": {"exact": 0}, "model": "some/folder"}},  # the model scores, the function only counts
     ],
 )
 def test_a_sound_config_passes(sections, config, plugins):
-    check(changed(config, **sections), plugins)
+    preflight(changed(config, **sections), plugins)
 
 
 @pytest.mark.parametrize(
@@ -68,4 +71,49 @@ def test_a_sound_config_passes(sections, config, plugins):
 )
 def test_impossible_combinations(section, values, message, config, plugins):
     with pytest.raises(ConfigError, match=message):
-        check(changed(config, **{section: values}), plugins)
+        preflight(changed(config, **{section: values}), plugins)
+
+
+def test_a_reward_model_scores_beside_a_function_that_only_counts(config, plugins):
+    preflight(changed(config, reward={"functions": {"exact": 0}, "model": "some/folder"}), plugins, "evaluate")
+
+
+def test_an_evaluation_needs_no_algorithm(config, plugins):
+    without = replace(config, algorithm="", algo=None)
+    preflight(without, plugins, "evaluate")
+    for purpose in ("train", "plan"):
+        with pytest.raises(ConfigError, match="no algorithm is chosen: add algo=NAME, one of echo"):
+            preflight(without, plugins, purpose)
+
+
+def test_a_plan_asks_nothing_of_this_machine_or_of_pools(config, plugins):
+    elsewhere = changed(config, cluster={"pools": {"main": ["nobody"]}, "gpus_per_worker": 1.5})
+    with pytest.raises(ConfigError, match=r"gpus_per_worker = 1.5 must be"):
+        preflight(elsewhere, plugins)
+    assert list(preflight(elsewhere, plugins, "plan").roles) == ["actor"]
+
+
+def test_a_role_of_a_kind_that_the_engine_cannot_hold_is_refused(config, plugins, monkeypatch):
+    algorithm = plugins.algorithm("echo").algorithm
+    monkeypatch.setattr(
+        algorithm, "roles", lambda self: {"actor": Role(generates=True), "value": Role(True, kind=CRITIC)}
+    )
+    with pytest.raises(ConfigError, match=r"role 'value' is a critic, which engine=torch cannot hold"):
+        preflight(config, plugins)
+
+
+def test_everything_is_made_once(config, plugins, monkeypatch):
+    """Algorithm, roles and pools are what the run then uses, so a check and the run cannot see different ones."""
+    planned = []
+    check_pools = placement.check_pools
+    monkeypatch.setattr(placement, "check_pools", lambda *args: planned.append(args) or check_pools(*args))
+    checked = preflight(config, plugins)
+    assert checked.algorithm is checked.algorithm
+    assert checked.roles is checked.roles
+    assert checked.placement is checked.placement
+    assert len(planned) == 1
+
+
+def test_every_check_is_made_for_something():
+    assert all(check.purposes for check in CHECKS)
+    assert len({check.function for check in CHECKS}) == len(CHECKS)
