@@ -12,6 +12,8 @@ from rlcore.plugins import PluginManager
 from rlcore.testing.algorithm import checks as algorithm_checks
 from rlcore.testing.algorithm.suite import AlgorithmSuite
 from rlcore.testing.report import CheckSuite
+from rlcore.testing.train_engine import checks as train_engine_checks
+from rlcore.testing.train_engine.suite import TrainEngineSuite
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,10 @@ class SuiteEntry:
     checks: Mapping[str, Callable[[Any], str]]
 
 
-SUITES = (SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),)
+SUITES = (
+    SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),
+    SuiteEntry(TrainEngineSuite, train_engine_checks.CHECKS),
+)
 
 
 def find_suite(target: str, plugins: Sequence[str] = ()) -> tuple[SuiteEntry, str]:
