@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlcore.config import from_yaml, to_yaml
+from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.errors import DataError
 from rlcore.plugins import PluginManager
-from rlcore.protocol import DataProto
+from rlcore.protocol import DataProto, Ragged
 from rlcore.testing.report import CheckFailed
 from rlcore.testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, held_bytes, shapes_of
 
@@ -53,6 +53,8 @@ ORDERS: dict[str, Callable[[list[Request]], Plan]] = {
     "the first four late": lambda rows: [(0, row) for row in rows[4:]] + [(25, row) for row in rows[:4]],
 }
 """In which steps rows are added."""
+ADMITTED: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8, "min_tokens": 5})
+"""Samplings of the rows that are added in these orders."""
 LENGTHS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
 """Lengths of prompts: around the sizes of blocks, tiles and buckets."""
 DRAWS, LIKELIEST, CHI_SQUARED = 1000, 10, 29.6
@@ -86,8 +88,9 @@ def columns(suite: RolloutEngineSuite) -> str:
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2)).tolist()
     out, mixed = suite.engine.generate(batch, sampling), suite.engine.generate(batch[order], sampling)
     for name, dtype in COLUMNS.items():
-        if name not in out or getattr(out[name], "values", out[name]).dtype != dtype:
-            raise CheckFailed(f"generate() has no column {name} of {dtype}")
+        values = out[name].values if isinstance(out[name], Ragged) else out[name]
+        if values.dtype != dtype:
+            raise CheckFailed(f"column {name} of generate() is {values.dtype}, not {dtype}")
     texts = [suite.reference.tokenizer.decode(row, skip_special_tokens=True) for row in out["responses"].to_list()]
     if list(out["response_text"]) != texts:
         raise CheckFailed("response_text is not the text of `responses` without special tokens")
@@ -102,18 +105,17 @@ def columns(suite: RolloutEngineSuite) -> str:
 
 def seeds(suite: RolloutEngineSuite) -> str:
     """The same names give the same samples, any other name others; global random generators have no part in it."""
-    batch, names = suite.batch(), {"seed": 1, "step": 2, "purpose": "train", "call": 0}
-    plain = Sampling(max_tokens=12, min_tokens=12, **names)
+    batch = suite.batch()
+    plain = Sampling(max_tokens=12, min_tokens=12, seed=1, step=2, purpose="train", call=0)
     first = _tokens(suite.engine.generate(batch, plain))
-    state = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index, call-overload]
+    before = random_state()
     torch.rand(3)
     if _tokens(suite.engine.generate(batch, plain)) != first:
         raise CheckFailed("two calls with the same names give different samples")
-    torch.set_rng_state(state[0])
+    set_random_state(before)
     suite.engine.generate(batch, plain)
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index, call-overload]
-    if not torch.equal(state[0], after[0]) or state[1:] != after[1:]:
-        raise CheckFailed("it changes the state of a global random generator, which training in this process draws from")
+    if random_state() != before:
+        raise CheckFailed("it draws from a global random generator, as training in the same process may")
     seen = {tuple(row) for row in first}
     changes: list[dict[str, Any]] = [{"seed": 2}, {"step": 3}, {"purpose": "eval"}, {"call": 1}]
     calls = [(batch, replace(plain, **change), change) for change in changes]
@@ -159,7 +161,9 @@ def distribution(suite: RolloutEngineSuite) -> str:
     counts, expected = (torch.cat([each, DRAWS - each.sum()[None]]) for each in (counts, expected))
     found = float(((counts - expected) ** 2 / expected).sum())
     if found > CHI_SQUARED:
-        raise CheckFailed(f"{DRAWS} draws have chi-squared {found:.1f}; of sound draws 1 in 1000 is above {CHI_SQUARED}")
+        raise CheckFailed(
+            f"{DRAWS} draws have chi-squared {found:.1f}; of sound draws 1 in 1000 is above {CHI_SQUARED}"
+        )
     return f"{DRAWS} draws, chi-squared {found:.1f} of {LIKELIEST} degrees of freedom"
 
 
@@ -182,11 +186,12 @@ def ends(suite: RolloutEngineSuite) -> str:
 
 def min_tokens(suite: RolloutEngineSuite) -> str:
     """No end token is drawn before min_tokens, and no stop string ends a row before."""
-    stop = _frequent(suite)
-    for options in ({"min_tokens": 35}, {"min_tokens": 12, "stop": (stop,)}):
+    stop = _stops(suite)
+    samplings: tuple[dict[str, Any], ...] = ({"min_tokens": 35}, {"min_tokens": 12, "stop": stop})
+    for options in samplings:
         rows = suite.run([(0, row) for row in suite.requests(48, max_tokens=40, **options)])
         shortest = min(len(row.tokens) for row in rows.values())
-        if shortest < options["min_tokens"]:  # type: ignore[operator]
+        if shortest < options["min_tokens"]:
             raise CheckFailed(f"with {options} a row has {shortest} tokens")
         if "stop" in options and not any(row.reason == "stop" for row in rows.values()):
             raise CheckFailed(f"with {options} no row ends with the stop string")
@@ -195,27 +200,41 @@ def min_tokens(suite: RolloutEngineSuite) -> str:
 
 def stop_strings(suite: RolloutEngineSuite) -> str:
     """A row ends with the token that completes a stop string, also where the row goes on from given tokens."""
-    decode, stop = suite.reference.tokenizer.decode, _frequent(suite)
-    requests = suite.requests(24, max_tokens=40)
+    stop, requests = _stops(suite), suite.requests(24, max_tokens=40)
     free = suite.run([(0, row) for row in requests])
-    stopped = 0
+    lengths = {name: _length_with_stop(suite, row, stop) for name, row in free.items()}
     for done in (0, 3):
-        asked = []
-        for request in requests:
-            row, sampling = free[request.id], replace(request.sampling, stop=(stop,))
-            asked.append(_continued(replace(request, sampling=sampling), row, min(done, _before(row, stop, decode))))
+        asked = [
+            _continued(
+                replace(row, sampling=replace(row.sampling, stop=stop)), free[row.id], min(done, lengths[row.id] - 1)
+            )
+            for row in requests
+        ]
         for name, row in suite.run([(0, request) for request in asked]).items():
-            whole = list(free[name].tokens)
-            at = _before(free[name], stop, decode)
-            if stop in decode(whole, skip_special_tokens=True):
-                stopped += 1
-                if list(row.tokens) != whole[: at + 1] or row.reason != "stop":
-                    raise CheckFailed(
-                        f"a response of {len(row.tokens)} tokens ({row.reason}); its stop string ends in token {at + 1}"
-                    )
-            elif list(row.tokens) != whole:
-                raise CheckFailed("a stop string that is not in the response changes it")
-    return f"{stopped} rows end with {stop!r}"
+            whole, length = free[name], lengths[name]
+            reason = "stop" if length < len(whole.tokens) else row.reason
+            if list(row.tokens) != list(whole.tokens)[:length] or row.reason != reason:
+                raise CheckFailed(
+                    f"with stop={stop} a row has {len(row.tokens)} tokens and the reason {row.reason!r}; its stop "
+                    f"string ends in token {length} of {len(whole.tokens)}"
+                )
+    _stops_across(suite, requests, free)
+    stopped = sum(length < len(free[name].tokens) for name, length in lengths.items())
+    return f"{2 * stopped} of {2 * len(free)} rows end with one of {len(stop)} strings"
+
+
+def _stops_across(suite: RolloutEngineSuite, requests: list[Request], free: Mapping[str, Finished]) -> None:
+    """Expect a stop string to end a row that was interrupted between its two characters."""
+    for request in requests:
+        tokens = free[request.id].tokens
+        for at in range(1, len(tokens) - 1):
+            pair = suite.reference.tokenizer.decode(tokens[at - 1 : at + 1], skip_special_tokens=True)
+            if len(pair) == 2 and pair.isprintable() and pair.isascii():
+                stopped = replace(request, sampling=replace(request.sampling, stop=(pair,)))
+                row = suite.run([(0, _continued(stopped, free[request.id], at))])[request.id]
+                if row.reason != "stop" or len(row.tokens) != at + 1:
+                    raise CheckFailed("a stop string does not end a row that goes on from its first character")
+                return
 
 
 def prompt_lengths(suite: RolloutEngineSuite) -> str:
@@ -232,7 +251,7 @@ def prompt_lengths(suite: RolloutEngineSuite) -> str:
 
 def admission_orders(suite: RolloutEngineSuite) -> str:
     """A row's tokens do not depend on when it was added and beside whom; log-probs only up to rounding."""
-    for options in ({}, {"top_p": 0.8, "min_tokens": 5}):
+    for options in ADMITTED:
         want = suite.alone(**options)
         for title, plan in ORDERS.items():
             suite.expect_same(suite.run(plan(suite.requests(**options))), want, title)
@@ -258,19 +277,28 @@ def _joins(suite: RolloutEngineSuite) -> str:
 
 def mixed_samplings(suite: RolloutEngineSuite) -> str:
     """Rows that are sampled in different ways decode together as they do alone."""
-    kinds = [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"min_tokens": 20}, {"top_p": 0.5}]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"min_tokens": 20},
+        {"top_p": 0.5},
+    ]
     samplings = [Sampling(**{"max_tokens": 25, **kind}) for kind in kinds]
     rows = [replace(row, sampling=samplings[number % 5]) for number, row in enumerate(suite.requests())]
     want: dict[str, Finished] = {}
     for row in rows:
         want.update(suite.run([(0, row)]))
-    suite.expect_same(suite.run([(number // 3, row) for number, row in enumerate(rows)]), want, "beside other samplings")
+    suite.expect_same(
+        suite.run([(number // 3, row) for number, row in enumerate(rows)]), want, "beside other samplings"
+    )
     return f"{len(rows)} rows of {len(kinds)} samplings"
 
 
 def continued_rows(suite: RolloutEngineSuite) -> str:
     """A row that goes on from k of its tokens gets the tokens of the uninterrupted row, for several k at a time."""
-    for options in ({}, {"top_k": 20, "min_tokens": 9}):
+    samplings: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "min_tokens": 9})
+    for options in samplings:
         want = suite.alone(**options)
         rows = [
             _continued(row, want[row.id], min(2 * number, len(want[row.id].tokens) - 1))
@@ -403,8 +431,10 @@ def memory(suite: RolloutEngineSuite) -> str:
     del engine
     alive = suite.close()
     kept = held_bytes() - suite.bytes_before
-    if kept > weights // 10 or (alive is not None and alive() is not None):
-        raise CheckFailed(f"closed, the engine leaves {kept} bytes of tensors, or is itself still referred to")
+    if alive is not None and alive() is not None:
+        raise CheckFailed(f"closed, the engine is still referred to, with {kept} bytes of tensors")
+    if kept > weights // 10:
+        raise CheckFailed(f"closed, the engine leaves {kept} bytes of tensors")
     return f"{3 * len(requests)} rows aborted; closed, it leaves {max(0, kept)} bytes"
 
 
@@ -419,28 +449,29 @@ def _continued(request: Request, row: Finished, count: int) -> Request:
 
 def _finish(suite: RolloutEngineSuite, requests: list[Request]) -> Mapping[str, Finished]:
     """Add requests beside those in flight and return all rows."""
-    engine, done = suite.created, {}
+    engine, done = suite.created, dict[str, Finished]()
     engine.add(requests)
     while engine.in_flight:
         done.update((row.id, row) for row in engine.step())
     return done
 
 
-def _before(row: Finished, stop: str, decode: Callable[..., str]) -> int:
-    """Return the number of tokens before the one that completes a stop string; all but one without it."""
-    for count in range(1, len(row.tokens) + 1):
-        if stop in decode(row.tokens[:count], skip_special_tokens=True):
-            return count - 1
-    return len(row.tokens) - 1
+def _length_with_stop(suite: RolloutEngineSuite, row: Finished, stop: tuple[str, ...]) -> int:
+    """Return the number of tokens up to the one that completes a stop string; all without one."""
+    for count in range(1, len(row.tokens)):
+        text = suite.reference.tokenizer.decode(row.tokens[:count], skip_special_tokens=True)
+        if any(each in text for each in stop):
+            return count
+    return len(row.tokens)
 
 
-def _frequent(suite: RolloutEngineSuite) -> str:
-    """Return a character that many responses contain."""
+def _stops(suite: RolloutEngineSuite) -> tuple[str, ...]:
+    """Return 12 characters that many responses contain."""
     texts = [suite.reference.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in suite.alone().values()]
     characters = sorted({each for text in texts for each in text if each.isascii() and each.isprintable()})
     if not characters:
         raise CheckFailed("no sampled response has a printable character; give another model.path")
-    return max(characters, key=lambda each: sum(each in text for text in texts))
+    return tuple(sorted(characters, key=lambda each: -sum(each in text for text in texts))[:12])
 
 
 @contextmanager

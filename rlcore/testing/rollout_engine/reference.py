@@ -1,4 +1,4 @@
-"""Sampling written out: the distribution of each token of a row, by the plain Hugging Face model with all tokens at once."""
+"""Sampling written out: the distributions of a row's tokens, by the plain Hugging Face model in one forward."""
 
 from __future__ import annotations
 

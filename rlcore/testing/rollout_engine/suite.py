@@ -7,11 +7,11 @@ import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rlcore.assets import model_path
 from rlcore.config import Config, compose
@@ -23,7 +23,7 @@ from rlcore.protocol import DataProto, Ragged
 from rlcore.testing.report import CheckFailed, CheckSuite
 from rlcore.testing.rollout_engine.reference import Reference, Weights
 
-SLOTS = 4
+SLOTS = 6
 """Rows that decode at once, where the engine's capabilities say by which key that is set."""
 TOLERANCE = 1e-3
 """Largest difference of a log-prob, in nats, to the plain model and to the same row in other company, in fp32."""
@@ -79,9 +79,8 @@ class RolloutEngineSuite(CheckSuite):
         def make() -> RolloutEngine:
             self.bytes_before = held_bytes()
             section = self.config.sections.get(f"rollout.{self.name}")
-            device = torch.device("cuda" if self.config.cluster.gpus_per_worker else "cpu")
             model = replace(self.config.model, dtype="fp32")
-            engine = self.spec.create(RolloutSetup(model, self.config.rollout, section, device))
+            engine = self.spec.create(RolloutSetup(model, self.config.rollout, section, self.device))
             self.had_weights = self._takes_requests(engine)
             return engine
 
@@ -92,6 +91,12 @@ class RolloutEngineSuite(CheckSuite):
         if not self.newest:
             self.sync()
         engine.abort(list(engine.in_flight))
+        return engine
+
+    @property
+    def created(self) -> RolloutEngine:
+        """The engine as it is, with its requests in flight."""
+        engine: RolloutEngine = self._kept["engine"]
         return engine
 
     def _takes_requests(self, engine: RolloutEngine) -> bool:
@@ -105,8 +110,7 @@ class RolloutEngineSuite(CheckSuite):
     def sync(self, *, adopt: bool = False) -> int:
         """Give the engine and the reference new weights, and return their version."""
         weights = self.reference.draw_weights(self.newest + 1)
-        engine: RolloutEngine = self._kept["engine"]
-        take = engine.adopt if adopt else engine.sync
+        take = self.created.adopt if adopt else self.created.sync
         held = {name: tensor.to(self.device) for name, tensor in weights.items()} if adopt else weights
         take(iter(held.items()), self.newest + 1, shapes_of(weights))
         self.reference.load(weights)
@@ -123,8 +127,8 @@ class RolloutEngineSuite(CheckSuite):
         """Largest difference of a log-prob."""
         return EXACT if self.engine.exact else TOLERANCE
 
-    def close(self) -> "weakref.ref[RolloutEngine] | None":
-        """Close the engine, if there is one, and forget it; return whether anybody else holds it."""
+    def close(self) -> weakref.ref[RolloutEngine] | None:
+        """Close the engine, if there is one, and forget it; return a weak reference to it."""
         engine = self._kept.pop("engine", None)
         self.closed = True
         if not isinstance(engine, RolloutEngine):
@@ -220,10 +224,9 @@ class RolloutEngineSuite(CheckSuite):
             if other is None:
                 raise CheckFailed(f"{what}: row {name} is missing")
             if list(other.tokens) != list(row.tokens) or other.reason != row.reason:
-                first = next((at for at, pair in enumerate(zip(other.tokens, row.tokens)) if pair[0] != pair[1]), -1)
                 raise CheckFailed(
-                    f"{what}: row {name} has {len(other.tokens)} tokens ({other.reason}), not {len(row.tokens)} "
-                    f"({row.reason}), or other ones from token {first} on"
+                    f"{what}: row {name} has the tokens {list(other.tokens)} ({other.reason}), not {list(row.tokens)} "
+                    f"({row.reason})"
                 )
             off = max((abs(a - b) for a, b in zip(other.log_probs, row.log_probs, strict=True)), default=0.0)
             if not off <= self.tolerance:
@@ -244,5 +247,5 @@ def held_bytes() -> int:
 
 def _storages() -> Iterator[Any]:
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor):
+        if issubclass(type(each), Tensor) and not issubclass(type(each), FakeTensor):
             yield each.untyped_storage()
