@@ -10,6 +10,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/rlcore-plugin-*)
+# The plugins that come with rlcore's own commands and keys; `make train` has them too.
+STANDARD := plugins/rlcore-plugin-plan plugins/rlcore-plugin-judge
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 B ?= all
 # Processes that share the tests.
@@ -47,7 +49,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py)
+	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py plugins/*/rlcore_plugin_*/)
 	$(BIN)/lint-imports
 
 # On a machine with a GPU and no network: the venv if there is one, else the Python that holds torch.
@@ -85,9 +87,9 @@ crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
 clean:
 	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm build *.egg-info
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(STANDARD:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable . $(STANDARD:%=--editable %)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(PLUGINS:=/pyproject.toml)

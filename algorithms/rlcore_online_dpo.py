@@ -153,8 +153,8 @@ class OnlineDPO(Algorithm):
             raise ConfigError(
                 "rollout.temperature=0 makes a prompt's responses equal, so none can be preferred; set it above 0"
             )
-        if self.config.judge == "pairwise" and config.judge.url is None:
-            raise ConfigError("algo.judge=pairwise asks a judge: set judge.url and judge.model, or algo.judge=scores")
+        if self.config.judge == "pairwise":
+            _check_judge(config)
         if self.config.label_smoothing == 0.5:
             raise ConfigError("algo.label_smoothing=0.5 treats every preference as a coin toss; set it below 0.5")
         size = self.config.group_size
@@ -213,7 +213,7 @@ class OnlineDPO(Algorithm):
 
     def _compare(self, run: Run, batch: DataProto, first: list[int], second: list[int]) -> Comparisons:
         if self.config.judge == "pairwise":
-            preference = run.judge(batch[first], batch[second])["preference"]
+            preference = run.group("judge").compare(batch[first], batch[second])["preference"]
         else:
             scores = batch["scores"]
             if not scores.isfinite().all():
@@ -223,6 +223,16 @@ class OnlineDPO(Algorithm):
             failed = batch["reward_error"]
             preference[failed[first] | failed[second]] = 0.5  # a failed reward tells nothing about its response
         return Comparisons(torch.tensor(first), torch.tensor(second), preference)
+
+
+def _check_judge(config: Config) -> None:
+    if "judge" not in config.sections:
+        raise ConfigError(
+            "algo.judge=pairwise needs the judge plugin, which is not installed: pip install rlcore-plugin-judge (in a "
+            "checkout: pip install -e plugins/rlcore-plugin-judge), or set algo.judge=scores"
+        )
+    if config.value("judge.url") is None:
+        raise ConfigError("algo.judge=pairwise asks a judge: set judge.url and judge.model, or algo.judge=scores")
 
 
 @hookimpl

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlcore_plugin_plan.calibrate import measure
+from rlcore_plugin_plan.devices import devices
+from rlcore_plugin_plan.overrides import values
+from rlcore_plugin_plan.plans import problem_of
+from rlcore_plugin_plan.problem import Devices
+from rlcore_plugin_plan.profile import Profile, load
+from rlcore_plugin_plan.search import search
+
 from benchmarks.models import write_characters
 from benchmarks.report import Bar, Figure, write
 from rlcore.config import ModelConfig, compose
 from rlcore.data.chat import PromptEncoder, load_tokenizer
-from rlcore.plan.calibrate import measure
-from rlcore.plan.command import apply, problem_of
-from rlcore.plan.devices import devices
-from rlcore.plan.problem import Devices
-from rlcore.plan.profile import Profile, load
-from rlcore.plan.search import search
 from rlcore.plugins import PluginManager
 from rlcore.trainer import train
 
@@ -131,7 +133,7 @@ def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: 
     """Return the predicted seconds of a step, and those of the steps of a run."""
     config = compose([*overrides, f"run.dir={folder}"], plugins)
     plan = search(problem_of(config, plugins, (Devices(profile, 2),)))[0]
-    train(apply(plan, config), plugins)
+    train(config.with_values(values(plan, config)), plugins)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = [line["time/step"] for line in lines if "time/step" in line]
     return plan.seconds, times[2:]
@@ -171,7 +173,7 @@ def main() -> bool:
             *(f"reward.path={folder / 'data' / 'score.py'}:score", "trainer.samples_per_step=0"),
         ]
         config = compose(["algo=grpo", *common], plugins)
-        profile = measure(config, plugins, Devices(devices(config.cluster)[0].profile, 2))
+        profile = measure(config, plugins, Devices(devices(config)[0].profile, 2))
         searches = {gpus: search_seconds(folder / "llama", gpus, plugins) for gpus in CLUSTERS}
         rows = []
         for number, (algorithm, placement, layout, words) in enumerate(combinations()):

@@ -7,108 +7,112 @@ The names below are all that a plugin may import (with `rlcore.ops`). Each is im
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlcore.commands.line import CommandLine
     from rlcore.config import Config, option
-    from rlcore.errors import CheckpointError, ConfigError, DataError, PluginError, RLCoreError, WorkerError
+    from rlcore.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        PluginError,
+        RLCoreError,
+        WorkerError,
+        did_you_mean,
+    )
     from rlcore.plugins import (
         CRITIC,
         POLICY,
         REWARD,
         Algorithm,
-        AlgorithmSpec,
-        CommandSpec,
-        ConfigSpec,
-        DatasetSpec,
-        RewardSpec,
+        PluginManager,
         Role,
         RoleKind,
-        RolloutCapabilities,
-        RolloutEngineSpec,
-        TrackerSpec,
-        TrainCapabilities,
-        TrainEngineSpec,
-        WorkerSpec,
         hookimpl,
+        specs,
     )
-    from rlcore.protocol import DataProto, Ragged
+    from rlcore.plugins.specs import *  # noqa: F403
+    from rlcore.protocol import ColumnSpec, DataProto, Ragged
     from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.run import Run
     from rlcore.trackers import Tracker
 
+    __all__ = [
+        "CRITIC",
+        "POLICY",
+        "REWARD",
+        "Algorithm",
+        "CheckpointError",
+        "ColumnSpec",
+        "CommandLine",
+        "Config",
+        "ConfigError",
+        "CriticHandle",
+        "DataError",
+        "DataProto",
+        "PluginError",
+        "PluginManager",
+        "PolicyHandle",
+        "RLCoreError",
+        "Ragged",
+        "RewardHandle",
+        "Role",
+        "RoleKind",
+        "Run",
+        "Tracker",
+        "WorkerError",
+        "did_you_mean",
+        "hookimpl",
+        "option",
+    ]
+    __all__ += specs.__all__
+
 _HOMES = {
+    "rlcore.commands.line": ["CommandLine"],
     "rlcore.config": ["Config", "option"],
-    "rlcore.errors": ["CheckpointError", "ConfigError", "DataError", "PluginError", "RLCoreError", "WorkerError"],
+    "rlcore.errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "PluginError",
+        "RLCoreError",
+        "WorkerError",
+        "did_you_mean",
+    ],
     "rlcore.plugins": [
         "CRITIC",
         "POLICY",
         "REWARD",
         "Algorithm",
-        "AlgorithmSpec",
-        "CommandSpec",
-        "ConfigSpec",
-        "DatasetSpec",
-        "RewardSpec",
+        "PluginManager",
         "Role",
         "RoleKind",
-        "RolloutCapabilities",
-        "RolloutEngineSpec",
-        "TrackerSpec",
-        "TrainCapabilities",
-        "TrainEngineSpec",
-        "WorkerSpec",
         "hookimpl",
     ],
-    "rlcore.protocol": ["DataProto", "Ragged"],
+    "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
     "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "CRITIC",
-    "POLICY",
-    "REWARD",
-    "Algorithm",
-    "AlgorithmSpec",
-    "CheckpointError",
-    "CommandSpec",
-    "Config",
-    "ConfigError",
-    "ConfigSpec",
-    "CriticHandle",
-    "DataError",
-    "DataProto",
-    "DatasetSpec",
-    "PluginError",
-    "PolicyHandle",
-    "RLCoreError",
-    "Ragged",
-    "RewardHandle",
-    "RewardSpec",
-    "Role",
-    "RoleKind",
-    "RolloutCapabilities",
-    "RolloutEngineSpec",
-    "Run",
-    "Tracker",
-    "TrackerSpec",
-    "TrainCapabilities",
-    "TrainEngineSpec",
-    "WorkerError",
-    "WorkerSpec",
-    "hookimpl",
-    "option",
-]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'rlcore' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name == "__all__":
+        return __dir__()
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if not name.startswith("_") and name in _kinds().__all__:
+        return getattr(_kinds(), name)
+    raise AttributeError(f"module 'rlcore' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_HOME_OF, *_kinds().__all__])
+
+
+def _kinds() -> ModuleType:
+    """Return the module that holds the kinds of plugin and lists their names."""
+    return importlib.import_module("rlcore.plugins.specs")

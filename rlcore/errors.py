@@ -1,6 +1,6 @@
 """The errors that rlcore raises on purpose, and the wording that they share.
 
-Every message says what was wrong, with which value, what is allowed, and what to do.
+Every message names the fault, the value, the allowed values, and the remedy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class RLCoreError(Exception):
-    """Base of all errors that a user can cause and mend; the CLI prints them without a traceback."""
+    """Base of all errors that a user can cause and fix; the CLI prints them without a traceback."""
 
 
 class ConfigError(RLCoreError):
@@ -26,7 +26,7 @@ class NoRoleError(PluginError, AttributeError):
 
 
 class DataError(RLCoreError):
-    """A data set, a batch or a column is not what it has to be."""
+    """A data set, a batch or a column breaks a requirement."""
 
 
 class WorkerError(RLCoreError):

@@ -19,7 +19,8 @@ from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import resolve
-from rlcore.roles.placement import restrict_to_roles
+from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
+from rlcore.roles.settings import with_settings
 from rlcore.run import Run, open_run
 
 
@@ -82,22 +83,34 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     CheckpointError for a run without a checkpoint, and the errors of `open_run`.
     """
     algorithm: Algorithm | None = None
-    roles = {"actor": Role(generates=True)}
+    saved: Path | None = None
     if (target / CONFIG).is_file():
         found = checkpoints(target / "checkpoints")
         if not found:
             raise CheckpointError(
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
             )
+        saved = found[-1]
         algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
-        if algorithm is not None and algorithm.evaluates:
-            roles = {name: _as_saved(role, found[-1] / name / "model") for name, role in algorithm.roles().items()}
-        else:
-            config = replace(config, model=replace(config.model, path=str((found[-1] / "actor" / "model").resolve())))
+        if algorithm is None or not algorithm.evaluates:
+            config = replace(config, model=replace(config.model, path=str((saved / "actor" / "model").resolve())))
+    if saved is not None and algorithm is not None and algorithm.evaluates:
+        declared = algorithm.roles()
+        config = restrict_to_roles(config, declared)
+        roles = {
+            name: _as_saved(role, saved / name / "model") for name, role in with_settings(declared, config).items()
+        }
+        placement = Placement.of(config, roles, plugins)
+    else:
+        declared = {"actor": Role(generates=True)}
+        config = restrict_to_roles(config, declared)
+        # The weights are those of model.path, whatever folder the run's actor began with.
+        roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
+        placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     dataset = plugins.datasets()[config.data.name]
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    with open_run(restrict_to_roles(config, roles), target.resolve(), plugins, roles, rewards) as run:
+    with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement) as run:
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<16} {value:.4g}")

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config, from_yaml, same_run, to_yaml
-from rlcore.config.installed import Installed
 from rlcore.errors import CheckpointError, ConfigError, PluginError
+from rlcore.plugins import PluginManager
 
 CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
 WRITING = ".writing"
@@ -53,7 +53,7 @@ def default_path(config: Config) -> Path:
     return Path("runs") / f"{config.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def open_folder(path: Path, config: Config, plugins: Installed) -> RunFolder:
+def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder:
     """Create the folder with config.yaml and versions.json, or prepare to resume the run in it.
 
     A run that was stopped before its first step or evaluation starts anew.
@@ -117,7 +117,7 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
+def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> None:
     summary = path / SUMMARY
     if summary.exists():
         try:
@@ -135,7 +135,7 @@ def _check_resumable(path: Path, config: Config, plugins: Installed) -> None:
         )
 
 
-def require_plugins(path: Path, plugins: Installed) -> None:
+def require_plugins(path: Path, plugins: PluginManager) -> None:
     """Raise PluginError, naming the package to install, when a plugin that the folder's run needs is missing.
 
     Returns silently when the folder has no readable versions.json.
@@ -159,7 +159,7 @@ def require_plugins(path: Path, plugins: Installed) -> None:
         raise PluginError(f"the run {path} was made with the plugin {name!r}, {remedy}")
 
 
-def versions(config: Config, plugins: Installed) -> dict[str, Any]:
+def versions(config: Config, plugins: PluginManager) -> dict[str, Any]:
     """Return the versions behind a run: Python, the platform, argv, the main distributions, and its plugins."""
     names = (
         "rlcore",

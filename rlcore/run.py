@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,14 +19,15 @@ from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
-from rlcore.rewards.judge import Judge
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
-from rlcore.roles.placement import REWARD_WORKERS, ROLLOUT, PoolPlan, plan
+from rlcore.roles.placement import Placement
+from rlcore.roles.plugin_groups import PluginGroups, group_requests
+from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT
 from rlcore.roles.settings import REWARD_MODEL
 from rlcore.roles.start import start_roles
-from rlcore.workers import ClassWithInitArgs, Future, WorkerGroup, make_executor, wait_for
+from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Run:
         clock: StepClock,
         roles: Mapping[str, RoleHandle],
         rewards: WorkerGroup,
-        judge: Judge,
+        plugin_groups: PluginGroups,
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
     ) -> None:
@@ -64,7 +65,7 @@ class Run:
         self._loaders = loaders
         self._clock = clock
         self._rewards = rewards
-        self._judge = judge
+        self._plugin_groups = plugin_groups
         self._named_scores = named_scores
         self._logged: dict[str, float] = {}
         self._scored: list[tuple[DataProto, DataProto]] = []
@@ -96,6 +97,14 @@ class Run:
                 f"Role(kind={handle_class.kind!r})"
             )
         return handle
+
+    def group(self, name: str) -> Any:
+        """Return the workers that a plugin brings under this name: a WorkerGroup, or the plugin's own handle of it.
+
+        They started with the roles. What a step leaves under way is waited for at its end. Raises PluginError for a
+        name that no installed plugin gives with this config.
+        """
+        return self._plugin_groups.get(name)
 
     def reward(self, batch: DataProto, *, record: bool = True) -> DataProto:
         """Return each row's `scores` (fp32), `reward_error` and `reward_detail`; with several rewards `score/NAME` too.
@@ -132,16 +141,6 @@ class Run:
         scored["score/model"] = by_model["scores"]
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
-
-    def judge(self, first: DataProto, second: DataProto) -> DataProto:
-        """Return which response the judge at `judge.url` prefers, row by row: `preference` (fp32) and `judge_error`.
-
-        1: that of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text` of
-        both, and returns at once. What the judge does not answer in time or not at all has `judge_error`, the
-        preference that `judge.on_error` names, and a place in the metric judge/errors. Raises ConfigError without a
-        judge, and DataError for batches of unequal prompts.
-        """
-        return self._judge.compare(first, second)
 
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
@@ -185,7 +184,7 @@ class Run:
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
-        return EndedStep(logged, scored, outstanding + self._judge.outstanding(), self._judge.end_step())
+        return EndedStep(logged, scored, outstanding, self._plugin_groups.end_step())
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
@@ -194,13 +193,11 @@ class Run:
     def spans(self) -> list[Future]:
         """Ask all processes who ran when since they were last asked. For the trainer."""
         processes = {id(group.processes): group.processes for group in self._groups()}
-        return [
-            Future(each.spans(), lambda by_rank: [span for spans in by_rank for span in spans])
-            for each in processes.values()
-        ]
+        return [each.spans() for each in processes.values()]
 
     def _groups(self) -> list[WorkerGroup]:
-        return [*(group for role in self.roles.values() for group in role.groups), self._rewards]
+        of_roles = [group for role in self.roles.values() for group in role.groups]
+        return [*of_roles, self._rewards, *self._plugin_groups.groups.values()]
 
 
 @dataclass
@@ -210,12 +207,15 @@ class EndedStep:
     logged: dict[str, float]
     scored: list[tuple[DataProto, DataProto]]
     outstanding: list[Future]
-    judged: Callable[[], dict[str, float]]
+    metrics: Sequence[Callable[[], Mapping[str, float]]]
 
     def wait(self) -> tuple[dict[str, float], list[DataProto]]:
         """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
         wait_for(self.outstanding)
-        return {**self.logged, **self.judged()}, [batch.union(rewards) for batch, rewards in self.scored]
+        logged = dict(self.logged)
+        for metrics in self.metrics:
+            logged |= metrics()
+        return logged, [batch.union(rewards) for batch, rewards in self.scored]
 
 
 @contextmanager
@@ -226,38 +226,43 @@ def open_run(
     roles: Mapping[str, Role],
     rewards: list[WeightedReward],
     *,
-    plans: Sequence[PoolPlan] | None = None,
+    placement: Placement | None = None,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
+    executor: Executor | None = None,
 ) -> Iterator[Run]:
     """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
     roles: as `resolve_roles` gives them, checked by `check_roles`.
-    plans: the pools, as `plan` gives them; None: it is called here, and raises ConfigError for pools that cannot be.
+    placement: the run's pools; None: they are planned here, which raises ConfigError for pools that cannot be.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes a file of its own.
+    executor: starts the workers; None: the one of `cluster.executor`.
 
     Raises the errors of starting.
     """
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name]) if plans is None else plans
-    executor = make_executor(
-        config.cluster,
-        log_dir=log_dir,
-        by_value_modules=plugins.by_value_modules,
-        distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
-    )
+    placement = placement or Placement.of(config, roles, plugins)
+    if executor is None:
+        executor = make_executor(
+            config.cluster,
+            log_dir=log_dir,
+            by_value_modules=plugins.by_value_modules,
+            distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
+        )
     with executor:
         # All pools first, as the cluster has to hold them together.
-        pools = [(planned, planned.open(executor)) for planned in plans]
+        pools = [(planned, planned.open(executor)) for planned in placement.pools]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
         reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
-        handles, (scorers,) = start_roles(config, executor, plugins, roles, clock, pools, extra=[reward])
-        judge = Judge(config.judge, executor)
-        yield Run(config, folder, clock, handles, scorers, judge, loaders or {}, named_scores(rewards, config.reward))
+        extra = [reward, *group_requests(placement.groups, pools)]
+        handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra)
+        scorers = groups.pop(REWARD_WORKERS)
+        own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
+        yield Run(config, folder, clock, handles, scorers, own, loaders or {}, names)
 
 
-def check_roles(roles: Mapping[str, Role], config: Config) -> None:
-    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, leaders and folders."""
-    checks.check_roles(roles, config, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})
+def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, engines, leaders, folders."""
+    checks.check_roles(roles, config, plugins, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})

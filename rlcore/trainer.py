@@ -18,21 +18,20 @@ from typing import Any
 
 from rlcore import checkpoint
 from rlcore.collector import resume_collector
-from rlcore.config import Config, check
+from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
 from rlcore.errors import CheckpointError, ConfigError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
-from rlcore.plugins import Algorithm, PluginManager, Role
+from rlcore.plugins import Algorithm, PluginManager
+from rlcore.preflight import preflight
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
-from rlcore.roles.placement import plan
-from rlcore.roles.settings import resolve_roles
-from rlcore.run import EndedStep, Run, check_roles, open_run
+from rlcore.run import EndedStep, Run, open_run
 from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
 from rlcore.workers import Future
@@ -46,12 +45,8 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
     Faults of config, data, model folder, rewards, trackers and run folder are found before Ray starts. Raises the
     errors of rlcore.errors; if the loop had begun, summary.json then has the status "failed".
     """
-    check(config, plugins)
-    algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
-    roles = resolve_roles(algorithm.roles(), config)
-    _check_evaluation(algorithm, roles, config)
-    check_roles(roles, config)
-    plans = plan(config, roles, plugins.train_engines()[config.engine.name])
+    checked = preflight(config, plugins)
+    algorithm = checked.algorithm
     dataset = plugins.datasets()[config.data.name]
     loaders = _loaders(algorithm, config, plugins)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
@@ -65,7 +60,14 @@ def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
                 log.info("code from %s, sha256 %s", file, digest)
             place = folder.path.resolve()
             opened = open_run(
-                config, place, plugins, roles, rewards, plans=plans, loaders=loaders, log_dir=place / "logs"
+                config,
+                place,
+                plugins,
+                checked.roles,
+                rewards,
+                placement=checked.placement,
+                loaders=loaders,
+                log_dir=place / "logs",
             )
             with opened as run:
                 return Trainer(run, algorithm, plugins, loaders, folder, trackers).run()
@@ -92,15 +94,6 @@ def _loaders(algorithm: Algorithm, config: Config, plugins: PluginManager) -> di
         loaders[name] = PromptLoader(settings, known[settings.name], tokenizer, seed=config.trainer.seed)
     loaders["train"].check_rows(algorithm.check_row)
     return loaders
-
-
-def _check_evaluation(algorithm: Algorithm, roles: Mapping[str, Role], config: Config) -> None:
-    generates = [name for name, role in roles.items() if role.generates]
-    if config.trainer.eval_every and "actor" not in generates and not algorithm.evaluates:
-        raise ConfigError(
-            f"an evaluation samples from the role `actor`, but in algo={config.algorithm} the generating roles are "
-            f"{', '.join(generates) or 'none'}, and it has no evaluate(); set trainer.eval_every=0"
-        )
 
 
 class Trainer:

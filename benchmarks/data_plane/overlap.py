@@ -17,7 +17,7 @@ from rlcore.config import compose
 from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import CriticHandle, PolicyHandle, StepClock
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import plan_pools
 from rlcore.roles.start import start_roles
 from rlcore.workers import make_executor
 
@@ -43,7 +43,7 @@ def main(folder: str) -> None:
     config = compose(["experiment=ppo", "cluster.workers=1", f"run.dir={folder}", POOLS], plugins)
     executor = make_executor(config.cluster, log_dir=Path(folder))
     with executor:
-        pools = [(planned, planned.open(executor)) for planned in plan(config, ROLES)]
+        pools = [(planned, planned.open(executor)) for planned in plan_pools(config, ROLES)]
         roles, _ = start_roles(config, executor, plugins, ROLES, StepClock(), pools)
         side.serve({"call": lambda rounds: call(roles["ref"], roles["critic"], rounds)})
 

@@ -26,6 +26,8 @@ from benchmarks.gpu.sizes import SIZES
 from benchmarks.report import Bar, Figure, write
 
 ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 480.0
+"""All parts together; what has not begun by then is left out."""
 
 
 @dataclass
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: a test of the code, no figures")
     parser.add_argument("--keep", type=Path, help="a folder for models, runs and logs that is not removed")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for all parts together (default: 480)")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     for name in asked.parts:
@@ -67,13 +70,14 @@ def main(argv: Sequence[str] | None = None) -> bool:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         env = environment(Path(scratch))
-        found = run_parts(list(dict.fromkeys(["models", *names])), size, folder, env)
-    for name, text in found.failed.items():
-        print(f"\n=== {name} FAILED ===\n{text}")
-    for name, seconds in found.seconds.items():
-        state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
-        print(f"{name:<12} {seconds:6.1f} s  {state}")
-    held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+        wanted = list(dict.fromkeys(["models", *names]))
+        found = run_parts(wanted, size, folder.absolute(), env, where=Path(scratch), seconds=asked.seconds)
+        for name, text in found.failed.items():
+            print(f"\n=== {name} FAILED ===\n{text}")
+        for name in wanted:
+            state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
+            print(f"{name:<12} {found.seconds.get(name, 0.0):6.1f} s  {state}")
+        held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
     return held and not found.failed
 
 
@@ -83,26 +87,37 @@ def _has_card() -> bool:
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network."""
+    """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network.
+
+    The parts run in `scratch`: in the checkout its sources would hide what is installed.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     try:
         importlib.metadata.version("rlcore")
     except importlib.metadata.PackageNotFoundError:
         site, copy = scratch / "site", scratch / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "*.egg-info", "tests", "__pycache__")
+        ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)  # as setuptools writes into what it builds
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
         plugins = map(str, sorted((copy / "plugins").glob("*/")))
         subprocess.run([*command, "--target", str(site), str(copy), *plugins], check=True)
-        paths.insert(0, str(site))
+        (site / "benchmarks").symlink_to(ROOT / "benchmarks")
+        paths[0] = str(site)
         sys.path.insert(0, str(site))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
 
 
-def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, str]) -> Findings:
-    """Run each part in a process of its own."""
+def run_parts(
+    names: Sequence[str], size: str, folder: Path, env: Mapping[str, str], where: Path, seconds: float
+) -> Findings:
+    """Run each part in a process of its own, in the folder `where`."""
     found = Findings()
+    began = time.perf_counter()
     for name in names:
+        limit = min(PARTS[name][1], seconds - (time.perf_counter() - began))
+        if limit <= 0:
+            found.absent[name] = "time left"
+            continue
         out, log = folder / f"{name}.json", folder / f"{name}.log"
         out.unlink(missing_ok=True)
         small = ["--small"] if size == "small" else []
@@ -110,10 +125,10 @@ def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, s
         start, ended = time.perf_counter(), True
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, env=dict(env), cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+                command, env=dict(env), cwd=where, stdout=file, stderr=file, start_new_session=True
             )
             try:
-                process.wait(PARTS[name][1])
+                process.wait(limit)
             except subprocess.TimeoutExpired:
                 ended = False
                 os.killpg(process.pid, signal.SIGKILL)
@@ -121,9 +136,7 @@ def run_parts(names: Sequence[str], size: str, folder: Path, env: Mapping[str, s
         found.seconds[name] = time.perf_counter() - start
         answer = json.loads(out.read_text()) if out.exists() else {}
         if not ended:
-            found.failed[name] = (
-                f"not done after {PARTS[name][1]:.0f} s; the end of its output:\n{log.read_text()[-3000:]}"
-            )
+            found.failed[name] = f"not done after {limit:.0f} s; the end of its output:\n{log.read_text()[-3000:]}"
         elif "figures" in answer:
             found.figures += [Figure(**each) for each in answer["figures"]]
         elif "absent" in answer:

@@ -81,11 +81,11 @@ def train(
     command += ["tracker=none", "trainer.eval_every=0", f"run.dir={out}"]
     log = out.with_suffix(".log")
     with log.open("a") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
     steps = _lines(out / "metrics.jsonl")
     if not steps or (process.returncode and process.returncode != -signal.SIGKILL):

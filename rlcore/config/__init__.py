@@ -1,7 +1,6 @@
 """The typed configuration of a run: its schema, and how overrides and files become it. Imports no torch."""
 
 from rlcore.config.build import build
-from rlcore.config.check import check
 from rlcore.config.compose import compose
 from rlcore.config.files import from_yaml, same_run, to_yaml
 from rlcore.config.schema import (
@@ -9,9 +8,9 @@ from rlcore.config.schema import (
     Config,
     DataConfig,
     EngineConfig,
-    JudgeConfig,
     ModelConfig,
     RewardConfig,
+    RoleConfig,
     RolloutConfig,
     RunConfig,
     TrackerConfig,
@@ -24,15 +23,14 @@ __all__ = [
     "Config",
     "DataConfig",
     "EngineConfig",
-    "JudgeConfig",
     "ModelConfig",
     "RewardConfig",
+    "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "TrackerConfig",
     "TrainerConfig",
     "build",
-    "check",
     "compose",
     "from_yaml",
     "option",

@@ -70,6 +70,8 @@ def build_config(
         raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
     used = {f"rollout.{config.rollout.name}", f"engine.{config.engine.name}"}
+    for role in config.roles.values():
+        used |= {f"rollout.{role.rollout.get('name')}", f"engine.{role.engine}"}
     return dataclasses.replace(
         config, sections={path: section for path, section in own.items() if "." not in path or path in used}
     )

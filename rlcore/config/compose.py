@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, type] = {
     field.name: field.default_factory  # type: ignore[misc]
     for field in dataclasses.fields(Config)
-    if field.default_factory is not dataclasses.MISSING and field.name != "sections"
+    if dataclasses.is_dataclass(field.default_factory)
 }
 """The dataclass of each part of the config with core keys, by name. Plugins bring further ones."""
 
@@ -153,7 +153,7 @@ def schema_node(sections: Mapping[str, type]) -> dict[tuple[str | None, str], An
 
     sections: the dataclasses that plugins bring, by dotted name.
     """
-    values: dict[str, Any] = {"algorithm": "", "algo": {}, **core_values()}
+    values: dict[str, Any] = {"algorithm": "", "algo": {}, "roles": {}, **core_values()}
     for path, cls in sections.items():
         top, _, name = path.partition(".")
         if name:
@@ -167,11 +167,7 @@ def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str
     nodes = schema_node(plugins.sections())
     for name, spec in plugins.algorithms().items():
         nodes["algo", name] = {"algorithm": name, "algo": defaults(spec.algorithm.config_class)}
-    nodes |= {("data", name): {"name": name} for name in plugins.datasets()}
-    nodes |= {("reward", name): {"functions": {name: 1.0}} for name in plugins.rewards()}
-    nodes |= {("rollout", name): {"name": name} for name in plugins.rollout_engines()}
-    nodes |= {("engine", name): {"name": name} for name in plugins.train_engines()}
-    nodes |= {("tracker", name): {"use": [name]} for name in plugins.trackers()}
+    nodes |= {key: values for key, values in plugins.options().items() if key[0] != "algo"}
     if base is not None:
         choices = [{group: None} for group in GROUPS]
         nodes[None, "saved"] = {"defaults": ["schema", "_self_", *choices], **_escape(base)}

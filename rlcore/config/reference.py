@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, SECTIONS, core_values
+from rlcore.config.schema import RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -40,6 +41,10 @@ The algorithm's own keys are under `algo`, an engine's under `rollout.NAME` or `
 sections of their own. A run has the sections of the engines that it uses and those of all installed plugins;
 `rlcore train algo=NAME --help` shows them all.
 """
+
+
+CORE_SECTIONS: dict[str, type] = {**SECTIONS, "roles.NAME": RoleConfig}
+"""The dataclasses of the core's keys by dotted name; `roles.NAME` stands for each role."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def markdown(own: Mapping[str, type]) -> str:
     parts = [_INTRODUCTION]
     options = group_options()
     sections: dict[str, type] = {}
-    for section, cls in SECTIONS.items():
+    for section, cls in CORE_SECTIONS.items():
         sections[section] = cls
         sections |= {path: brought for path, brought in own.items() if path.startswith(f"{section}.")}
     for section, cls in sections.items():

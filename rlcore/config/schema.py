@@ -92,32 +92,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class JudgeConfig:
-    """A language model that is asked which of two responses is better, over an OpenAI-compatible HTTP endpoint."""
-
-    url: str | None = option(None, "base URL of the endpoint, as http://host:8000/v1; /chat/completions is added")
-    model: str | None = option(None, "the judge's name there")
-    template: str | None = option(
-        None, "file with the question: text with {prompt}, {first} and {second} (default: rlcore's own)"
-    )
-    api_key_env: str | None = option(
-        None, "name of the environment variable that holds the API key, read where the command runs; none: no key"
-    )
-    request: dict[str, Any] = option({"temperature": 0.0}, "further fields of each request, as max_tokens")
-    both_orders: bool = option(
-        True, "ask twice, with sides swapped; two answers that disagree are a tie (against a bias for one place)"
-    )
-    concurrency: int = option(8, "most requests under way at one time", min=1)
-    timeout: float = option(60.0, "seconds that one request may take", min=0.01)
-    retries: int = option(3, "times a request is sent again after a connection error or status 429 or 5xx", min=0)
-    total_timeout: float = option(600.0, "seconds that all questions of one call may take together", min=0.01)
-    on_error: Literal["tie", "first", "second"] = option("tie", "preference where the judge gave none")
-    on_outage: Literal["continue", "stop"] = option(
-        "continue", "what follows when the judge answered no question of a call: go on with `on_error`, or stop"
-    )
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """How responses are sampled."""
 
@@ -159,6 +133,17 @@ class EngineConfig:
     clip_grad: float = option(1.0, "largest global gradient norm; 0 for no clipping", min=0.0)
     micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0)
     micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """Settings of one of the algorithm's roles, in place of those that all roles share."""
+
+    model: str | None = option(None, "the role's own model folder (default: the algorithm's choice, else model.path)")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision (default: model.dtype)")
+    lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
+    engine: str | None = option(None, "the role's own train engine (default: engine.name)")
+    rollout: dict[str, Any] = option({}, "rollout settings of its own, as {temperature: 0.7}; the rest is `rollout`'s")
 
 
 @dataclass(frozen=True)
@@ -207,15 +192,6 @@ class ClusterConfig:
         "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md); "
         "`auto`: as `rlcore plan` finds best (docs/plan.md)",
     )
-    device: str | None = option(
-        None,
-        "what is planned for: a device profile's name or file, or several with their numbers, as h100:8+a100-80g:16 "
-        "(default: what is found)",
-        incidental=True,
-    )
-    gpus: int | None = option(
-        None, "devices that are planned for (default: those that are found)", min=1, incidental=True
-    )
     colocate: Literal["fused", "fractional"] = option(
         "fused", "roles of one pool share a process, or are processes that share its places and take turns"
     )
@@ -253,7 +229,8 @@ class RunConfig:
 class Config:
     """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name.
 
-    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `sections` holds, by dotted name, the
+    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `roles` holds the settings of single
+    roles by name. `sections` holds, by dotted name, the
     config objects that plugins brought: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and those of
     installed plugins (see ConfigSpec); read one with `section`.
     """
@@ -263,9 +240,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

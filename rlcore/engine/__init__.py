@@ -12,25 +12,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlcore.assets import model_path
     from rlcore.engine.collectives import Ranks
+    from rlcore.engine.generators import random_state, set_random_state
+    from rlcore.engine.model_folder import write_model_folder
     from rlcore.engine.parallel.layout import Layout, ShardSpec
-    from rlcore.engine.random_state import random_state, set_random_state
+    from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of, load_model_config
     from rlcore.engine.responses import end_tokens, ends_with_stop
-    from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+    from rlcore.engine.rollout import (
+        Finished,
+        Request,
+        RolloutEngine,
+        RolloutSetup,
+        Sampling,
+        check_requests,
+        refuse_in_flight,
+    )
+    from rlcore.engine.sampling import sample_tokens
     from rlcore.engine.train import ENGINE_STATE, Approve, Finish, TrainEngine, TrainSetup
     from rlcore.engine.update.items import Importance, UpdateItem
     from rlcore.engine.update.updater import Updater
+    from rlcore.engine.weights.generation import GenerationLayout
     from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 
 _MODULES = {
     "rlcore.assets": ["model_path"],
     "rlcore.engine.collectives": ["Ranks"],
+    "rlcore.engine.model_folder": ["write_model_folder"],
     "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
-    "rlcore.engine.random_state": ["random_state", "set_random_state"],
+    "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of", "load_model_config"],
+    "rlcore.engine.generators": ["random_state", "set_random_state"],
     "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
-    "rlcore.engine.rollout": ["RolloutEngine", "RolloutSetup", "Sampling"],
+    "rlcore.engine.rollout": [
+        "Finished",
+        "Request",
+        "RolloutEngine",
+        "RolloutSetup",
+        "Sampling",
+        "check_requests",
+        "refuse_in_flight",
+    ],
+    "rlcore.engine.sampling": ["sample_tokens"],
     "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
     "rlcore.engine.update.items": ["Importance", "UpdateItem"],
     "rlcore.engine.update.updater": ["Updater"],
+    "rlcore.engine.weights.generation": ["GenerationLayout"],
     "rlcore.engine.weights.transfer": ["Shapes", "check_same_parameters", "checked"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -39,9 +63,13 @@ __all__ = [
     "ENGINE_STATE",
     "Approve",
     "Finish",
+    "Finished",
+    "GenerationLayout",
     "Importance",
     "Layout",
+    "ModelShape",
     "Ranks",
+    "Request",
     "RolloutEngine",
     "RolloutSetup",
     "Sampling",
@@ -51,13 +79,20 @@ __all__ = [
     "TrainSetup",
     "UpdateItem",
     "Updater",
+    "check_requests",
     "check_same_parameters",
     "checked",
     "end_tokens",
     "ends_with_stop",
+    "engine_of",
+    "layout_of",
+    "load_model_config",
     "model_path",
     "random_state",
+    "refuse_in_flight",
+    "sample_tokens",
     "set_random_state",
+    "write_model_folder",
 ]
 
 

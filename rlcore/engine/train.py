@@ -52,7 +52,8 @@ class TrainSetup(Generic[C]):
 
     `engine` holds the keys that all train engines share, `config` the engine's own section `engine.NAME`. `ranks` are
     the processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may
-    start from a folder without a score head, and gets one of zeros. `temperature` divides the logits, as it did when
+    start from a folder without a score head, and gets one of zeros. `frozen`: the weights are only read by forwards, so
+    the engine may keep them in the precision of the forward. `temperature` divides the logits, as it did when
     the responses were sampled. `total_steps` is the run's, for the learning-rate schedule.
     """
 
@@ -63,6 +64,7 @@ class TrainSetup(Generic[C]):
     trains: bool
     kind: RoleKind = POLICY
     new_head: bool = True
+    frozen: bool = False
     temperature: float = 1.0
     total_steps: int = 1
 

@@ -59,6 +59,7 @@ class RoleSetup:
     """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
 
     `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
+    `frozen`: the weights are only read by forwards: they are not trained, followed, sent or sampled with.
     `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
     a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
     """
@@ -73,6 +74,7 @@ class RoleSetup:
     rollout_config: Any
     seed: int
     total_steps: int
+    frozen: bool = False
     reads_text: bool = False
     samples_only: bool = False
 
@@ -110,6 +112,7 @@ class ModelWorker(Worker):
                 trains=setup.role.trains,
                 kind=setup.role.kind,
                 new_head=setup.role.may_start_headless,
+                frozen=setup.frozen,
                 temperature=setup.rollout.temperature,
                 total_steps=setup.total_steps,
             )

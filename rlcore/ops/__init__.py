@@ -1,4 +1,4 @@
-"""Pure torch: log-probs, KL estimators, advantages, importance weights, masked sums, noise by name, terms of a loss."""
+"""Pure torch: log-probs, KL, advantages, importance weights, masked sums, keyed noise, and the terms of a loss."""
 
 from rlcore.ops.advantages import gae, group_advantages, group_index
 from rlcore.ops.importance import Correction, importance_weights, train_rollout_logprob_diff

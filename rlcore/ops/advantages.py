@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def group_index(uid: Sequence[str] | np.ndarray) -> Tensor:
-    """Return int64 [rows]: the number of each row's group, groups numbered in order of first appearance."""
+    """Return each row's group number, int64 [rows]; groups are numbered in order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(str(u), len(numbers)) for u in uid], dtype=torch.int64)
 
@@ -18,17 +18,17 @@ def group_index(uid: Sequence[str] | np.ndarray) -> Tensor:
 def group_advantages(
     scores: Tensor, uid: Sequence[str] | np.ndarray, *, divide_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Return each score's advantage over its group, fp32 [rows]: (score - mean) / (std + eps) within equal `uid`.
+    """Return each score's advantage over its group, fp32 [rows]: (score - mean) / (std + eps) over rows of equal `uid`.
 
-    `scores` is [rows]. The standard deviation is the unbiased one (0 for a group of one); a group whose scores are all
-    equal gets exactly 0. `divide_by_std=False` leaves out the division. Sources: GRPO, arXiv 2402.03300, section 4.1;
+    `scores` is [rows]. The standard deviation is the unbiased one, and 0 for a group of one row. A group of equal
+    scores gets exactly 0. `divide_by_std=False` omits the division. Sources: GRPO, arXiv 2402.03300, section 4.1;
     without the division: Dr. GRPO, arXiv 2503.20783. Raises ValueError when the lengths differ.
     """
     if scores.ndim != 1 or len(scores) != len(uid):
         raise ValueError(f"scores has shape {tuple(scores.shape)}, uid {len(uid)} rows; both must be one value per row")
     index = group_index(uid).to(scores.device)
     groups = int(index.max()) + 1 if len(index) else 0
-    # In fp64: the mean of equal scores must give a difference of exactly 0, whatever the group's size.
+    # fp64, so that equal scores minus their mean give exactly 0 in groups of any size.
     values = scores.double()
     count = torch.zeros(groups, dtype=torch.float64, device=scores.device).index_add_(0, index, torch.ones_like(values))
     mean = torch.zeros_like(count).index_add_(0, index, values) / count
@@ -44,8 +44,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), [rows, tokens], by generalised advantage estimation; 0 where `mask` is 0.
 
-    `rewards`, `values` and the 0/1 `mask` are [rows, tokens]; a value is what was expected before its token was chosen.
-    The actions of a row are its tokens with mask 1; the others are skipped, wherever they stand and whatever they hold.
+    `rewards`, `values` and the 0/1 `mask` are [rows, tokens]. A value is the return expected before its token was
+    chosen. The actions of a row are its tokens with mask 1; all other tokens are skipped, and may hold any number.
     Over a row's actions 1..n, with the value 0 after the last,
 
         delta_i = r_i + gamma V_{i+1} - V_i        A_i = delta_i + gamma lam A_{i+1}        R_i = A_i + V_i
@@ -55,7 +55,7 @@ def gae(
     if rewards.ndim != 2 or not rewards.shape == values.shape == mask.shape:
         shapes = ", ".join(str(tuple(each.shape)) for each in (rewards, values, mask))
         raise ValueError(f"rewards, values and mask have the shapes {shapes}; all must be [rows, tokens]")
-    # Tokens first, so that each turn of the loop reads and writes one run of memory.
+    # [tokens, rows], so that each iteration of the loop reads and writes contiguous memory.
     acts = mask.bool().T.contiguous()
     reward = torch.where(acts, rewards.T, 0.0)
     value = torch.where(acts, values.T, 0.0)

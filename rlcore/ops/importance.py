@@ -1,8 +1,8 @@
-"""Importance weights for samples of a policy that is not quite the one that is trained, and how far apart the two are.
+"""Importance weights for off-policy samples, and the difference between the sampling and the trained policy.
 
-The sampling policy b differs from the trained one pi where weights are older, where the two engines round differently,
-or where one of them is wrong. All functions take the log-probs of the same sampled tokens under both, in nats,
-[rows, tokens], and a mask of the same shape that is not zero on the tokens that count.
+The sampling policy b differs from the trained policy pi when its weights are older, when the two engines round
+differently, or when one engine is wrong. All functions take the log-probs of the same sampled tokens under both
+policies, in nats, [rows, tokens], and a mask of that shape that is nonzero on the tokens to count.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Correction = Literal["token", "sequence", "mask"]
 def importance_weights(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: Correction, *, cap: float, floor: float = 0.0
 ) -> Tensor:
-    """Return the weight of each token [rows, tokens], 1 where the mask is 0; no gradient passes through it.
+    """Return the weight of each token [rows, tokens], without a gradient; 1 where the mask is 0.
 
-    With r_t = pi(y_t) / b(y_t): `token` min(r_t, cap), as rho in V-trace (IMPALA, arXiv 1802.01561, section 4.1);
-    `sequence` min(prod_t r_t, cap) for every token of the row; `mask` 1 for floor <= r_t <= cap and 0 outside that band
-    (IcePop, arXiv 2510.18855). Raises ValueError for another kind.
+    With r_t = pi(y_t) / b(y_t), the weight is, for `token`, min(r_t, cap), as rho in V-trace (IMPALA, arXiv 1802.01561,
+    section 4.1); for `sequence`, min(prod_t r_t, cap) on every token of the row; for `mask`, 1 if floor <= r_t <= cap,
+    else 0 (IcePop, arXiv 2510.18855). Raises ValueError for another kind.
     """
     inside = mask.bool()
     log_ratio = torch.where(inside, log_probs.detach() - rollout_log_probs, 0.0)
@@ -44,17 +44,17 @@ def importance_weights(
 def train_rollout_logprob_diff(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, bound: float
 ) -> dict[str, Tensor]:
-    """Return how far the log-probs of the same tokens are apart, as sums over the tokens that count.
+    """Return the difference of the two policies' log-probs, in nats, as sums over the counted tokens.
 
-    `difference`: of |log pi - log b|; `kl`: of the k3 estimate of KL(b || pi), which is not negative; `beyond`: number
-    of tokens that differ by more than `bound`; `tokens`: their number; and `most`, the largest difference.
+    `difference`: sum of |log pi - log b|. `kl`: sum of the k3 estimate of KL(b || pi), never negative. `beyond`: number
+    of tokens with a difference above `bound`. `tokens`: number of counted tokens. `max`: the largest difference.
     """
     inside = mask.bool()
-    apart = torch.where(inside, (log_probs.detach() - rollout_log_probs).abs(), 0.0)
+    difference = torch.where(inside, (log_probs.detach() - rollout_log_probs).abs(), 0.0)
     return {
-        "difference": apart.sum(),
+        "difference": difference.sum(),
         "kl": masked_sum(kl_estimate(rollout_log_probs, log_probs.detach(), "k3"), inside),
-        "beyond": (apart > bound).sum(),
+        "beyond": (difference > bound).sum(),
         "tokens": inside.sum(),
-        "most": apart.max() if apart.numel() else apart.new_zeros(()),
+        "max": difference.max() if difference.numel() else difference.new_zeros(()),
     }

@@ -31,13 +31,13 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator = "k
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, *, gain: float = 0.1) -> float:
-    """Return the next weight of a KL penalty, which rises while `kl` is above `target` and falls while it is below.
+    """Return the next weight of a KL penalty: higher if `kl` is above `target`, lower if it is below.
 
-    coef * (1 + gain * e), where e is the relative error kl / target - 1, kept within -0.2 and 0.2. `kl` and `target`
-    are in the same unit (in the source nats per response). Source: arXiv 1909.08593, section 2.2, where gain is 0.1.
-    Raises ValueError for a target that is not positive.
+    The result is coef * (1 + gain * e) with the relative error e = kl / target - 1, clipped to [-0.2, 0.2]. `kl` and
+    `target` are in the same unit (in the source, nats per response). Source: arXiv 1909.08593, section 2.2, with gain
+    0.1. Raises ValueError for a target that is not positive.
     """
     if target <= 0:
-        raise ValueError(f"the KL's target is {target}; it must be above 0")
+        raise ValueError(f"the KL target is {target}; it must be above 0")
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + gain * error)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of tokens from hidden states, without ever holding all logits."""
+"""Log-probs and entropy of tokens from hidden states, without ever materialising all logits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 TILE = 2**21
-"""Logits that exist at one time on a CPU: few enough that its caches hold them from the first use to the last."""
+"""Logits in memory at one time on a CPU: few enough to stay in its caches from the first use to the last."""
 DEVICE_TILE = 2**24
-"""The same on other devices, where a tile has to be worth launching a dozen kernels."""
+"""The same on other devices, where a tile must be large enough to be worth a dozen kernel launches."""
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Goes over tiles of logits, some positions by some of the vocabulary, in forward and, made again, in backward.
+    """Computes log-probs and entropy tile by tile; a tile is the logits of some positions for part of the vocabulary.
 
-    Saved are the inputs and one normaliser and entropy per position. `dtype`: of the matrix products.
+    Backward recomputes the tiles: forward saves only the inputs, and one normaliser and one entropy per position.
+    `dtype` is that of the matrix products.
     """
 
     @staticmethod
@@ -32,8 +33,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.dtype, ctx.tiles = temperature, dtype, _tiles(hidden, weight, chunk)
         ctx.set_materialize_grads(False)
-        # For each position, over the logits so far (the running softmax of arXiv 1805.02867): the highest, and of the
-        # rest less that, the sum of the powers and of the powers times themselves, which gives the entropy.
+        # The running softmax of arXiv 1805.02867. For each position, over the logits x of the tiles so far: `high` is
+        # the highest, `mass` the sum of exp(x - high), `moment` that of (x - high) exp(x - high), for the entropy.
         high = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         chosen, mass, moment = torch.zeros_like(high), torch.zeros_like(high), torch.zeros_like(high)
         every_row, every_column = ctx.tiles
@@ -57,14 +58,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        # The gradient of a logit: `gain` for the label's own, less p * (slope * log p + offset).
+        # The gradient of a logit is -p * (slope * log p + offset), plus `gain` if the logit is the label's.
         gain, slope = (None if grad is None else grad / ctx.temperature for grad in grads)
         offset = torch.zeros_like(normaliser) if gain is None else gain
         if slope is not None:
             offset = offset + slope * entropy
         every_row, every_column = ctx.tiles
         inputs = hidden.to(ctx.dtype)
-        # Sums over tiles are in fp32 so that bf16 does not lose the small ones.
+        # Sums over tiles are in fp32: in bf16 small terms would be lost.
         sums = torch.promote_types(ctx.dtype, torch.float32)
         grad_hidden = torch.zeros_like(hidden, dtype=sums)
         grad_weight, grad_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
@@ -94,7 +95,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _tiles(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[list[slice], list[slice]]:
-    """Return the rows and the columns of the tiles; no position at all is one tile too."""
+    """Return the row slices and the column slices of the tiles; there is at least one of each, even for no position."""
     positions, vocabulary = len(hidden), len(weight)
     size = TILE if hidden.device.type == "cpu" else DEVICE_TILE
     width = max(1, size // max(1, min(chunk, positions)))
@@ -103,13 +104,13 @@ def _tiles(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[list[slice], lis
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return new logits, fp32, the caller's to overwrite."""
+    """Return logits, fp32, in new memory that the caller may overwrite."""
     logits = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype)).float()
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _find(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return which labels lie in the columns from `start`, [rows], and at which of them, [rows, 1]."""
+    """Return whether each label lies in the `width` columns from `start`, [rows], and its column there, [rows, 1]."""
     at = labels - start
     return (at >= 0) & (at < width), at.clamp(0, width - 1)[:, None]
 
@@ -132,14 +133,14 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return (log_probs, entropy), fp32 [positions], in nats, of softmax((hidden @ weight.T + bias) / temperature).
 
-    `hidden` [positions, hidden], `weight` [vocab, hidden], `labels` int64 [positions]. At most `chunk` positions have
-    logits at one time, and few enough tokens of the vocabulary that those are 2**21 logits (2**24 off the CPU), in
-    forward and in backward. Products are in autocast's dtype where it is on, else in that of `hidden`. Differentiable
-    in hidden, weight and bias, through both results; a result that is not used costs backward nothing.
+    `hidden` is [positions, hidden], `weight` [vocab, hidden], `labels` int64 [positions]. Forward and backward hold at
+    most 2**21 logits at a time (2**24 off the CPU), of at most `chunk` positions. Matrix products are in autocast's
+    dtype if autocast is on, else in that of `hidden`. Both results are differentiable in hidden, weight and bias; an
+    unused result costs nothing in backward.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):  # so that forward's products are the ones that backward makes again
+    with torch.autocast(device, enabled=False):  # backward must recompute exactly forward's products
         log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, labels, temperature, chunk, dtype)
     return log_probs, entropy
 

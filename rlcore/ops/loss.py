@@ -1,4 +1,4 @@
-"""The loss contract: what a loss function returns, and how it says what it needs.
+"""The loss contract: the terms that a loss function returns, and how it declares the model outputs it needs.
 
 A loss is a plain module-level function `loss(out, batch, config) -> dict[str, Term]`. `out` holds the model's outputs
 for the rows of `batch` (an `Outputs`); `batch` maps column names to tensors, ragged columns padded on the right with
@@ -23,12 +23,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Term:
-    """One named term of a loss: a sum and what it is divided by, never a mean.
+    """One named term of a loss: a sum and its count, never a mean.
 
-    `total` is a scalar tensor, `count` a number or scalar tensor that depends on batch columns alone: the engine sums
-    the counts over the mini-batch and all ranks before the first backward and divides by that, so a gradient cannot
-    depend on how the batch was cut. `weight` None makes the term a metric only; otherwise weight * total / count is
-    added to what is minimised.
+    `total` is a scalar tensor. `count` is a number or a scalar tensor, and depends on batch columns only: the engine
+    sums it over the mini-batch and all ranks before the first backward, and divides by the sum. So the gradient does
+    not depend on how the batch is split. A term with `weight` None is only a metric; otherwise the engine adds
+    weight * total / count to the loss.
     """
 
     total: Tensor
@@ -37,22 +37,22 @@ class Term:
 
 
 def objective(total: Tensor, count: Tensor | float, weight: float = 1.0) -> Term:
-    """Return a term that is minimised, `weight` times its global mean."""
+    """Return a term to minimise: `weight` times its global mean."""
     return Term(total, count, weight)
 
 
 def metric(total: Tensor, count: Tensor | float) -> Term:
-    """Return a term that is only reported, as its global mean."""
+    """Return a term that is only reported, as its global mean; it has no gradient."""
     return Term(total.detach(), count, None)
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model gives for the response tokens of a micro-batch, [rows, tokens], 0 where a row has no token.
+    """The model's outputs for the response tokens of a micro-batch, [rows, tokens], 0 where a row has no token.
 
-    Of a policy: `log_probs` of the batch's `responses`, at the rollout temperature, fp32, in nats; `entropy` of the
-    distribution at each position, fp32, in nats; `logits` [rows, tokens, vocab]. Of a critic: `values`, fp32. Of a
-    reward model: `scores`, fp32 [rows]. Each is there only if the loss declares the need.
+    A policy gives `log_probs` of the batch's `responses`, at the rollout temperature, fp32, in nats; `entropy` of the
+    distribution at each position, fp32, in nats; `logits` [rows, tokens, vocab]. A critic gives `values`, fp32. A
+    reward model gives `scores`, fp32 [rows]. An output exists only if the loss declares it with `needs`.
     """
 
     given: Mapping[str, Tensor]
@@ -126,13 +126,13 @@ class Outputs:
 
     @staticmethod
     def blank(needs: Iterable[Need], rows: int, tokens: int, vocab: int, fill: Tensor) -> Outputs:
-        """Return outputs that are all `fill` (a scalar), to run a loss for its counts alone; they take no memory."""
+        """Return outputs filled with `fill` (a scalar), to run a loss only for its counts; they take no memory."""
         shapes = {"logits": (rows, tokens, vocab), "scores": (rows,)}
         return Outputs({name: fill.expand(shapes.get(name, (rows, tokens))) for name in needs})
 
 
 def needs(*names: Need) -> Callable[[F], F]:
-    """Declare which outputs a loss uses; without it, `log_probs` alone. Raises ValueError for other names."""
+    """Declare the outputs that a loss uses; without it, only `log_probs`. Raises ValueError for an unknown name."""
     for name in names:
         if name not in NEEDS:
             raise ValueError(f"a loss cannot need {name!r}; allowed: {', '.join(NEEDS)}")
@@ -145,5 +145,5 @@ def needs(*names: Need) -> Callable[[F], F]:
 
 
 def needs_of(loss: Callable[..., Any]) -> tuple[Need, ...]:
-    """Return what a loss declared with `needs`, or ("log_probs",)."""
+    """Return the outputs that a loss declares with `needs`; ("log_probs",) if it declares none."""
     return getattr(loss, "__rlcore_needs__", ("log_probs",))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of `values` [...] where `mask` [...] is not 0; masked-out values may be anything, even nan."""
+    """Return the sum of `values` [...] where `mask` [...] is not 0; masked-out values may be any number, even nan."""
     kept = torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
     return kept.sum() if dim is None else kept.sum(dim)
 

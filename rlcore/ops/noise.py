@@ -1,4 +1,4 @@
-"""Random numbers as a function of names: the same key and position give the same number, on any machine and rank.
+"""Random numbers from keys: the same key and position give the same number on every machine and rank.
 
 The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, doi 10.1145/2660193.2660195) used as a counter-based
 one: number i of a key is mix(key + (i + 1) * golden).
@@ -22,13 +22,13 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def noise_key(*parts: str | int) -> int:
-    """Return a 64-bit key (as a signed integer) for a tuple of names and numbers; ("a", "b") and ("ab",) differ."""
+    """Return a 64-bit key, as a signed integer, for a tuple of names and numbers; ("a", "b") and ("ab",) differ."""
     text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # torch shifts signed integers arithmetically; the mask clears the copies of the sign bit.
+    # torch's shift of signed integers copies the sign bit; the mask clears the copies.
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

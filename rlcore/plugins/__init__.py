@@ -1,48 +1,29 @@
 """The plugin contract: hooks, what plugins hand over, and the manager that loads and calls them. Imports no torch."""
 
+from rlcore.plugins import specs
+from rlcore.plugins.algorithm import Algorithm
+from rlcore.plugins.entries import PluginInfo, installed
 from rlcore.plugins.hookspecs import hookimpl
-from rlcore.plugins.manager import PluginInfo, PluginManager, installed, own_engines
+from rlcore.plugins.manager import PluginManager, own_engines
 from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
-from rlcore.plugins.specs import (
-    API_VERSION,
-    Algorithm,
-    AlgorithmSpec,
-    CommandSpec,
-    ConfigSpec,
-    DatasetSpec,
-    RewardSpec,
-    RolloutCapabilities,
-    RolloutEngineSpec,
-    TrackerSpec,
-    TrainCapabilities,
-    TrainEngineSpec,
-    WorkerSpec,
-)
+from rlcore.plugins.specs import *  # noqa: F403
+from rlcore.plugins.specs import API_VERSION, PLUGIN_KINDS
 
 __all__ = [
     "API_VERSION",
     "CRITIC",
     "KINDS",
+    "PLUGIN_KINDS",
     "POLICY",
     "REWARD",
     "Algorithm",
-    "AlgorithmSpec",
-    "CommandSpec",
-    "ConfigSpec",
-    "DatasetSpec",
     "Head",
     "PluginInfo",
     "PluginManager",
-    "RewardSpec",
     "Role",
     "RoleKind",
-    "RolloutCapabilities",
-    "RolloutEngineSpec",
-    "TrackerSpec",
-    "TrainCapabilities",
-    "TrainEngineSpec",
-    "WorkerSpec",
     "hookimpl",
     "installed",
     "own_engines",
 ]
+__all__ += specs.__all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,10 +13,11 @@ from rlcore.config.build import REQUIRED, check_schema, defaults
 from rlcore.config.schema import Config, EngineConfig, RolloutConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import hookspecs
+from rlcore.plugins.algorithm import Algorithm
 from rlcore.plugins.specs import (
     API_VERSION,
-    Algorithm,
     AlgorithmSpec,
+    CommandSpec,
     ConfigSpec,
     RolloutEngineSpec,
     TrainEngineSpec,
@@ -28,7 +29,15 @@ HOOKS: dict[str, Callable[..., Any]] = {
 """All hooks by name, in the order of the reference."""
 
 
-def api_fault(module: ModuleType) -> str | None:
+def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]:
+    """Return all that is wrong with a plugin module whose hooks are `functions`, as `hooks_of` gave them."""
+    faults = [_api_fault(module), *(_hook_fault(*item) for item in functions.items())]
+    if not functions:
+        faults.append(f"it implements no hook; mark functions with @hookimpl. Hooks: {', '.join(HOOKS)}")
+    return [fault for fault in faults if fault is not None]
+
+
+def _api_fault(module: ModuleType) -> str | None:
     """Check the stated version of the plugin contract."""
     if not hasattr(module, "RLCORE_API"):
         return f"it does not state the plugin contract that it was written for; add `RLCORE_API = {API_VERSION}`"
@@ -49,10 +58,10 @@ def hooks_of(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def hook_fault(name: str, function: Any) -> str | None:
+def _hook_fault(name: str, function: Any) -> str | None:
     """Check one function that is marked or named as a hook: name, mark, options and arguments."""
     if name not in HOOKS:
-        return f"{name}() is no hook.{did_you_mean(name, HOOKS)} Hooks: {', '.join(HOOKS)}"
+        return f"{name}() is not a hook.{did_you_mean(name, HOOKS)} Hooks: {', '.join(HOOKS)}"
     options = getattr(function, "rlcore_impl", None)
     if options is None:
         return f"{name}() has the name of a hook but is not marked; put @hookimpl (from rlcore) above it"
@@ -81,6 +90,8 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
         return _algorithm_fault(value)
     if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):
         return _section_fault(value)
+    if isinstance(value, CommandSpec) and (value.main is None) == (value.run is None):
+        return f"the command {value.name!r} needs one function: main(argv), or run(line) for one that takes a config"
     return None
 
 

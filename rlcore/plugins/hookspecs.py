@@ -33,6 +33,7 @@ from rlcore.plugins.specs import (
 
 if TYPE_CHECKING:
     from rlcore.config import Config
+    from rlcore.plugins.manager import PluginManager
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,6 +133,18 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
     `command.NAME`, from which `rlcore --help` lists it without importing it.
     Errors: a name that is taken or not declared stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config | None:
+    """Answer `cluster.pools=auto`: say on which pools the roles of a run are, and how each is laid out.
+
+    When: once a run with `cluster.pools=auto`, after the config is composed and before it is checked.
+    Returns: the config with `cluster.pools` set, or None to leave the answer to the next plugin. The first answer
+    counts.
+    Errors: the first error stops the command; so does a run for which no plugin has an answer.
     """
     raise NotImplementedError
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pluggy
 
-from rlcore.errors import PluginError, RLCoreError, did_you_mean
+from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
 from rlcore.plugins import checks, hookspecs
+from rlcore.plugins.entries import (
+    GROUP,
+    BrokenPlugin,
+    PluginInfo,
+    cause_of,
+    check_blocked,
+    import_entry,
+    info_of,
+    installed,
+    is_own,
+)
 from rlcore.plugins.local import load_file
 from rlcore.plugins.specs import (
+    PLUGIN_KINDS,
     AlgorithmSpec,
     CommandSpec,
     ConfigSpec,
     DatasetSpec,
+    PluginKind,
     RewardSpec,
     RolloutEngineSpec,
     TrackerSpec,
@@ -34,60 +45,41 @@ from rlcore.plugins.specs import (
 if TYPE_CHECKING:
     from rlcore.config import Config
 
-GROUP = "rlcore"
-_REGISTRATIONS: dict[str, type] = {
-    "rlcore_algorithm": AlgorithmSpec,
-    "rlcore_rewards": RewardSpec,
-    "rlcore_datasets": DatasetSpec,
-    "rlcore_rollout_engines": RolloutEngineSpec,
-    "rlcore_train_engines": TrainEngineSpec,
-    "rlcore_configs": ConfigSpec,
-    "rlcore_trackers": TrackerSpec,
-    "rlcore_commands": CommandSpec,
-}
 _log = logging.getLogger("rlcore.plugins")
 
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class PluginInfo:
-    """One plugin: a row of `rlcore plugins`.
-
-    `kind` is "algorithm", what stands before the dot of the entry point's name, or "local" for a file; `file` is None
-    while it is not known, that is for a blocked plugin; `sha256` (hex) is that of a local file.
-    """
-
-    name: str
-    kind: str
-    distribution: str | None
-    version: str | None
-    file: str | None
-    hooks: tuple[str, ...] = ()
-    state: Literal["loaded", "blocked"] = "loaded"
-    sha256: str | None = None
-
-    def __str__(self) -> str:
-        origin = [f"{self.distribution} {self.version}" if self.distribution else "local file", self.file or ""]
-        return f"plugin {self.name!r} ({', '.join(part for part in origin if part)})"
-
-
-def installed() -> list[EntryPoint]:
-    """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (not _is_own(entry), entry.name))
-
-
 def own_engines() -> PluginManager:
     """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
-    others = [entry.name for entry in installed() if not (_is_own(entry) and entry.name.startswith("engine."))]
-    return PluginManager.load([f"no:{name}" for name in others])
+    return PluginManager.load_only(lambda entry: is_own(entry) and entry.name.startswith("engine."))
+
+
+@dataclass
+class _Registry:
+    """What the plugins gave: the specs of each class by name, and who gave each."""
+
+    specs: dict[type, dict[str, Any]] = field(default_factory=lambda: {kind.spec: {} for kind in PLUGIN_KINDS})
+    givers: dict[tuple[type, str], str] = field(default_factory=dict)
+
+    def add(self, spec: Any, plugin: str) -> None:
+        self.specs[type(spec)][spec.name] = spec
+        self.givers[type(spec), spec.name] = plugin
+
+    def of(self, plugin: str) -> list[tuple[type, str]]:
+        """Return the class and name of each spec that a plugin gave."""
+        return [key for key, giver in self.givers.items() if giver == plugin]
+
+    def remove(self, plugin: str) -> None:
+        for kind, name in self.of(plugin):
+            del self.specs[kind][name], self.givers[kind, name]
 
 
 class PluginManager:
     """The plugins of one command, loaded and checked. Make one with `PluginManager.load`.
 
-    The methods named after kinds return what the registration hooks gave, by name, in the order of loading. Those named
-    after life-cycle hooks call them; see `rlcore.plugins.hookspecs` for order and errors.
+    `specs` returns what the registration hooks gave, by name, in the order of loading; the methods named after kinds
+    are short for it. Those named after life-cycle hooks call them; see `rlcore.plugins.hookspecs` for order and errors.
     """
 
     def __init__(self, *, trace: bool = False) -> None:
@@ -96,8 +88,7 @@ class PluginManager:
         self._trace = trace
         self._infos: dict[str, PluginInfo] = {}
         self._modules: dict[str, ModuleType] = {}
-        self._specs: dict[type, dict[str, Any]] = {kind: {} for kind in _REGISTRATIONS.values()}
-        self._givers: dict[tuple[type, str], PluginInfo] = {}
+        self._given = _Registry()
 
     @classmethod
     def load(cls, options: Sequence[str] = (), *, trace: bool = False) -> Self:
@@ -107,26 +98,50 @@ class PluginManager:
         trace: print each hook call and its time to stderr.
         Raises PluginError for a plugin that cannot be loaded or breaks the contract, and for an option that fits none.
         """
+        manager = cls.inspect(options, trace=trace)
+        broken = [info for info in manager.list() if info.faults]
+        if broken:
+            more = f"\nMore plugins are broken ({len(broken) - 1}): rlcore plugins lists all" if broken[1:] else ""
+            raise PluginError(f"{BrokenPlugin(broken[0], *broken[0].faults)}{more}")
+        return manager
+
+    @classmethod
+    def load_only(cls, wanted: Callable[[EntryPoint], bool]) -> Self:
+        """Load the installed plugins whose entry points are wanted, and import no other."""
+        return cls.load([f"no:{entry.name}" for entry in installed() if not wanted(entry)])
+
+    @classmethod
+    def inspect(cls, options: Sequence[str] = (), *, trace: bool = False) -> Self:
+        """Do as `load`, but leave out broken plugins: `list` then has all faults of all plugins.
+
+        Raises PluginError only for an option that fits no plugin.
+        """
         manager = cls(trace=trace)
         blocked = [option.removeprefix("no:") for option in options if option.startswith("no:")]
         entries = installed()
         files = [Path(option) for option in options if not option.startswith("no:")]
-        _check_blocked(blocked, [entry.name for entry in entries] + [file.stem for file in files])
+        check_blocked(blocked, [entry.name for entry in entries] + [file.stem for file in files])
         for entry in entries:
-            manager._load_entry(entry, blocked=entry.name in blocked)
+            info = info_of(entry)
+            manager._load(info, lambda entry=entry: import_entry(entry), blocked=info.name in blocked)  # type: ignore[misc]
         for file in files:
-            manager._load_local(file, blocked=file.stem in blocked)
-        for hook, kind in _REGISTRATIONS.items():
-            manager._register(hook, kind)
-        for info in manager._infos.values():
-            manager._check_promise(info)
+            info = PluginInfo(file.stem, "local", None, None, str(file))
+            manager._load(info, lambda file=file: load_file(file), blocked=info.name in blocked)  # type: ignore[misc]
+        for kind in PLUGIN_KINDS:
+            manager._register(kind)
+        for info in manager.list():
+            manager._finish(info)
         return manager
 
     # What is there.
 
     def list(self) -> Sequence[PluginInfo]:
-        """Return all plugins, blocked ones included, in the order of loading."""
+        """Return all plugins, blocked and broken ones included, in the order of loading."""
         return [*self._infos.values()]
+
+    def specs(self, kind: type[S]) -> Mapping[str, S]:
+        """Return what the plugins gave of one kind, by name: `specs(RewardSpec)`."""
+        return self._given.specs[kind]
 
     def algorithm(self, name: str) -> AlgorithmSpec:
         """Return the algorithm of that name; raises PluginError with the nearest name and what to do."""
@@ -141,59 +156,68 @@ class PluginManager:
 
     def used_by(self, config: Config) -> Sequence[PluginInfo]:
         """Return the plugins without which a run of this config cannot go on, in the order of loading."""
-        rewards = list(config.reward.functions)
-        if not rewards and config.reward.path is None and config.data.name in self.datasets():
-            rewards = [self.datasets()[config.data.name].reward]
-        chosen = {
-            (AlgorithmSpec, config.algorithm),
-            (DatasetSpec, config.data.name),
-            (RolloutEngineSpec, config.rollout.name),
-            (TrainEngineSpec, config.engine.name),
-            *((RewardSpec, name) for name in rewards),
-            *((TrackerSpec, name) for name in config.tracker.use),
-            *((ConfigSpec, name) for name, spec in self.configs().items() if _is_set(config, spec)),
-        }
-        names = {giver.name for key, giver in self._givers.items() if key in chosen}
-        return [info for info in self._infos.values() if info.name in names]
+        chosen = [(kind.spec, name) for kind in PLUGIN_KINDS for _, name in kind.chosen(config, self)]
+        names = {self._given.givers[key] for key in chosen if key in self._given.givers}
+        return [info for info in self.list() if info.name in names]
 
-    def algorithms(self) -> Mapping[str, AlgorithmSpec]:
-        """Return the algorithms by name."""
-        return self._specs[AlgorithmSpec]
-
-    def rewards(self) -> Mapping[str, RewardSpec]:
-        """Return the reward functions by name."""
-        return self._specs[RewardSpec]
-
-    def datasets(self) -> Mapping[str, DatasetSpec]:
-        """Return the data sets by name."""
-        return self._specs[DatasetSpec]
-
-    def rollout_engines(self) -> Mapping[str, RolloutEngineSpec]:
-        """Return the rollout engines by name."""
-        return self._specs[RolloutEngineSpec]
-
-    def train_engines(self) -> Mapping[str, TrainEngineSpec]:
-        """Return the train engines by name."""
-        return self._specs[TrainEngineSpec]
-
-    def configs(self) -> Mapping[str, ConfigSpec]:
-        """Return the config sections of plugins by name."""
-        return self._specs[ConfigSpec]
+    def check_names(self, config: Config) -> None:
+        """Raise ConfigError for a name in the config that no plugin has given."""
+        for kind in PLUGIN_KINDS:
+            found: Mapping[str, Any] = self.specs(kind.spec)
+            for key, name in kind.chosen(config, self):
+                if name not in found:
+                    raise ConfigError(
+                        f"{key} = {name!r} is not installed.{did_you_mean(name, found)} "
+                        f"Installed: {', '.join(found) or 'none'}"
+                    )
 
     def sections(self) -> Mapping[str, type]:
         """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
-        found = {name: spec.config_class for name, spec in self.configs().items()}
+        found: dict[str, type] = {name: spec.config_class for name, spec in self.configs().items()}
         for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
             found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
         return found
 
+    def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+        """Return the options that plugins add to config groups: what GROUP=NAME sets, by group and name."""
+        return {
+            (kind.group, name): kind.values(name)
+            for kind in PLUGIN_KINDS
+            if kind.group is not None
+            for name in self.specs(kind.spec)
+        }
+
+    def algorithms(self) -> Mapping[str, AlgorithmSpec]:
+        """Return the algorithms by name."""
+        return self.specs(AlgorithmSpec)
+
+    def rewards(self) -> Mapping[str, RewardSpec]:
+        """Return the reward functions by name."""
+        return self.specs(RewardSpec)
+
+    def datasets(self) -> Mapping[str, DatasetSpec]:
+        """Return the data sets by name."""
+        return self.specs(DatasetSpec)
+
+    def rollout_engines(self) -> Mapping[str, RolloutEngineSpec]:
+        """Return the rollout engines by name."""
+        return self.specs(RolloutEngineSpec)
+
+    def train_engines(self) -> Mapping[str, TrainEngineSpec]:
+        """Return the train engines by name."""
+        return self.specs(TrainEngineSpec)
+
+    def configs(self) -> Mapping[str, ConfigSpec]:
+        """Return the config sections of plugins by name."""
+        return self.specs(ConfigSpec)
+
     def trackers(self) -> Mapping[str, TrackerSpec]:
         """Return the trackers by name."""
-        return self._specs[TrackerSpec]
+        return self.specs(TrackerSpec)
 
     def commands(self) -> Mapping[str, CommandSpec]:
         """Return the commands by name."""
-        return self._specs[CommandSpec]
+        return self.specs(CommandSpec)
 
     @property
     def by_value_modules(self) -> Sequence[ModuleType]:
@@ -211,14 +235,28 @@ class PluginManager:
 
     # Life-cycle hooks.
 
+    def place_roles(self, config: Config) -> Config:
+        """Call rlcore_place_roles; return the first answer. Raises ConfigError when no plugin has one."""
+        for _, call in self._calls("rlcore_place_roles", config=config, plugins=self):
+            placed: Config | None = call()
+            if placed is not None:
+                return placed
+        raise ConfigError(
+            "cluster.pools=auto needs a plugin that plans: pip install rlcore-plugin-plan (in a checkout: "
+            "pip install -e plugins/rlcore-plugin-plan), or list the pools, as cluster.pools={main: [actor, ref]}"
+        )
+
     def workers(self, config: Config) -> Mapping[str, WorkerSpec]:
         """Call rlcore_workers; return the workers of plugins by name."""
         found: dict[str, WorkerSpec] = {}
         givers: dict[str, PluginInfo] = {}
-        for info, spec in self._given("rlcore_workers", WorkerSpec, config=config):
-            if spec.name in found:
-                raise _taken(info, "rlcore_workers", spec.name, givers[spec.name])
-            found[spec.name], givers[spec.name] = spec, info
+        for info, call in self._calls("rlcore_workers", config=config):
+            for spec in _specs_of(call()):
+                if fault := checks.spec_fault("rlcore_workers", spec, WorkerSpec):
+                    raise BrokenPlugin(info, fault)
+                if spec.name in found:
+                    raise BrokenPlugin(info, _taken("rlcore_workers", spec.name, givers[spec.name]))
+                found[spec.name], givers[spec.name] = spec, info
         return found
 
     def check_config(self, config: Config) -> None:
@@ -251,82 +289,81 @@ class PluginManager:
 
     # Loading.
 
-    def _load_entry(self, entry: EntryPoint, *, blocked: bool) -> None:
-        distribution, version = _distribution(entry)
-        kind = entry.name.partition(".")[0] if "." in entry.name else "algorithm"
-        info = PluginInfo(entry.name, kind, distribution, version, None, state="blocked" if blocked else "loaded")
-        self._add(info)
-        if not blocked:
-            self._load(info, lambda: _import_entry(entry))
-
-    def _load_local(self, path: Path, *, blocked: bool) -> None:
-        info = PluginInfo(path.stem, "local", None, None, str(path), state="blocked" if blocked else "loaded")
-        self._add(info)
-        if not blocked:
-            self._load(info, lambda: load_file(path))
-
-    def _add(self, info: PluginInfo) -> None:
-        if info.name in self._infos:
-            raise _broken(info, f"{self._infos[info.name]} has the same name; rename or uninstall one of them")
-        self._infos[info.name] = info
-
-    def _load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]]) -> None:
+    def _load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]], *, blocked: bool) -> None:
+        """Import a plugin and register its hooks; note what is wrong with it."""
+        other = self._infos.get(info.name)
+        if other is not None:
+            fault = f"{other} has the same name; rename or uninstall one of them"
+            self._infos[f"{info.name} ({info.distribution or info.file})"] = info.broken(fault)
+            return
+        self._infos[info.name] = info if not blocked else replace(info, state="blocked")
+        if blocked:
+            return
         try:
             module, sha256 = load()
         except RLCoreError as error:
-            raise _broken(info, str(error)) from error
+            self._break(info, str(error))
+            return
         except (Exception, SystemExit) as error:
-            raise _broken(info, f"importing it failed: {_cause(error)}") from error
-        info = replace(info, file=getattr(module, "__file__", None), sha256=sha256)
+            self._break(info, f"importing it failed: {cause_of(error)}")
+            return
         functions = checks.hooks_of(module)
-        faults = [checks.api_fault(module), *(checks.hook_fault(*item) for item in functions.items())]
-        if not functions:
-            faults.append(f"it implements no hook; mark functions with @hookimpl. Hooks: {', '.join(checks.HOOKS)}")
-        for fault in faults:
-            if fault is not None:
-                raise _broken(info, fault)
+        hooks = tuple(name for name in checks.HOOKS if name in functions)
+        info = replace(info, file=getattr(module, "__file__", None), sha256=sha256, hooks=hooks)
+        self._infos[info.name] = info
+        if faults := checks.module_faults(module, functions):
+            self._break(info, *faults)
+            return
         try:
             self._pluggy.register(module, name=info.name)
-        except ValueError as error:
-            raise _broken(
-                info, f"its module {module.__name__!r} is already loaded under another plugin name"
-            ) from error
+        except ValueError:
+            self._break(info, f"its module {module.__name__!r} is already loaded under another plugin name")
+            return
         self._modules[info.name] = module
-        self._infos[info.name] = replace(info, hooks=tuple(name for name in checks.HOOKS if name in functions))
         if sha256 is not None:
             _log.info("loaded %s, sha256 %s", info, sha256)
 
-    def _register(self, hook: str, kind: type) -> None:
-        for info, spec in self._given(hook, kind):
-            if (other := self._givers.get((kind, spec.name))) is not None:
-                raise _taken(info, hook, spec.name, other)
-            self._givers[kind, spec.name] = info
-            self._specs[kind][spec.name] = spec
+    def _register(self, kind: PluginKind) -> None:
+        """Take in what the plugins give of one kind."""
+        for info, call in list(self._calls(kind.hook)):
+            try:
+                given = _specs_of(call())
+            except RLCoreError as error:
+                self._break(info, *(error.faults if isinstance(error, BrokenPlugin) else [str(error)]))
+                continue
+            for spec in given:
+                fault = checks.spec_fault(kind.hook, spec, kind.spec)
+                if fault is None and (other := self._given.givers.get((kind.spec, spec.name))) is not None:
+                    fault = _taken(kind.hook, spec.name, self._infos[other])
+                if fault is not None:
+                    self._break(info, fault)
+                    break
+                self._given.add(spec, info.name)
 
-    def _given(self, hook: str, kind: type, **arguments: Any) -> Iterator[tuple[PluginInfo, Any]]:
-        """Call a hook that gives specs; yield each spec, checked, with its plugin."""
-        for info, call in self._calls(hook, **arguments):
-            given = call()
-            for spec in given if isinstance(given, (list, tuple)) else [given]:
-                if (fault := checks.spec_fault(hook, spec, kind)) is not None:
-                    raise _broken(info, fault)
-                yield info, spec
-
-    def _check_promise(self, info: PluginInfo) -> None:
-        """Check that an entry point gives the algorithm or command of its name: `--help` lists them without import."""
-        if info.kind == "local" or info.state == "blocked":
+    def _finish(self, info: PluginInfo) -> None:
+        """Note what a plugin gave, and check it against the entry point's name: `--help` lists names without import."""
+        if info.state != "loaded":
             return
-        for kind, hook, promised in (
-            (AlgorithmSpec, "rlcore_algorithm", [info.name] if info.kind == "algorithm" else []),
-            (CommandSpec, "rlcore_commands", [info.name.partition(".")[2]] if info.kind == "command" else []),
-        ):
-            given = [name for (spec, name), giver in self._givers.items() if spec is kind and giver.name == info.name]
-            if given != promised:
-                raise _broken(
+        given = self._given.of(info.name)
+        nouns = {kind.spec: kind.noun for kind in PLUGIN_KINDS}
+        self._infos[info.name] = replace(info, gives=tuple(f"{nouns[spec]} {name}" for spec, name in given))
+        for kind in PLUGIN_KINDS if info.kind != "local" else ():
+            promised = _promised(info.name, kind)
+            names = [name for spec, name in given if spec is kind.spec]
+            if kind.entry_point is not None and names != promised:
+                self._break(
                     info,
-                    f"by its entry point's name, {hook}() gives {_names(promised)}; it gave {_names(given)}. Make them "
-                    "equal: an algorithm's entry point has the algorithm's name, a command's is command.NAME",
+                    f"by its entry point's name, {kind.hook}() gives {_quoted(promised)}; it gave {_quoted(names)}. "
+                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is command.NAME",
                 )
+                return
+
+    def _break(self, info: PluginInfo, *faults: str) -> None:
+        """Note a plugin's faults, and take out what it brought."""
+        self._infos[info.name] = self._infos[info.name].broken(*faults)
+        self._given.remove(info.name)
+        if self._modules.pop(info.name, None) is not None:
+            self._pluggy.unregister(name=info.name)
 
     # Calling.
 
@@ -349,7 +386,7 @@ class PluginManager:
         except RLCoreError:
             raise
         except Exception as error:
-            raise _broken(info, f"{hook}() failed: {_cause(error)}") from error
+            raise BrokenPlugin(info, f"{hook}() failed: {cause_of(error)}") from error
         finally:
             if self._trace:
                 seconds = time.perf_counter() - start
@@ -360,53 +397,20 @@ class PluginManager:
             call()
 
 
-def _is_set(config: Config, spec: ConfigSpec) -> bool:
-    """Whether a config has values in a plugin's section that are not the defaults."""
-    return config.sections.get(spec.name, spec.config_class()) != spec.config_class()
+def _specs_of(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [given]
 
 
-def _distribution(entry: EntryPoint) -> tuple[str, str]:
-    # Typed optional, but always set on the entry points that entry_points() gives.
-    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+def _promised(entry_point: str, kind: PluginKind) -> list[str]:
+    """Return the names of a kind that an entry point of this name has to give."""
+    prefix = kind.entry_point or ""
+    name = entry_point.removeprefix(prefix)
+    return [name] if entry_point.startswith(prefix) and "." not in name else []
 
 
-def _is_own(entry: EntryPoint) -> bool:
-    return _distribution(entry)[0] == "rlcore"
+def _taken(hook: str, name: str, other: PluginInfo) -> str:
+    return f"{hook}() gives the name {name!r}, which {other} has given already"
 
 
-def _import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:
-    if entry.attr:
-        raise PluginError(f"its entry point is {entry.value!r}; it must name a module, without ':'")
-    return importlib.import_module(entry.module), None
-
-
-def _check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
-    for name in blocked:
-        if name not in names:
-            raise PluginError(
-                f"-p no:{name} blocks nothing: no plugin has that name.{did_you_mean(name, names)} "
-                f"Plugins: {', '.join(names)}"
-            )
-
-
-def _broken(info: PluginInfo, cause: str) -> PluginError:
-    return PluginError(f"{info}: {cause}\nTo go on without it: -p no:{info.name}")
-
-
-def _taken(info: PluginInfo, hook: str, name: str, other: PluginInfo) -> PluginError:
-    return _broken(info, f"{hook}() gives the name {name!r}, which {other} has given already")
-
-
-def _cause(error: BaseException) -> str:
-    """Name the error and the place where it was raised."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and Path(frame.filename).is_file()  # not importlib's own
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _names(names: Sequence[str]) -> str:
+def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"

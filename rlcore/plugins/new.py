@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from rlcore.errors import ConfigError
-from rlcore.plugins.manager import installed
+from rlcore.plugins.entries import installed
 
 PREFIX = "rlcore-plugin-"
 FILES = {

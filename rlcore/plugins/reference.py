@@ -34,8 +34,8 @@ def markdown() -> str:
     rules = inspect.getdoc(hookspecs) or ""
     parts = [_INTRODUCTION, rules.partition("\n\n")[2]]
     for title, names in (
-        ("Registration", [name for name in HOOKS if _returns_spec(HOOKS[name])]),
-        ("Life cycle", [name for name in HOOKS if not _returns_spec(HOOKS[name])]),
+        ("Registration", [name for name in HOOKS if not _parameters(HOOKS[name])]),
+        ("Life cycle", [name for name in HOOKS if _parameters(HOOKS[name])]),
     ):
         parts.append(f"\n## {title}")
         parts += [_section(name, HOOKS[name]) for name in names]
@@ -50,8 +50,9 @@ def _section(name: str, hook: Callable[..., Any]) -> str:
     return f"\n### {name}\n\n`{name}{signature}`\n\n{doc.partition(chr(10))[0]}\n\n{items}"
 
 
-def _returns_spec(hook: Callable[..., Any]) -> bool:
-    return inspect.signature(hook).return_annotation != "None"
+def _parameters(hook: Callable[..., Any]) -> list[str]:
+    """Return the names of a hook's arguments; a registration hook has none."""
+    return list(inspect.signature(hook).parameters)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rlcore.ops import Need
@@ -55,8 +56,12 @@ class Role:
 
     `kind` says what it computes: a POLICY gives `log_probs`; a CRITIC gives `values`, one for each response token; a
     REWARD model gives `scores`, one for each row. `trains`: it has an optimizer and `update`. `generates`: it has a
-    rollout engine and `generate`. Neither: it is frozen. `model` is its folder (None: `model.path`) and `lr` its
-    learning rate (None: `engine.lr`). `follows` names the role whose weights it can take over with `follow`.
+    rollout engine and `generate`. Neither: it is frozen. `follows` names the role whose weights it can take over with
+    `follow`.
+
+    The others are settings of its own; None is the run's: `model` its folder (`model.path`), `dtype` its precision
+    (`model.dtype`), `lr` its learning rate (`engine.lr`), `engine` its train engine (`engine.name`), `rollout` some of
+    the keys of `rollout`, `name` among them. `roles.NAME.*` of the config overrides them.
     """
 
     trains: bool = False
@@ -65,6 +70,9 @@ class Role:
     model: str | None = None
     lr: float | None = None
     follows: str | None = None
+    engine: str | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def may_start_headless(self) -> bool:

@@ -1,79 +1,49 @@
-"""What plugins hand over: a frozen dataclass for each kind of thing that can be added, and the class Algorithm."""
+"""What plugins hand over: a frozen dataclass for each kind, and PLUGIN_KINDS, the table of the kinds.
+
+A new kind is a dataclass and a row of PLUGIN_KINDS here, and its hook in `rlcore.plugins.hookspecs`. Loading, checking,
+config groups, `rlcore plugins` and the reference page follow from the table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from rlcore.plugins.roles import POLICY, Role, RoleKind
+from rlcore.plugins.algorithm import Algorithm
+from rlcore.plugins.roles import POLICY, RoleKind
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from rlcore.commands.line import CommandLine
     from rlcore.config import schema
     from rlcore.engine.parallel.layout import Layout
     from rlcore.engine.rollout import RolloutEngine, RolloutSetup
     from rlcore.engine.train import TrainEngine, TrainSetup
-    from rlcore.protocol import DataProto
     from rlcore.workers import Worker, WorkerGroup
 
+__all__ = [
+    "AlgorithmSpec",
+    "CommandSpec",
+    "ConfigSpec",
+    "DatasetSpec",
+    "RewardSpec",
+    "RolloutCapabilities",
+    "RolloutEngineSpec",
+    "TrackerSpec",
+    "TrainCapabilities",
+    "TrainEngineSpec",
+    "WorkerSpec",
+]
+"""What plugins import from `rlcore`."""
+
 C = TypeVar("C")
+S = TypeVar("S")
 Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
 
 API_VERSION = 1
 """The plugin contract's version; a plugin module states the one it was written for as `RLCORE_API = 1`."""
-
-
-class Algorithm:
-    """Base class of algorithms: a config, the roles it needs, and the loop of one step.
-
-    It holds no Ray, ranks, devices, padding, weight sync, logging or checkpointing. `config` is the algorithm's own
-    frozen dataclass.
-    """
-
-    config_class: ClassVar[type]
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def roles(self) -> Mapping[str, Role]:
-        """Return the roles by name; `run.NAME` is the handle of each. Called once, before anything starts."""
-        return {"actor": Role(trains=True, generates=True)}
-
-    def data(self, config: schema.Config) -> Mapping[str, schema.DataConfig]:
-        """Return further data sets by name, for `run.next_prompts(name)`. Called once, before anything starts."""
-        return {}
-
-    def check(self, config: schema.Config) -> None:
-        """Raise ConfigError when the config cannot work with this algorithm. Called once, before anything starts."""
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise DataError when a row of the run's data set lacks what the algorithm reads, such as a column.
-
-        Called for each row, also the held-out ones, before anything starts; the error then names the row.
-        """
-
-    def evaluate(self, run: Any, held_out: DataProto) -> Mapping[str, float]:
-        """Return metrics of held-out rows by name, `accuracy` among them; for an algorithm with a measure of its own.
-
-        Without this method the role `actor` answers the held-out prompts and the reward functions count what is right.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defines no evaluate(self, run, held_out)")
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the algorithm brings an `evaluate` of its own."""
-        return type(self).evaluate is not Algorithm.evaluate
-
-    def step(self, run: Any, prompts: DataProto) -> Mapping[str, Any]:
-        """Run one step on a batch of prompts and return its metrics (numbers, or the Metrics of `update`)."""
-        raise NotImplementedError(f"{type(self).__name__} defines no step(self, run, prompts)")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beyond the models, as values that JSON can hold."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +187,11 @@ class WorkerSpec:
     handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
     WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
     function: it waits for the step's results and returns metrics by name.
-    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each. A pool of `cluster.pools` that lists
+    NAME has one process on each of its places instead.
 
-    The processes start at the first `run.group(NAME)` of a run, and stop with the run.
+    The processes start with those of the roles, and stop with the run. A registered method `start` that does not block
+    is called once while the models load. Calls still under way at a step's end are waited for.
     """
 
     name: str
@@ -233,8 +205,130 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class CommandSpec:
-    """A command `rlcore NAME ...`: `main(argv) -> int` gets the arguments behind the name, returns the exit status."""
+    """A command `rlcore NAME ...`; it returns the exit status: 0 done, 2 wrong input, 1 anything else.
+
+    Give one of two functions. `main(argv)` gets the words behind the name as they are. `run(line)` is for a command
+    that works on a run's config: it gets a CommandLine with the parsed options, the plugins and the config, and the
+    command takes rlcore's options (`-p`, `--config`, ...) and overrides; `options` adds its own to the parser.
+    config: False for a `run` without `--config` and overrides. usage: the words before the overrides in the usage line,
+    such as RUN_OR_MODEL.
+    """
 
     name: str
     summary: str
-    main: Callable[[list[str]], int]
+    main: Callable[[list[str]], int] | None = None
+    run: Callable[[CommandLine], int] | None = None
+    options: Callable[[ArgumentParser], None] | None = None
+    config: bool = True
+    usage: str = ""
+
+
+class Chooser(Protocol):
+    """What `PluginKind.chosen` may ask of the plugins."""
+
+    def specs(self, kind: type[S]) -> Mapping[str, S]:
+        """Return what the plugins gave of one kind, by name."""
+
+
+def _nothing(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    return []
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """A row of the table: a kind of thing that plugins bring when they are loaded.
+
+    spec: its dataclass, with a field `name`; no two plugins may give one name.
+    hook: the registration hook that returns it.
+    noun: what messages call it.
+    group: the config group that has the names as options, and `values(name)` what `GROUP=NAME` sets there.
+    chosen: the names that a config chooses, each with the key that says so; a chosen name has to be installed, and a
+    run cannot go on without the plugin that gave it.
+    entry_point: how an entry point that gives one must be called, as "command." for command.NAME; "" for its bare name.
+    None: any entry point may give any number.
+    """
+
+    spec: type
+    hook: str
+    noun: str
+    group: str | None = None
+    values: Callable[[str], dict[str, Any]] = lambda name: {"name": name}
+    chosen: Callable[[schema.Config, Chooser], list[tuple[str, str]]] = _nothing
+    entry_point: str | None = None
+
+
+def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    reward, data = config.reward, config.data.name
+    if reward.path is not None:
+        return []
+    if reward.functions:
+        return [("reward.functions", name) for name in reward.functions if ":" not in name]
+    dataset = plugins.specs(DatasetSpec).get(data)
+    return [] if dataset is None else [(f"the reward of data={data}", dataset.reward)]
+
+
+def _chosen_rollout_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.rollout.name", given.rollout.get("name")) for role, given in config.roles.items()]
+    return [("rollout.name", config.rollout.name), *((key, name) for key, name in own if name is not None)]
+
+
+def _chosen_train_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"roles.{role}.engine", given.engine) for role, given in config.roles.items()]
+    return [("engine.name", config.engine.name), *((key, name) for key, name in own if name is not None)]
+
+
+def _chosen_sections(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    given = {name: section for name, section in config.sections.items() if name in plugins.specs(ConfigSpec)}
+    return [(name, name) for name, section in given.items() if section != type(section)()]
+
+
+PLUGIN_KINDS = (
+    PluginKind(
+        AlgorithmSpec,
+        "rlcore_algorithm",
+        "algorithm",
+        group="algo",
+        chosen=lambda config, _: [("algo", config.algorithm)] if config.algorithm else [],
+        entry_point="",
+    ),
+    PluginKind(
+        DatasetSpec,
+        "rlcore_datasets",
+        "data set",
+        group="data",
+        chosen=lambda config, _: [("data.name", config.data.name)],
+    ),
+    PluginKind(
+        RewardSpec,
+        "rlcore_rewards",
+        "reward",
+        group="reward",
+        values=lambda name: {"functions": {name: 1.0}},
+        chosen=_chosen_rewards,
+    ),
+    PluginKind(
+        RolloutEngineSpec,
+        "rlcore_rollout_engines",
+        "rollout engine",
+        group="rollout",
+        chosen=_chosen_rollout_engines,
+    ),
+    PluginKind(
+        TrainEngineSpec,
+        "rlcore_train_engines",
+        "train engine",
+        group="engine",
+        chosen=_chosen_train_engines,
+    ),
+    PluginKind(
+        TrackerSpec,
+        "rlcore_trackers",
+        "tracker",
+        group="tracker",
+        values=lambda name: {"use": [name]},
+        chosen=lambda config, _: [("tracker.use", name) for name in config.tracker.use],
+    ),
+    PluginKind(ConfigSpec, "rlcore_configs", "config section", chosen=_chosen_sections),
+    PluginKind(CommandSpec, "rlcore_commands", "command", entry_point="command."),
+)
+"""All kinds, in the order in which plugins are asked for them."""

@@ -1,9 +1,8 @@
-# ruff: noqa: D102  (Column says what its methods do)
-"""Columns: what a DataProto is made of.
+# ruff: noqa: D102  (Column documents its methods)
+"""The columns of a DataProto.
 
-A column is immutable and knows its rows; everything that a batch does with rows is `take` and `cat`. The three kinds
-here hold their contents in this process. A column whose contents are elsewhere implements the same abstract class, and
-nothing above this module changes.
+A column is immutable. A batch selects and joins rows with a column's `take` and `cat` only. The three kinds here hold
+their contents in this process; remote.py implements the same abstract class for contents in another process.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,13 +24,13 @@ from rlcore.protocol.rows import Rows
 
 Kind: TypeAlias = Literal["dense", "ragged", "object"]
 Value: TypeAlias = Tensor | Ragged | np.ndarray
-"""What a read of a column gives: a tensor [rows, ...], a Ragged, or an object array [rows]."""
+"""The contents of a column: a tensor [rows, ...], a Ragged, or an object array [rows]."""
 
 
 class ColumnSpec(NamedTuple):
-    """What a column is apart from its contents: kind, dtype (None for objects), shape of a row's entry, device.
+    """The type of a column: kind, dtype (None for objects), `shape` of an entry, device of the tensors.
 
-    The entry is the row of a dense column and one value of a ragged one's row.
+    An entry is a row of a dense column, or one of the values in a row of a ragged column.
     """
 
     kind: Kind
@@ -41,27 +40,27 @@ class ColumnSpec(NamedTuple):
 
     @classmethod
     def ragged(cls, dtype: torch.dtype, *entry: int) -> ColumnSpec:
-        """Return the form of rows of different length, of values of this shape."""
+        """Return the spec of a ragged column on the CPU, with values of shape `entry`."""
         return cls("ragged", dtype, entry, "cpu")
 
     @classmethod
     def dense(cls, dtype: torch.dtype, *row: int) -> ColumnSpec:
-        """Return the form of a tensor [rows, *row]."""
+        """Return the spec of a tensor [rows, *row] on the CPU."""
         return cls("dense", dtype, row, "cpu")
 
     @classmethod
     def objects(cls) -> ColumnSpec:
-        """Return the form of an object column."""
+        """Return the spec of an object column."""
         return cls("object", None, (), "cpu")
 
     def exact_bytes(self, rows: int) -> int | None:
-        """Return how many bytes so many rows have; None for objects and ragged rows, of which it does not say."""
+        """Return the size of a column of `rows` rows in bytes; None for objects and ragged rows, whose sizes vary."""
         if self.dtype is None or self.kind == "ragged":
             return None
         return rows * math.prod(self.shape) * self.dtype.itemsize
 
     def estimated_bytes(self, rows: int) -> int:
-        """Return about how many bytes so many rows have: of objects and ragged rows it knows no more than a scale."""
+        """Return a rough size of a column of `rows` rows in bytes: 100 per object, and 100 values per ragged row."""
         if self.dtype is None:
             return 100 * rows
         return rows * math.prod(self.shape) * self.dtype.itemsize * (100 if self.kind == "ragged" else 1)
@@ -76,7 +75,7 @@ class ColumnSpec(NamedTuple):
 
 
 class Column(ABC):
-    """One named value for each row of a batch, of one kind, immutable."""
+    """One value for each row of a batch, all of one kind; immutable."""
 
     kind: Kind
 
@@ -85,11 +84,11 @@ class Column(ABC):
 
     @abstractmethod
     def view(self) -> Value:
-        """Return the contents without a copy; whoever reads them must not write to them."""
+        """Return the contents without a copy; the caller must not write to them."""
 
     @abstractmethod
     def read(self) -> Value:
-        """Return the contents as a private copy (of an object column: a new array of the same objects)."""
+        """Return a private copy of the contents; of an object column, a new array of the same objects."""
 
     @abstractmethod
     def row(self, row: int) -> Any:
@@ -101,11 +100,7 @@ class Column(ABC):
 
     @abstractmethod
     def cat(self, others: Sequence[Column]) -> Column:
-        """Return this column's rows and then the others', all of the same form."""
-
-    @abstractmethod
-    def unfold(self, parts: int) -> Column:
-        """Return each row cut along its first dimension into `parts` equal rows; DataError where they do not fit."""
+        """Return the rows of this column and then those of the others; all columns must have the same spec."""
 
     @abstractmethod
     def to(self, device: str | torch.device) -> Column:
@@ -113,18 +108,18 @@ class Column(ABC):
 
     @abstractmethod
     def spec(self) -> ColumnSpec:
-        """Return what the column is apart from its contents; columns of equal form can be concatenated."""
+        """Return the column's type. Columns of equal spec can be concatenated."""
 
     def type_name(self) -> str:
-        """Return the form in words."""
+        """Return the spec in words, for messages."""
         return str(self.spec())
 
     def same_as(self, other: Column) -> bool:
-        """Whether the other is known to hold the same contents without a look at them."""
+        """Whether both columns are known to hold the same contents without comparing them."""
         return self is other
 
     def deepcopy(self) -> Column:
-        """Return a column whose objects are deep copies; tensors are immutable and stay."""
+        """Return a column with deep copies of the objects; tensors are immutable and shared."""
         return self
 
 
@@ -154,12 +149,6 @@ class DenseColumn(Column):
     def cat(self, others: Sequence[Column]) -> DenseColumn:
         return DenseColumn(torch.cat([_tensor(column) for column in (self, *others)]))
 
-    def unfold(self, parts: int) -> DenseColumn:
-        shape = self._tensor.shape
-        if len(shape) < 2 or shape[1] % parts:
-            raise DataError(f"the second dimension of shape {list(shape)} cannot be cut into {parts} equal parts")
-        return DenseColumn(self._tensor.reshape(shape[0] * parts, shape[1] // parts, *shape[2:]))
-
     def to(self, device: str | torch.device) -> DenseColumn:
         return DenseColumn(self._tensor.to(device))
 
@@ -171,7 +160,7 @@ class DenseColumn(Column):
 
 
 class RaggedColumn(Column):
-    """Rows of different length without padding."""
+    """Rows of different lengths without padding."""
 
     kind = "ragged"
 
@@ -196,14 +185,6 @@ class RaggedColumn(Column):
     def cat(self, others: Sequence[Column]) -> RaggedColumn:
         return RaggedColumn(Ragged.cat([_ragged(column) for column in (self, *others)]))
 
-    def unfold(self, parts: int) -> RaggedColumn:
-        lengths = self._ragged.lengths
-        uneven = (lengths % parts).nonzero().flatten()
-        if len(uneven):
-            row = int(uneven[0])
-            raise DataError(f"row {row} has {int(lengths[row])} values, which cannot be cut into {parts} equal parts")
-        return RaggedColumn(Ragged.from_lengths(self._ragged.values, (lengths // parts).repeat_interleave(parts)))
-
     def to(self, device: str | torch.device) -> RaggedColumn:
         return RaggedColumn(self._ragged.to(device))
 
@@ -213,7 +194,7 @@ class RaggedColumn(Column):
 
 
 class ObjectColumn(Column):
-    """One Python object a row, in an object array [rows]."""
+    """One Python object per row, in an object array [rows]."""
 
     kind = "object"
 
@@ -240,15 +221,6 @@ class ObjectColumn(Column):
     def cat(self, others: Sequence[Column]) -> ObjectColumn:
         return ObjectColumn(np.concatenate([np.asarray(column.view()) for column in (self, *others)]))
 
-    def unfold(self, parts: int) -> ObjectColumn:
-        cut = []
-        for row, value in enumerate(self._objects):
-            if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % parts:
-                raise DataError(f"row {row} is no sequence that can be cut into {parts} equal parts: {value!r:.80}")
-            size = len(value) // parts
-            cut += [value[part * size : (part + 1) * size] for part in range(parts)]
-        return ObjectColumn(_object_array(cut))
-
     def to(self, device: str | torch.device) -> ObjectColumn:
         return self
 
@@ -260,13 +232,13 @@ class ObjectColumn(Column):
 
 
 def column_of(name: str, value: Any) -> Column:
-    """Return a column that holds a private copy of `value`, detached from any graph.
+    """Return a column with a private copy of `value`, detached from any graph.
 
-    A tensor [rows, ...] is dense; a Ragged or a nested tensor is ragged; a list, tuple or array has one object a row.
-    Raises DataError naming the column for anything else.
+    A tensor [rows, ...] becomes a dense column, a Ragged or a nested tensor a ragged one, and a list, tuple or numpy
+    array an object column with one object per row. Raises DataError naming the column for any other value.
     """
     if not isinstance(name, str) or not name:
-        raise DataError(f"a column's name is a string that is not empty, got {name!r}")
+        raise DataError(f"a column's name must be a non-empty string, got {name!r}")
     if isinstance(value, Ragged):
         return RaggedColumn(value.detach().clone())
     if isinstance(value, Tensor) and value.is_nested:
@@ -277,7 +249,7 @@ def column_of(name: str, value: Any) -> Column:
         return ObjectColumn(_object_array(value))
     shown = "a tensor without dimensions" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"
     raise DataError(
-        f"column {name!r} cannot be {shown}; bind a tensor [rows, ...], a Ragged, or a list or array of one entry a row"
+        f"column {name!r} cannot be {shown}; bind a tensor [rows, ...], a Ragged, or a list or array, one entry per row"
     )
 
 
@@ -289,28 +261,53 @@ def same_contents(left: Any, right: Any) -> bool:
         return left.same_as(right) or (left.spec() == right.spec() and same_contents(left.view(), right.view()))
     if type(left) is not type(right):
         return False
-    if isinstance(left, Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and _same_values(left, right)
-    if isinstance(left, Ragged):
-        return torch.equal(left.offsets, right.offsets) and same_contents(left.values, right.values)
-    if isinstance(left, np.ndarray):
-        return left.shape == right.shape and left.dtype == right.dtype and same_contents(left.tolist(), right.tolist())
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(same_contents(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same_contents, left, right))
+    if type(left) not in _SCALARS:
+        for kind, same in _COMPARISONS.items():
+            if isinstance(left, kind):
+                return same(left, right)
     return bool(left == right) or bool(left != left and right != right)
 
 
-def _same_values(left: Tensor, right: Tensor) -> bool:
+def _same_tensors(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
     right = right.to(left.device)
     if torch.equal(left, right):
         return True
     return left.dtype.is_floating_point and bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
+def _same_ragged(left: Ragged, right: Ragged) -> bool:
+    return torch.equal(left.offsets, right.offsets) and _same_tensors(left.values, right.values)
+
+
+def _same_arrays(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype and same_contents(left.tolist(), right.tolist())
+
+
+def _same_mappings(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
+    return left.keys() == right.keys() and all(same_contents(left[key], right[key]) for key in left)
+
+
+def _same_sequences(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(same_contents, left, right))
+
+
+_COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
+    Tensor: _same_tensors,
+    Ragged: _same_ragged,
+    np.ndarray: _same_arrays,
+    Mapping: _same_mappings,
+    list: _same_sequences,
+    tuple: _same_sequences,
+}
+"""How two values of one type are compared."""
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+"""Types compared with `==`, without a search in the table above."""
+
+
 def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return an object array [rows] of the entries; numpy would make a table of equally long lists."""
+    """Return an object array [rows] of the entries. `np.array` would turn lists of equal length into a 2-D array."""
     array = np.empty(len(values), dtype=object)
     if isinstance(values, np.ndarray) and values.ndim > 1:
         values = [row.copy() for row in values]

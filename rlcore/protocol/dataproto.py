@@ -1,9 +1,9 @@
-"""DataProto: named columns of equal row count and meta_info, with the surface that users of verl know.
+"""DataProto: named columns of equal row count and meta_info, with the methods of verl's DataProto.
 
-No method changes its batch or its arguments, save those whose names say so: `batch[k] = v`, `pop`, and writes through
-`batch.batch`, `batch.non_tensor_batch` and `batch.meta_info`. Contents are immutable and shared: a batch derived from
-another copies no tensor that it can share, a bound value is copied once, and a read gives a private copy. `view` reads
-without a copy, for whoever will not write.
+Methods change neither the batch nor their arguments, except `batch[k] = v`, `pop`, and writes through `batch.batch`,
+`batch.non_tensor_batch` and `batch.meta_info`. Contents are immutable and shared: a derived batch shares storage where
+possible, binding a value copies it once, and a read returns a private copy. `view` reads without a copy, for callers
+that do not write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from rlcore.errors import DataError
 from rlcore.protocol.columns import Column, Kind, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
-from rlcore.protocol.moments import Moments, combined, part_moments
+from rlcore.protocol.moments import Moments, combine_moments, part_moments
 from rlcore.protocol.remote import RemoteColumn, owner_of
 from rlcore.protocol.row_operations import RowOperations
 from rlcore.protocol.rows import Index, select_row, select_rows
@@ -35,10 +35,10 @@ OBJECT: tuple[Kind, ...] = ("object",)
 class DataProto(RowOperations):
     """A batch: dense tensors [rows, ...], ragged tensors and object columns [rows], and a dict `meta_info`.
 
-    Where it differs from verl's (0.9): `reorder`, `union`, `rename` and `to` return a new batch and leave this one;
-    uneven `chunk` and `split` are asked for; a missing name is an error in `select` too; `rename` takes object columns
-    as well; `concat` treats the key `metrics` of meta_info like any other; an object column is always an array [rows];
-    shuffling needs a seed; `save_to_disk` writes a folder.
+    It differs from verl 0.9 as follows. `reorder`, `union`, `rename` and `to` return a new batch and do not change
+    this one. Uneven `chunk` and `split` need `uneven=True`. A missing name is an error in `select` too. `rename` also
+    takes object columns. `concat` treats the key `metrics` of meta_info like any other. An object column is always an
+    array [rows]. Shuffling needs a seed. `save_to_disk` writes a folder.
     """
 
     __slots__ = ("_source",)
@@ -49,7 +49,10 @@ class DataProto(RowOperations):
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy in tensor columns (a dict or TensorDict), object columns (lists or arrays) and meta_info."""
+        """Copy tensor columns (a dict or TensorDict), object columns (lists or arrays) and meta_info into a new batch.
+
+        Raises DataError for a column of the wrong kind or length, or a name given twice.
+        """
         table = Table(meta_info=dict(meta_info or {}))
         for kinds, columns in ((TENSOR, batch), (OBJECT, non_tensor_batch)):
             for name, value in ({} if columns is None else columns).items():
@@ -58,7 +61,7 @@ class DataProto(RowOperations):
                 table.bind(name, checked_column(name, value, kinds))
         self._source: Table | LazyTable = table
 
-    # -- making one
+    # -- construction
 
     @classmethod
     def from_dict(
@@ -67,12 +70,12 @@ class DataProto(RowOperations):
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Return the batch of these tensors (Tensor [rows, ...] or Ragged) and objects (one list entry a row)."""
+        """Return a batch of these tensors (Tensor [rows, ...] or Ragged) and objects (one list entry per row)."""
         return cls(tensors, non_tensors, meta_info)
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return the batch of these columns; a list or array becomes an object column."""
+        """Return a batch of these columns; a list or array becomes an object column."""
         batch = cls(meta_info=meta_info)
         for name, value in data.items():
             batch[name] = value
@@ -80,15 +83,15 @@ class DataProto(RowOperations):
 
     @classmethod
     def deferred(cls, fetch: Callable[[], DataProto]) -> Self:
-        """Return a batch that calls `fetch` when anything of it is first needed, and then holds what that returned.
+        """Return a batch that calls `fetch` at the first operation on it, and then holds the batch that it returned.
 
-        `fetch` runs once. An exception that it raises is raised at each need. Any operation needs the batch.
+        `fetch` runs once. If it raises, every operation raises its exception.
         """
 
         def table() -> Table:
             batch = fetch()
             if not isinstance(batch, DataProto):
-                raise DataError(f"a deferred batch was fetched as {type(batch).__name__}; it must be a DataProto")
+                raise DataError(f"fetch of a deferred batch returned {type(batch).__name__}; it must return DataProto")
             return batch.table.copy()
 
         return cls._of(LazyTable(table))
@@ -99,26 +102,26 @@ class DataProto(RowOperations):
         batch._source = source
         return batch
 
-    # -- what it holds
+    # -- contents
 
     @property
     def table(self) -> Table:
-        """The columns themselves, for the rooms of the core; fetched first if the batch is deferred."""
+        """The columns and meta_info, for the core; fetched first if the batch is deferred."""
         return self._source.get() if isinstance(self._source, LazyTable) else self._source
 
     @property
     def is_ready(self) -> bool:
-        """Whether the batch is made: False while a call that makes a column of it is under way. Never waits."""
+        """Whether all columns are computed: False while a call that returns one of them is running. Never waits."""
         if isinstance(self._source, LazyTable) and not self._source.ready:
             return False
-        return all(column.is_made for column in self.table.columns.values() if isinstance(column, RemoteColumn))
+        return all(column.is_ready for column in self.table.columns.values() if isinstance(column, RemoteColumn))
 
     def materialize(self) -> Self:
-        """Fetch all columns, and return the batch; raises what kept one of them from being made."""
+        """Fetch all columns and return this batch; raises the error of a call that failed to compute one."""
         self._source = self.table
         for name, column in self._source.columns.items():
             if isinstance(column, RemoteColumn):
-                self._source.columns[name] = column.here()
+                self._source.columns[name] = column.fetch()
         return self
 
     @property
@@ -133,7 +136,7 @@ class DataProto(RowOperations):
 
     @property
     def meta_info(self) -> dict[str, Any]:
-        """What holds for the whole batch; this batch's own dict."""
+        """Values for the whole batch, by name; this batch's own dict."""
         return self.table.meta_info
 
     @meta_info.setter
@@ -167,11 +170,11 @@ class DataProto(RowOperations):
         return self._of(self.table.take(select_rows(index, len(self))))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Bind a copy of a tensor [rows, ...], Ragged, list or array to a name, in this batch alone."""
+        """Bind a copy of a tensor [rows, ...], Ragged, list or array to a name, in this batch only."""
         self.table.bind(name, column_of(name, value))
 
     def view(self, name: str) -> Any:
-        """Return a column without copying it. It is shared with other batches: never write to it."""
+        """Return a column's contents without a copy. Other batches share them: never write to them."""
         return self.table.column(name).view()
 
     def _item(self, row: int) -> DataProtoItem:
@@ -183,7 +186,7 @@ class DataProto(RowOperations):
         )
 
     def equal(self, other: DataProto) -> bool:
-        """Return whether both hold equal columns (NaN equals NaN) and equal meta_info, in whatever order."""
+        """Return whether both have equal columns (NaN equals NaN) and equal meta_info, in any order."""
         return same_contents(self.table.columns, other.table.columns) and same_contents(self.meta_info, other.meta_info)
 
     def __repr__(self) -> str:
@@ -207,9 +210,9 @@ class DataProto(RowOperations):
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> Self:
-        """Return a batch of the named columns and meta_info; of a kind that is not given, all.
+        """Return a batch of the named tensor columns, object columns and meta_info; all of a kind whose names are None.
 
-        With `deepcopy` the objects of object columns are copied too. Raises DataError for a name that is missing.
+        With `deepcopy` the objects of object columns are copied too. Raises DataError for a missing name.
         """
         table = self.table
         wanted: dict[str, None] = {}
@@ -230,9 +233,9 @@ class DataProto(RowOperations):
         non_tensor_batch_keys: Iterable[str] = (),
         meta_info_keys: Iterable[str] = (),
     ) -> Self:
-        """Take the named columns and meta_info out of this batch and return them as another.
+        """Remove the named columns and meta_info from this batch and return them as another.
 
-        Raises DataError for a name that is missing, and then takes nothing.
+        Raises DataError for a missing name, and then removes nothing.
         """
         tensors, objects, keys = list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
         popped = self.select(tensors, objects, keys)
@@ -243,14 +246,14 @@ class DataProto(RowOperations):
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Return a batch whose columns `old_keys` (of any kind) are called `new_keys`, in their places.
+        """Return a batch with the columns `old_keys`, of any kind, renamed to `new_keys`; their order stays.
 
         Raises DataError when a column is missing, the lists differ in length, or two columns would share a name.
         """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new) or len(set(old)) != len(old):
-            raise DataError(f"rename takes one new name for each column, got {old} and {new}")
+            raise DataError(f"rename needs one new name for each column, and each column once, got {old} and {new}")
         for name in old:
             self.table.column(name)
         names = dict(zip(old, new, strict=True))
@@ -263,9 +266,10 @@ class DataProto(RowOperations):
         return self._of(Table(renamed, dict(self.meta_info)))
 
     def union(self, other: DataProto) -> Self:
-        """Return the columns and meta_info of both batches, whose rows are the same rows.
+        """Return the columns and meta_info of both batches; row i of one belongs to row i of the other.
 
-        Raises DataError naming what both hold with different contents. A side without columns fits any number of rows.
+        Raises DataError when the row counts differ, or naming a column or key that both have with different contents.
+        A batch without columns fits any row count.
         """
         return self._of(union_tables(self.table, other.table))
 
@@ -279,11 +283,11 @@ class DataProto(RowOperations):
         """Return the rows of all batches in order, with the meta_info of all.
 
         Raises DataError for an empty list, columns that differ in name, kind, dtype or row shape, and conflicting
-        meta_info. A batch without any column has no rows and adds its meta_info.
+        meta_info. A batch without columns adds only its meta_info.
         """
         return cls._of(concat_tables([batch.table for batch in data]))
 
-    # -- arithmetic beside the data
+    # -- arithmetic in the processes that hold the rows
 
     def map(
         self,
@@ -291,12 +295,12 @@ class DataProto(RowOperations):
         reads: Sequence[str],
         keep_together: str | None = None,
     ) -> Self:
-        """Return the columns that `fn` makes, row for row, from a batch of the columns `reads`.
+        """Return the columns that `fn` computes, row for row, from a batch of the columns `reads`.
 
-        `fn` is a pure module-level function (or a functools.partial of one). It is called where the rows are: in the
-        workers that hold them, on parts of the batch, or here when all of it is here; it sees all rows of equal
-        `keep_together` at once. It returns a dict of columns or a DataProto. Raises DataError for a missing column, or
-        when `fn` returns another number of rows.
+        `fn` is a pure module-level function, or a functools.partial of one, and returns a dict of columns or a
+        DataProto. It runs on parts of the batch in the workers that hold the rows, or in this process if all rows are
+        here. Rows with equal values of the column `keep_together` reach it together. Raises DataError for a missing
+        column, or when `fn` returns another number of rows.
         """
         part = self._part([*reads, *([keep_together] if keep_together else [])])
         if (owner := owner_of(list(part.table.columns.values()))) is not None:
@@ -310,36 +314,36 @@ class DataProto(RowOperations):
     def masked_moments(self, column: str, mask: str) -> Moments:
         """Return count, mean and variance of a tensor column's entries where the column `mask` is not zero.
 
-        They are counted where the rows are. Raises DataError unless both are tensor columns of one shape (ragged ones:
-        of equal lengths).
+        They are computed in the processes that hold the rows. Raises DataError unless both are tensor columns of the
+        same shape (for ragged columns, of equal row lengths).
         """
         for name in (column, mask):
             self.table.column(name, TENSOR)
         part = self._part(list(dict.fromkeys([column, mask])))
         count = partial(part_moments, column=column, mask=mask)
         owner = owner_of(list(part.table.columns.values()))
-        return combined([count(part)] if owner is None else owner.reduce_rows(count, part))
+        return combine_moments([count(part)] if owner is None else owner.reduce_rows(count, part))
 
-    # -- other forms
+    # -- conversion
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch into the new folder `filepath`: tensors as safetensors, all else as JSON.
+        """Write the batch into the new folder `filepath`: tensors as safetensors, the rest as JSON.
 
-        Raises DataError when the folder exists, or naming the column and row (or the key of meta_info) that JSON
-        cannot hold.
+        Raises DataError when the folder exists, and for a value that JSON cannot hold, naming its column and row or
+        its key in meta_info.
         """
         save_table(self.table, Path(filepath))
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> Self:
-        """Return the batch that `save_to_disk` wrote; DataError when the folder holds none."""
+        """Return the batch that `save_to_disk` wrote; DataError when the folder does not hold one."""
         return cls._of(load_table(Path(filepath)))
 
     def to_tensordict(self) -> Any:
         """Return a `tensordict.TensorDict` of batch size [rows].
 
         A ragged column becomes a jagged nested tensor, an object column a NonTensorStack, an entry of meta_info a
-        NonTensorData. Raises DataError when meta_info has the name of a column.
+        NonTensorData. Raises DataError when a column and an entry of meta_info share a name.
         """
         return table_to_tensordict(self.table)
 
@@ -350,17 +354,17 @@ class DataProto(RowOperations):
 
 
 def map_rows(fn: Callable[[DataProto], Mapping[str, Any] | DataProto], batch: DataProto) -> DataProto:
-    """Return what `fn` makes of the rows, as a batch; DataError when it returns another number of rows."""
-    made = fn(batch)
-    made = made if isinstance(made, DataProto) else DataProto.from_single_dict(made)
-    if made.table.columns and len(made) != len(batch):
+    """Return the result of `fn` as a batch; DataError when it has another number of rows."""
+    returned = fn(batch)
+    result = returned if isinstance(returned, DataProto) else DataProto.from_single_dict(returned)
+    if result.table.columns and len(result) != len(batch):
         name = getattr(getattr(fn, "func", fn), "__name__", fn)
-        raise DataError(f"map: {name} returned {len(made)} rows for {len(batch)}")
-    return DataProto._of(made.table.copy())
+        raise DataError(f"map: {name} returned {len(result)} rows for {len(batch)}; it must return one row per row")
+    return DataProto._of(result.table.copy())
 
 
 def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
-    """Return the column of a value that must be of one of these kinds; DataError naming the column otherwise."""
+    """Return the column of a value; DataError naming the column unless it is of one of these kinds."""
     column = column_of(name, value)
     if column.kind not in kinds:
         wanted = "a tensor [rows, ...] or a Ragged" if kinds == TENSOR else "a list or an array, not a tensor"

@@ -1,4 +1,4 @@
-"""A table in a folder: columns.safetensors with the tensors, batch.json with all else. Nothing in it can run code."""
+"""A table in a folder: columns.safetensors holds the tensors, batch.json the rest. Loading runs no code from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FORMAT = 1
 
 
 def save_table(table: Table, folder: Path) -> None:
-    """Write a table into a new folder, whole or not at all; see DataProto.save_to_disk."""
+    """Write a table into a new folder, completely or not at all; see DataProto.save_to_disk."""
     if folder.exists():
-        raise DataError(f"{folder} exists already; save the batch to a folder of its own, or remove this one")
+        raise DataError(f"{folder} exists already; choose another folder, or remove this one")
     tensors: dict[str, Tensor] = {}
     columns: list[dict[str, Any]] = []
     for number, (name, column) in enumerate(table.columns.items()):
@@ -46,7 +46,7 @@ def save_table(table: Table, folder: Path) -> None:
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # safetensors refuses tensors that share storage, as columns may.
+    # Columns may share storage, and safetensors refuses tensors that do.
     save_file(
         {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
         aside / _TENSORS,
@@ -62,14 +62,14 @@ def load_table(folder: Path) -> Table:
         rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
         tensors = load_file(folder / _TENSORS)
         if rest["format"] != _FORMAT:
-            raise DataError(f"{folder} holds a batch of format {rest['format']}; this version reads format {_FORMAT}")
+            raise DataError(f"{folder} holds a batch in format {rest['format']}; this version reads format {_FORMAT}")
         table = Table(meta_info=rest["meta_info"])
         for number, entry in enumerate(rest["columns"]):
             table.bind(entry["name"], _load_column(entry, number, tensors))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"{folder} holds no batch that save_to_disk wrote ({type(error).__name__}: {error}); "
-            f"such a folder has {_TENSORS} and {_REST}"
+            f"{folder} was not written by save_to_disk, or is damaged ({type(error).__name__}: {error}); "
+            f"it must hold {_TENSORS} and {_REST}"
         ) from error
     return table
 
@@ -85,19 +85,19 @@ def _load_column(entry: dict[str, Any], number: int, tensors: dict[str, Tensor])
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raise DataError naming the place unless JSON gives `value` back as it is: no tuple, no nan, string keys alone."""
+    """Raise DataError naming the value's location unless JSON preserves it: no tuples, no nan, only string keys."""
     if isinstance(value, list):
         for item in value:
             _check_json(item, where)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise DataError(f"{where} has a dict with the key {key!r}; JSON holds string keys alone")
+                raise DataError(f"{where} has a dict with the key {key!r}; JSON allows only string keys")
             _check_json(item, where)
     elif not (
         value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
     ):
         raise DataError(
-            f"{where} is no JSON value: {type(value).__name__} {value!r:.80}; allowed are None, bool, int, finite "
+            f"{where} is not a JSON value: {type(value).__name__} {value!r:.80}; allowed are None, bool, int, finite "
             "float, str, list, and dict with string keys"
         )

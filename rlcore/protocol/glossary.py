@@ -1,6 +1,6 @@
-"""The glossary: every field that the core reads or writes, declared once.
+"""The glossary: every field of a batch that the core reads or writes, declared once.
 
-`python -m rlcore.protocol.glossary` prints it as the Markdown of docs/glossary.md.
+`python -m rlcore.protocol.glossary` prints docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Field:
-    """A standard field of a batch. `shapes` gives the shape in words for each kind of column that may hold it.
+    """A standard field of a batch. `shapes` maps each allowed kind of column to its shape, in words.
 
-    `dtype` is None for object columns. In a shape, `*` is a row's own length and `width` a padded one.
+    `dtype` is None for object columns. In a shape, `*` is a row's own length and `width` a padded length.
     """
 
     name: str
@@ -37,53 +37,73 @@ _PADDED: dict[Kind, str] = {"dense": "[rows, width]"}
 _OBJECT: dict[Kind, str] = {"object": "[rows]"}
 
 _FIELDS = (
-    Field("prompts", _RAGGED, torch.int64, "token id", "the prompt as the model reads it, chat template included"),
-    Field("prompt_text", _OBJECT, None, "str", "the prompt as reward functions see it"),
+    Field("prompts", _RAGGED, torch.int64, "token id", "the prompt that the model reads, including the chat template"),
+    Field("prompt_text", _OBJECT, None, "str", "the prompt that reward functions get"),
     Field(
         "prompt_messages",
         _OBJECT,
         None,
         "list of dict, or None",
-        "the prompt's chat messages where the data set gave messages, not a string; only where it has such prompts",
+        "the prompt's chat messages, if the data set has messages; None for prompts given as a string",
     ),
-    Field("answer", _OBJECT, None, "any", "the reference answer that rewards compare with"),
-    Field("uid", _OBJECT, None, "str", "one per prompt: epoch and data row (`0:17`, held out `eval:17`), never random"),
-    Field("sample_index", _DENSE, torch.int64, "index", "which of its prompt's samples a row is, from 0"),
-    Field("responses", _RAGGED, torch.int64, "token id", "what follows the prompt, the end-of-sequence token included"),
+    Field("answer", _OBJECT, None, "any", "the reference answer for the reward functions"),
+    Field(
+        "uid",
+        _OBJECT,
+        None,
+        "str",
+        "identifies the prompt by epoch and data row (`0:17`, held out `eval:17`); never random",
+    ),
+    Field("sample_index", _DENSE, torch.int64, "index", "number of the sample among its prompt's samples, from 0"),
+    Field("responses", _RAGGED, torch.int64, "token id", "the response, including the end-of-sequence token"),
     Field(
         "response_mask",
         _RAGGED,
         torch.int64,
         "0 or 1",
-        "1 on the tokens of `responses` that the policy sampled, 0 on all others (they may stand in the middle)",
+        "1 on tokens of `responses` that the policy sampled, 0 on all others, which may lie between sampled ones",
     ),
     Field(
         "rollout_log_probs",
         _RAGGED,
         torch.float32,
         "nat",
-        "log-probability of each response token under the distribution that it was sampled from",
+        "log-probability of each response token under the sampling distribution",
     ),
-    Field("response_text", _OBJECT, None, "str", "the response decoded, as reward functions see it"),
+    Field("response_text", _OBJECT, None, "str", "the decoded response that reward functions get"),
     Field("prompt_length", _DENSE, torch.int64, "token", "length of `prompts`"),
     Field("response_length", _DENSE, torch.int64, "token", "length of `responses`"),
-    Field("finished", _DENSE, torch.bool, "", "whether the response came to its end; False: cut at the length limit"),
-    Field("weights_version", _DENSE, torch.int64, "optimizer step", "version of the weights that sampled the row"),
+    Field(
+        "finished", _DENSE, torch.bool, "", "True: the response ended by itself; False: it was cut at the length limit"
+    ),
+    Field(
+        "weights_version",
+        _DENSE,
+        torch.int64,
+        "optimizer step",
+        "version of the weights that sampled the row: the optimizer steps before it",
+    ),
     Field(
         "exact_log_probs",
         _DENSE,
         torch.bool,
         "",
-        "whether `rollout_log_probs` are what the train engine of `weights_version` would compute",
+        "whether `rollout_log_probs` equal those that the train engine would compute with `weights_version`",
     ),
     Field(
         "log_probs",
         _RAGGED,
         torch.float32,
         "nat",
-        "log-probability of each response token under the role that was asked, at the rollout temperature",
+        "log-probability of each response token under the role that computed it, at the rollout temperature",
     ),
-    Field("entropy", _RAGGED, torch.float32, "nat", "entropy of that distribution at each response token"),
+    Field(
+        "entropy",
+        _RAGGED,
+        torch.float32,
+        "nat",
+        "entropy of the next-token distribution at each response token, at the rollout temperature",
+    ),
     Field(
         "old_log_probs",
         _RAGGED,
@@ -92,28 +112,36 @@ _FIELDS = (
         "log-probability of each response token under the policy before the update",
     ),
     Field("ref_log_probs", _RAGGED, torch.float32, "nat", "log-probability of each response token under the reference"),
-    Field("scores", _DENSE, torch.float32, "reward", "what the reward functions gave the whole response"),
-    Field("reward_error", _DENSE, torch.bool, "", "whether the reward raised, hung, or gave no finite number"),
+    Field("scores", _DENSE, torch.float32, "reward", "the score of the whole response from the reward functions"),
+    Field(
+        "reward_error",
+        _DENSE,
+        torch.bool,
+        "",
+        "whether the reward function raised, hung, or returned a number that is not finite",
+    ),
     Field(
         "reward_detail",
         _OBJECT,
         None,
         "dict or None",
-        "of a sample without a reward: uid, sample_index, function, cause and traceback",
+        "for a sample without a reward: uid, sample_index, function, cause and traceback",
     ),
     Field(
-        "score/NAME", _DENSE, torch.float32, "reward", "what the reward NAME gave, unweighted; where there are several"
+        "score/NAME", _DENSE, torch.float32, "reward", "the unweighted score of the reward NAME, in runs with several"
     ),
     Field(
         "preference",
         _DENSE,
         torch.float32,
         "0, 0.5 or 1",
-        "of two responses that the judge compared: 1 the first is better, 0 the second, 0.5 a tie",
+        "the judge's comparison of two responses: 1 the first is better, 0 the second, 0.5 a tie",
     ),
-    Field("judge_error", _DENSE, torch.bool, "", "whether the judge gave no preference, so that it is the default"),
+    Field(
+        "judge_error", _DENSE, torch.bool, "", "whether the judge gave no preference, and `preference` is the default"
+    ),
     Field("rewards", _RAGGED, torch.float32, "reward", "reward of each response token"),
-    Field("values", _RAGGED, torch.float32, "reward", "the critic's estimate of the return at each response token"),
+    Field("values", _RAGGED, torch.float32, "reward", "the critic's estimate of the return before each response token"),
     Field(
         "advantages",
         {**_DENSE, **_RAGGED},
@@ -121,9 +149,13 @@ _FIELDS = (
         "reward, or its standard deviations",
         "how much better than expected a response (dense) or each of its tokens (ragged) was",
     ),
-    Field("returns", _RAGGED, torch.float32, "reward", "the return at each response token, which the critic learns"),
+    Field("returns", _RAGGED, torch.float32, "reward", "the return at each response token, the critic's target"),
     Field(
-        "input_ids", _PADDED, torch.int64, "token id", "prompt and response, padded; inside engines and for verl code"
+        "input_ids",
+        _PADDED,
+        torch.int64,
+        "token id",
+        "prompt and response, padded; used inside engines and by verl programs",
     ),
     Field("attention_mask", _PADDED, torch.int64, "0 or 1", "1 on the tokens of `input_ids`, 0 on its padding"),
     Field("position_ids", _PADDED, torch.int64, "position", "position of each token of `input_ids`, from 0"),
@@ -131,24 +163,24 @@ _FIELDS = (
 
 
 def fields() -> dict[str, Field]:
-    """Return the standard fields by name, in the order in which a step makes them."""
+    """Return the standard fields by name, in the order in which a step computes them."""
     return {field.name: field for field in _FIELDS}
 
 
 def column_specs(*names: str) -> dict[str, ColumnSpec]:
-    """Return the form of standard fields; DataError for a field that is no standard one, or has no one spec."""
+    """Return the ColumnSpec of each named standard field; DataError for an unknown field, or one with several specs."""
     found: dict[str, ColumnSpec] = {}
     for name in names:
         field = fields().get(name)
         if field is None or len(field.shapes) != 1 or field.shapes in (_PADDED,):
-            raise DataError(f"{name!r} is no standard field of one spec.{did_you_mean(name, fields())}")
+            raise DataError(f"{name!r} is not a standard field with a single spec.{did_you_mean(name, fields())}")
         (kind,) = field.shapes
         found[name] = ColumnSpec(kind, field.dtype, (), "cpu")
     return found
 
 
 def check_fields(batch: DataProto) -> None:
-    """Raise DataError when a column named like a standard field has not its kind, dtype and number of dimensions."""
+    """Raise DataError when a column has the name of a standard field but another kind, dtype or dimension count."""
     for name, field in fields().items():
         if name not in batch:
             continue
@@ -161,7 +193,7 @@ def check_fields(batch: DataProto) -> None:
         if not fits:
             raise DataError(
                 f"column {name!r} is {column.type_name()}; the glossary says {_describe(field)}: {field.meaning}. "
-                "A field of your own takes another name (a plugin's carry its prefix)"
+                "Give a field of your own another name, with the plugin's prefix"
             )
 
 
@@ -172,12 +204,12 @@ def render_markdown() -> str:
         [
             "# Fields of a batch",
             "",
-            "Made from `rlcore/protocol/glossary.py` by `python -m rlcore.protocol.glossary`.",
+            "Generated from `rlcore/protocol/glossary.py` by `python -m rlcore.protocol.glossary`.",
             "",
-            "Every column is `[rows, ...]`. Ragged columns hold rows of different length without padding (`*`). "
-            "A plugin's own fields carry its prefix.",
+            "Every column is `[rows, ...]`. Ragged columns hold rows of different lengths without padding (`*`). "
+            "A plugin's own fields have its prefix.",
             "",
-            "| field | form | unit | meaning |",
+            "| field | type | unit | meaning |",
             "|---|---|---|---|",
             *rows,
             "",

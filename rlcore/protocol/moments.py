@@ -1,4 +1,4 @@
-"""Count, mean and variance of the entries that a mask keeps."""
+"""Count, mean and variance of a column's entries under a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and variance (divided by count) of some entries, summed in float64; both nan when count is 0."""
+    """Count, mean and variance (divided by the count), computed in float64. Mean and variance are nan if count is 0."""
 
     count: int
     mean: float
@@ -29,19 +29,19 @@ class Moments:
 def part_moments(batch: DataProto, column: str, mask: str) -> Moments:
     """Return the moments of a tensor column's entries where the column `mask` is not zero, in one part of a batch.
 
-    Raises DataError unless both are of one shape.
+    Raises DataError unless both columns have the same shape.
     """
     values, kept = batch.view(column), batch.view(mask)
-    if _layout(values) != _layout(kept):
-        raise DataError(f"the mask {mask!r} has not the shape of column {column!r}; it needs one entry for each of its")
+    if _row_shapes(values) != _row_shapes(kept):
+        raise DataError(f"mask {mask!r} and column {column!r} must have the same shape, and ragged rows equal lengths")
     entries = _flat(values)[_flat(kept).to(_flat(values).device) != 0].double()
     if not len(entries):
         return Moments(0, nan, nan)
     return Moments(len(entries), float(entries.mean()), float(entries.var(correction=0)))
 
 
-def combined(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of all parts together."""
+def combine_moments(parts: Sequence[Moments]) -> Moments:
+    """Return the moments of all parts' entries together."""
     filled = [part for part in parts if part.count]
     if len(filled) < 2:
         return filled[0] if filled else Moments(0, nan, nan)
@@ -51,8 +51,8 @@ def combined(parts: Sequence[Moments]) -> Moments:
     return Moments(count, mean, var)
 
 
-def _layout(value: Value) -> list[int]:
-    """Return what two columns share exactly when their entries correspond."""
+def _row_shapes(value: Value) -> list[int]:
+    """Return the shape of a dense column, or the entry shape and row offsets of a ragged one."""
     if isinstance(value, Ragged):
         return [-1, *value.values.shape[1:], *value.offsets.tolist()]
     return list(value.shape)

@@ -1,4 +1,4 @@
-"""Rows of different length, stored back to back without padding."""
+"""Rows of different lengths, stored back to back without padding."""
 
 from __future__ import annotations
 
@@ -17,65 +17,73 @@ Side = Literal["left", "right"]
 
 
 class Ragged:
-    """Rows of different length: `values` [total, ...] back to back, `offsets` int64 [rows + 1] from 0 to total.
+    """Rows of different lengths: `values` [total, ...] back to back, `offsets` int64 [rows + 1] from 0 to total.
 
-    Row i is `values[offsets[i]:offsets[i + 1]]`. The values are on any device, the offsets always on the CPU, where
-    rows are chosen. Raises DataError when the offsets do not fit the values.
+    Row i is `values[offsets[i]:offsets[i + 1]]`. The values may be on any device; the offsets are on the CPU, where
+    rows are selected. Raises DataError when the offsets do not fit the values.
     """
 
-    # The offsets are kept in numpy: on a few rows an operation of torch costs many times one of numpy's.
+    # Offsets are numpy arrays: on a few rows, numpy is many times as fast as torch.
     __slots__ = ("_ends", "values")
 
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         if values.dim() == 0:
-            raise DataError("the values of a ragged column have at least one dimension, got a scalar")
+            raise DataError("the values of a ragged column need at least one dimension, got a scalar")
         if offsets.dim() != 1 or offsets.dtype != torch.int64 or len(offsets) == 0:
-            raise DataError(f"offsets are int64 [rows + 1], got {offsets.dtype} {list(offsets.shape)}")
+            raise DataError(f"offsets must be int64 [rows + 1], got {offsets.dtype} {list(offsets.shape)}")
         ends = offsets.cpu().numpy()
         if ends[0] != 0 or ends[-1] != len(values) or bool((ends[1:] < ends[:-1]).any()):
-            raise DataError(f"offsets rise from 0 to the {len(values)} values, got {ends.tolist()[:8]} ...")
+            raise DataError(
+                f"offsets must rise from 0 to {len(values)}, the number of values, got {ends.tolist()[:8]} ..."
+            )
         self.values = values
         self._ends = ends
 
     @classmethod
     def _trusted(cls, values: Tensor, ends: np.ndarray) -> Ragged:
-        """Return the rows of values and offsets that are known to fit: the checks cost as much as a small column."""
+        """Return a Ragged without checking the offsets; the checks take as long as all else on a small column."""
         ragged = cls.__new__(cls)
         ragged.values, ragged._ends = values, ends
         return ragged
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
-        """Return the rows that `lengths` int64 [rows] cut `values` [total, ...] into."""
+        """Return `values` [total, ...] split into rows of `lengths`, int64 [rows]; DataError if they do not add up."""
         return cls(values, torch.from_numpy(_ends(lengths.cpu().numpy())))
 
     @classmethod
     def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
-        """Return the rows of a list of tensors [length, ...] (or lists of numbers); an empty list needs `dtype`."""
+        """Return a Ragged of a list of tensors [length, ...] or lists of numbers; an empty list needs `dtype`.
+
+        Raises DataError for rows of different dtypes or trailing shapes.
+        """
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         if not tensors:
             if dtype is None:
-                raise DataError("no rows to take the dtype from; pass dtype=")
+                raise DataError("an empty list of rows has no dtype; pass dtype=")
             return cls(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
         kinds = {(row.dtype, row.shape[1:]) for row in tensors}
         if len(kinds) > 1 or tensors[0].dim() == 0:
             found = ", ".join(sorted(f"{row.dtype} {list(row.shape)}" for row in tensors)[:4])
-            raise DataError(f"rows are tensors [length, ...] of one dtype and one trailing shape, got {found}")
+            raise DataError(f"rows must be tensors [length, ...] of one dtype and one trailing shape, got {found}")
         return cls.from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor, side: Side = "right") -> Ragged:
-        """Return the rows of `padded` [rows, width, ...] without their padding, which is at `side`."""
+        """Return the rows of `padded` [rows, width, ...] without the padding at `side`; `lengths` is int64 [rows].
+
+        Raises DataError for lengths that do not fit `padded`.
+        """
         lengths = lengths.cpu().to(torch.int64)
         if padded.dim() < 2 or lengths.shape != padded.shape[:1]:
             raise DataError(f"{list(lengths.shape)} lengths do not fit a padded tensor {list(padded.shape)}")
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= padded.shape[1]:
-            raise DataError(f"lengths are 0 to the width {padded.shape[1]}, got {lengths.tolist()[:8]}")
+            raise DataError(f"lengths must be from 0 to the width {padded.shape[1]}, got {lengths.tolist()[:8]}")
         return cls.from_lengths(padded[_inside(lengths.to(padded.device), padded.shape[1], side)], lengths)
 
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Return the rows of all parts, in order; DataError for no parts, or parts of unlike dtype or shape."""
+        """Return the rows of all parts, in order; DataError for no parts, or parts that differ in dtype or shape."""
         if not parts:
             raise DataError("nothing to concatenate: the list of ragged tensors is empty")
         kinds = {(part.dtype, part.values.shape[1:]) for part in parts}
@@ -87,7 +95,7 @@ class Ragged:
 
     @property
     def offsets(self) -> Tensor:
-        """Where each row begins in the values, and where the last one ends: int64 [rows + 1], on the CPU."""
+        """The start of each row in the values, and the end of the last: int64 [rows + 1], on the CPU."""
         return torch.from_numpy(self._ends)
 
     @property
@@ -122,14 +130,14 @@ class Ragged:
     @overload
     def __getitem__(self, index: Index) -> Ragged: ...
     def __getitem__(self, index: int | Index) -> Tensor | Ragged:
-        """Return one row as a tensor (a view), or several as a Ragged; a slice shares storage."""
+        """Return one row as a view, or several rows as a Ragged; a slice shares storage."""
         if isinstance(index, (int, np.integer)):
             row = select_row(int(index), len(self))
             return self.values[int(self._ends[row]) : int(self._ends[row + 1])]
         return self.take(select_rows(index, len(self)))
 
     def take(self, rows: Rows) -> Ragged:
-        """Return the rows of a checked selection; a slice shares storage, row numbers copy."""
+        """Return the rows of a checked selection; a slice shares storage, row numbers copy the values."""
         if isinstance(rows, slice):
             ends = self._ends[rows.start : rows.stop + 1]
             first = int(ends[0])
@@ -144,27 +152,30 @@ class Ragged:
         return iter(self.to_list())
 
     def to_list(self) -> list[Tensor]:
-        """Return the rows as tensors [length, ...], which share storage with the values."""
+        """Return the rows as tensors [length, ...] that share storage with the values."""
         return list(self.values.split(self.lengths.tolist())) if len(self) else []
 
     def to_padded(self, pad_value: float = 0, length: int | None = None, side: Side = "right") -> Tensor:
-        """Return [rows, width, ...] with `pad_value` at `side`; width is `length`, or else the longest row's."""
+        """Return [rows, width, ...] with `pad_value` at `side`; `length` is the width, by default the longest row's.
+
+        Raises DataError when a row is longer than `length`.
+        """
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
-            raise DataError(f"a row has {longest} values, more than the {width} to pad to")
+            raise DataError(f"a row has {longest} values, more than the width {width}; pass a larger length")
         padded = self.values.new_full((len(self), width, *self.values.shape[1:]), pad_value)
         padded[_inside(self.lengths.to(self.device), width, side)] = self.values
         return padded
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Return the same rows over other values, [total, ...] of any dtype."""
+        """Return rows of the same lengths over other values, [total, ...] of any dtype; DataError for another total."""
         if values.dim() == 0 or len(values) != self._ends[-1]:
             raise DataError(f"these rows have {self._ends[-1]} values, got a tensor {list(values.shape)}")
         return self._trusted(values, self._ends)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
-        """Return the same rows over `fn(values)`, a function of each value alone."""
+        """Return rows of the same lengths over `fn(values)`; `fn` must be elementwise."""
         return self.with_values(fn(self.values))
 
     def to(self, device: str | torch.device) -> Ragged:
@@ -172,7 +183,7 @@ class Ragged:
         return self._trusted(self.values.to(device), self._ends)
 
     def detach(self) -> Ragged:
-        """Return the rows without their values' graph."""
+        """Return the rows with their values detached from the graph."""
         return self._trusted(self.values.detach(), self._ends)
 
     def clone(self) -> Ragged:
@@ -200,7 +211,7 @@ class Ragged:
 
 
 def ragged_of_arrays(name: str, values: np.ndarray, ends: np.ndarray) -> Ragged:
-    """Return the Ragged of what `Ragged.arrays` gave, over the same memory."""
+    """Return the Ragged of the arrays from `Ragged.arrays`, over the same memory."""
     return Ragged._trusted(from_array(name, values), ends if ends.flags.writeable else ends.copy())
 
 
@@ -211,9 +222,9 @@ def _ends(lengths: np.ndarray) -> np.ndarray:
 
 
 def _inside(lengths: Tensor, width: int, side: Side) -> Tensor:
-    """Return bool [rows, width], True on the values of a padded row and False on its padding."""
+    """Return bool [rows, width]: True on the values of a padded row, False on its padding."""
     if side not in ("left", "right"):
-        raise DataError(f"padding is at the side 'left' or 'right', got {side!r}")
+        raise DataError(f"side must be 'left' or 'right', got {side!r}")
     position = torch.arange(width, device=lengths.device)
     if side == "left":
         return position >= width - lengths[:, None]

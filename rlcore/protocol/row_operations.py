@@ -1,4 +1,4 @@
-"""The operations of a DataProto that choose, repeat, order and cut rows."""
+"""The operations of a DataProto that select, repeat, reorder and split rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import DataError
+from rlcore.protocol.columns import Column, DenseColumn, RaggedColumn, Value, column_of
+from rlcore.protocol.ragged import Ragged
 from rlcore.protocol.rows import Index, select_rows
 from rlcore.protocol.table import Table
 
@@ -18,14 +20,14 @@ Slice: TypeAlias = slice
 
 
 class RowOperations(ABC):
-    """What a batch does with its rows. Every operation returns new batches, which share what storage they can."""
+    """The row operations of a batch. Each returns new batches, which share storage with this one where possible."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def table(self) -> Table:
-        """The columns themselves."""
+        """The batch's columns and meta_info."""
 
     @classmethod
     @abstractmethod
@@ -37,28 +39,29 @@ class RowOperations(ABC):
     def chunk(self, chunks: int, uneven: bool = False) -> list[Self]:
         """Return `chunks` consecutive parts of equal size.
 
-        Sizes that differ by one (larger first, and of zero rows when rows are fewer) come only with `uneven=True`;
-        otherwise a row count that `chunks` does not divide is a DataError.
+        With `uneven=True` sizes may differ by one, larger ones first, down to zero rows if there are fewer rows than
+        chunks. Without it, raises DataError for a row count that `chunks` does not divide.
         """
         check_count("chunks", chunks, 1)
         size, rest = divmod(len(self), chunks)
         if rest and not uneven:
             raise DataError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks; pass uneven=True for unequal ones"
+                f"{len(self)} rows cannot be split into {chunks} equal chunks; pass uneven=True for unequal ones"
             )
         return self.split([size + (part < rest) for part in range(chunks)])
 
     def split(self, split_size: int | Sequence[int], uneven: bool = False) -> list[Self]:
-        """Return consecutive parts of `split_size` rows, or of the sizes listed, which add up to the rows.
+        """Return consecutive parts of `split_size` rows each, or of the listed sizes.
 
-        A smaller last part comes only with `uneven=True`; otherwise rows that do not divide are a DataError.
+        With `uneven=True` the last part may be smaller. Raises DataError for other row counts that `split_size` does
+        not divide, and for listed sizes that do not add up to the rows.
         """
         rows = len(self)
         if isinstance(split_size, (int, np.integer)):
             check_count("split_size", split_size, 1)
             if rows % split_size and not uneven:
                 raise DataError(
-                    f"{rows} rows cannot be cut into parts of {split_size}; pass uneven=True for a smaller last"
+                    f"{rows} rows cannot be split into parts of {split_size}; pass uneven=True for a smaller last part"
                 )
             sizes = [min(split_size, rows - start) for start in range(0, rows, split_size)]
         else:
@@ -78,20 +81,22 @@ class RowOperations(ABC):
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
-        """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 for each row."""
+        """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 per row."""
         times = torch.as_tensor(repeat_times).cpu()
         whole = not len(times) or not (times.is_floating_point() or times.dtype == torch.bool)
         if times.shape != (len(self),) or not whole or bool((times < 0).any()):
-            raise DataError(f"repeat_times has one count >= 0 for each of the {len(self)} rows, got {times.tolist()}")
+            raise DataError(
+                f"repeat_times must have one count >= 0 for each of the {len(self)} rows, got {times.tolist()}"
+            )
         return self._of(self.table.take(torch.arange(len(self)).repeat_interleave(times.to(torch.int64))))
 
     def reorder(self, indices: Index) -> Self:
-        """Return the batch with row `indices[i]` as its row i; DataError unless `indices` names every row once."""
+        """Return the batch with row `indices[i]` at position i; DataError unless `indices` names every row once."""
         rows = select_rows(indices, len(self))
         order = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         if not torch.equal(order.sort().values, torch.arange(len(self))):
             raise DataError(
-                f"reorder takes each of the {len(self)} rows once, got {order.tolist()}; index to leave rows out"
+                f"reorder needs each of the {len(self)} rows once, got {order.tolist()}; batch[indices] can drop rows"
             )
         return self._of(self.table.take(order))
 
@@ -104,23 +109,19 @@ class RowOperations(ABC):
         return self._of(self.table.take(select_rows(Slice(start, end, step), len(self))))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Return each row as `n_split` rows: of the columns `split_keys` a consecutive part, of the others a copy.
+        """Return each row as `n_split` rows, each with a consecutive part of the columns `split_keys`.
 
-        Dense columns are cut along their second dimension, ragged ones along their length, sequences in object columns
-        likewise. Raises DataError for a missing column or one that cannot be cut into equal parts.
+        The other columns are repeated. Dense columns are split along their second dimension, ragged columns and
+        sequences in object columns along their length. Raises DataError for a missing column, and for one that does
+        not split into equal parts.
         """
         check_count("n_split", n_split, 1)
         table = self.table
         for name in split_keys or ():
             table.column(name)
-        repeated = torch.arange(len(self)).repeat_interleave(n_split)
-        unfolded = Table(meta_info=dict(table.meta_info))
-        for name, column in table.columns.items():
-            try:
-                part = column.unfold(n_split) if name in (split_keys or ()) else column.take(repeated)
-            except DataError as error:
-                raise DataError(f"column {name!r} cannot be unfolded: {error}") from None
-            unfolded.columns[name] = part
+        unfolded = table.take(torch.arange(len(self)).repeat_interleave(n_split))
+        for name in split_keys or ():
+            unfolded.columns[name] = _unfold(name, table.column(name).view(), n_split)
         return self._of(unfolded)
 
     def make_iterator(
@@ -131,11 +132,11 @@ class RowOperations(ABC):
         dataloader_kwargs: Mapping[str, Any] | None = None,
         uneven: bool = False,
     ) -> Iterator[Self]:
-        """Give the mini-batches of `epochs` passes over the rows.
+        """Yield the mini-batches of `epochs` passes over the rows.
 
-        `dataloader_kwargs` takes `shuffle` (another order each epoch, drawn from `seed`) and `drop_last`.
-        Rows that `mini_batch_size` does not divide are a DataError unless the last, smaller mini-batch is dropped, or
-        wanted by `uneven=True`.
+        `dataloader_kwargs` may hold `shuffle` (a new order in each epoch, drawn from `seed`) and `drop_last`. If
+        `mini_batch_size` does not divide the rows, `drop_last` drops the last, smaller mini-batch and `uneven=True`
+        keeps it. Raises DataError without either, for other options, and for `shuffle` without a seed.
         """
         check_count("mini_batch_size", mini_batch_size, 1)
         check_count("epochs", epochs, 0)
@@ -143,13 +144,13 @@ class RowOperations(ABC):
         shuffle, drop_last = bool(options.pop("shuffle", False)), bool(options.pop("drop_last", False))
         if options:
             raise DataError(
-                f"make_iterator knows the dataloader_kwargs shuffle and drop_last, got also {list(options)}"
+                f"make_iterator has no dataloader_kwargs {list(options)}; allowed are shuffle and drop_last"
             )
         if shuffle and seed is None:
-            raise DataError("make_iterator shuffles by a seed; pass seed=")
+            raise DataError("make_iterator needs a seed to shuffle; pass seed=")
         if len(self) % mini_batch_size and not (drop_last or uneven):
             raise DataError(
-                f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}; pass uneven=True for a "
+                f"{len(self)} rows cannot be split into mini-batches of {mini_batch_size}; pass uneven=True for a "
                 'smaller last one, or dataloader_kwargs={"drop_last": True}'
             )
         used = len(self) - len(self) % mini_batch_size if drop_last else len(self)
@@ -164,7 +165,29 @@ class RowOperations(ABC):
         return mini_batches()
 
 
-def check_count(what: str, value: int, least: int) -> None:
-    """Raise DataError unless `value` is an integer of at least `least`."""
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise DataError naming the argument unless `value` is an integer of at least `least`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise DataError(f"{what} must be an integer >= {least}, got {value!r}")
+        raise DataError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def _unfold(name: str, value: Value, parts: int) -> Column:
+    """Return the column `name` with each row split into `parts` equal rows; DataError if a row does not split."""
+    problem = f"column {name!r} cannot be unfolded into {parts} equal parts"
+    if isinstance(value, Tensor):
+        shape = value.shape
+        if len(shape) < 2 or shape[1] % parts:
+            raise DataError(f"{problem}: its shape is {list(shape)}, and {parts} must divide the second dimension")
+        return DenseColumn(value.reshape(shape[0] * parts, shape[1] // parts, *shape[2:]))
+    if isinstance(value, Ragged):
+        uneven = (value.lengths % parts).nonzero().flatten().tolist()
+        if uneven:
+            raise DataError(f"{problem}: row {uneven[0]} has {int(value.lengths[uneven[0]])} values")
+        return RaggedColumn(Ragged.from_lengths(value.values, (value.lengths // parts).repeat_interleave(parts)))
+    pieces: list[Any] = []
+    for row, items in enumerate(value):
+        if not isinstance(items, (list, tuple, np.ndarray)) or len(items) % parts:
+            raise DataError(f"{problem}: row {row} is not a sequence of a multiple of {parts} items: {items!r:.80}")
+        size = len(items) // parts
+        pieces += [items[part * size : (part + 1) * size] for part in range(parts)]
+    return column_of(name, pieces)

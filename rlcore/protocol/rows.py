@@ -1,9 +1,9 @@
-"""Row selections: every way to name rows of a batch, turned into one checked form."""
+"""Row selections: slices, lists and masks, turned into one checked form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,14 +12,16 @@ from torch import Tensor
 from rlcore.errors import DataError
 
 Index: TypeAlias = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
-"""Several rows: a slice, a list of row numbers (negative from the end), or a mask of one bool a row."""
+"""Several rows: a slice, a list of row numbers (negative ones count from the end), or a mask of one bool per row."""
 
 Rows: TypeAlias = slice | Tensor
 """A checked selection: `slice(start, stop)` with step 1 inside the batch, or CPU int64 row numbers [n], all >= 0."""
 
+_ALLOWED = "rows are selected by integers or bools"
+
 
 def select_rows(index: Index, rows: int) -> Rows:
-    """Return `index` over `rows` rows as a checked selection; DataError when it is no selection of such rows."""
+    """Return `index` over `rows` rows as a checked selection; DataError for a wrong type or a missing row."""
     if isinstance(index, slice):
         start, stop, step = index.indices(rows)
         if step == 1:
@@ -27,13 +29,13 @@ def select_rows(index: Index, rows: int) -> Rows:
         return torch.tensor(range(start, stop, step), dtype=torch.int64)
     numbers = _as_tensor(index)
     if numbers.dim() != 1:
-        raise DataError(f"rows are selected by one number or bool each, got an array of shape {tuple(numbers.shape)}")
+        raise DataError(f"a row selection must be one-dimensional, got an array of shape {tuple(numbers.shape)}")
     if numbers.dtype == torch.bool:
         if len(numbers) != rows:
-            raise DataError(f"the mask has {len(numbers)} entries for {rows} rows; it needs one a row")
+            raise DataError(f"the mask has {len(numbers)} entries for {rows} rows; it needs one per row")
         return numbers.nonzero().flatten()
     if numbers.is_floating_point() or numbers.is_complex():
-        raise DataError(f"rows are selected by integers or bools, got {numbers.dtype}")
+        raise DataError(f"{_ALLOWED}, got {numbers.dtype}")
     numbers = numbers.to(torch.int64)
     outside = numbers[(numbers < -rows) | (numbers >= rows)]
     if len(outside):
@@ -42,7 +44,7 @@ def select_rows(index: Index, rows: int) -> Rows:
 
 
 def select_row(index: int, rows: int) -> int:
-    """Return the row number `index` (negative from the end) as one >= 0; DataError when there is no such row."""
+    """Return the row number `index` as one >= 0; a negative one counts from the end. DataError if it does not exist."""
     if not -rows <= index < rows:
         raise DataError(f"row {index} is outside the batch of {rows} rows")
     return index % rows
@@ -53,14 +55,22 @@ def _as_tensor(index: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> T
         return index.detach().cpu()
     if isinstance(index, np.ndarray):
         if index.dtype.kind not in "biuf":
-            raise DataError(f"rows are selected by integers or bools, got an array of {index.dtype}")
+            raise DataError(f"{_ALLOWED}, got an array of {index.dtype}")
         return torch.from_numpy(np.array(index))
     if not isinstance(index, Sequence) or isinstance(index, str):
         raise DataError(f"rows are selected by a slice, a list, a mask or an array, got {type(index).__name__}")
-    if not len(index):
+    return _list_as_tensor(index)
+
+
+def _list_as_tensor(index: Sequence[Any]) -> Tensor:
+    """Return a list of integers as int64, a list of bools as bool; DataError for a mix or another type."""
+    kinds = {type(item) for item in index}
+    if not kinds:
         return torch.empty(0, dtype=torch.int64)
-    kinds = {bool if isinstance(item, (bool, np.bool_)) else type(item) for item in index}
-    if kinds != {bool} and not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError(f"a list of rows holds integers alone or bools alone, got {names}")
-    return torch.tensor([bool(item) for item in index] if kinds == {bool} else [int(item) for item in index])
+    if kinds <= {bool, np.bool_}:
+        return torch.tensor([bool(item) for item in index])
+    # bool is a subclass of int.
+    if bool not in kinds and all(issubclass(kind, (int, np.integer)) for kind in kinds):
+        return torch.tensor([int(item) for item in index])
+    names = ", ".join(sorted({"bool" if kind is np.bool_ else kind.__name__ for kind in kinds}))
+    raise DataError(f"a list of rows must hold only integers or only bools, got {names}")

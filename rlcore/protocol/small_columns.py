@@ -1,4 +1,4 @@
-"""Small columns as one run of bytes: to pickle a dozen small arrays one by one costs many times what they hold."""
+"""Small columns encoded into one byte string. Pickling a dozen small arrays one by one takes many times as long."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rlcore.protocol.columns import Column, DenseColumn, RaggedColumn
 from rlcore.protocol.ragged import Ragged, ragged_of_arrays
 
 SMALL_BYTES = 64_000
-"""A column of more bytes is pickled by itself, so that its bytes are not copied."""
+"""Larger columns are pickled one by one, so that their bytes are not copied."""
 ALIGNMENT = 8
-"""Each array begins at a multiple of so many bytes, as its numbers ask for."""
+"""Each array starts at a multiple of this many bytes, as int64 and float64 require."""
 
 EncodedColumns: TypeAlias = tuple[list[tuple[str, str, list[tuple[str, tuple[int, ...], int]]]], bytearray]
-"""Of each column its name and dtype, and of each of its arrays numpy's dtype, the shape and its first byte; the bytes.
+"""Columns, and the bytes of all their arrays. A column is its name, its dtype and its arrays.
 
-A dense column has one array, its values; a ragged one has its values and its offsets.
+An array is numpy's dtype, its shape and its first byte. A dense column has one array, a ragged one values and offsets.
 """
 
 
 def is_small(column: Column) -> bool:
-    """Whether a column's numbers are here, on the CPU, and few."""
+    """Whether a column is a tensor in this process, on the CPU, of at most SMALL_BYTES."""
     if not isinstance(column, (DenseColumn, RaggedColumn)):
         return False
     value = column.view()
@@ -33,7 +33,7 @@ def is_small(column: Column) -> bool:
 
 
 def encode_columns(columns: Mapping[str, Column]) -> EncodedColumns:
-    """Return small columns as what `decode_columns` takes."""
+    """Return small columns encoded for `decode_columns`."""
     entries, pieces, end = [], [], 0
     for name, column in columns.items():
         value = column.view()
@@ -48,11 +48,11 @@ def encode_columns(columns: Mapping[str, Column]) -> EncodedColumns:
 
 
 def decode_columns(small: EncodedColumns) -> dict[str, Column]:
-    """Return the columns, which share the memory of the packed bytes."""
-    entries, packed = small
+    """Return the columns of `encode_columns`; they share the memory of the encoded bytes."""
+    entries, buffer = small
     columns: dict[str, Column] = {}
     for name, dtype, placed in entries:
-        arrays = [np.ndarray(shape, kind, packed, start) for kind, shape, start in placed]
+        arrays = [np.ndarray(shape, kind, buffer, start) for kind, shape, start in placed]
         columns[name] = (
             DenseColumn(from_array(dtype, arrays[0]))
             if len(arrays) == 1

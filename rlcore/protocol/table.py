@@ -1,4 +1,4 @@
-"""The inside of a DataProto: named columns of equal row count and meta_info, at hand or still to come."""
+"""The contents of a DataProto: named columns of equal row count and meta_info, present or fetched at first use."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Table:
         return len(next(iter(self.columns.values()))) if self.columns else 0
 
     def bind(self, name: str, column: Column) -> None:
-        """Bind a column to a name, replacing what it held; DataError when its length is not the others'."""
-        other = next((other for other in self.columns if other != name), None)  # any: all have as many rows
+        """Bind a column to a name, replacing an earlier one; DataError when its length differs from the others'."""
+        other = next((other for other in self.columns if other != name), None)  # all others have equal lengths
         if other is not None and len(self.columns[other]) != len(column):
             raise DataError(
                 f"column {name!r} has {len(column)} rows, but the batch has {len(self.columns[other])} "
-                f"(as in column {other!r}); a column has one entry a row"
+                f"(as in column {other!r}); a column needs one entry per row"
             )
         self.columns[name] = column
 
     def column(self, name: str, kinds: Sequence[Kind] = ("dense", "ragged", "object")) -> Column:
-        """Return the column of this name; DataError with the nearest name when none of these kinds has it."""
+        """Return the column of this name; DataError, with the nearest name, if it is missing or of another kind."""
         found = self.columns.get(name)
         if found is None:
             raise DataError(
@@ -47,19 +47,19 @@ class Table:
             )
         if found.kind not in kinds:
             raise DataError(
-                f"column {name!r} is {_IN_WORDS[found.kind]} column, asked for {_IN_WORDS[kinds[0]]} column"
+                f"column {name!r} is {_IN_WORDS[found.kind]} column, but {_IN_WORDS[kinds[0]]} column is needed here"
             )
         return found
 
     def meta(self, key: str) -> Any:
-        """Return one value of meta_info; DataError with the nearest key when there is none."""
+        """Return one value of meta_info; DataError, with the nearest key, if it is missing."""
         if key not in self.meta_info:
             near = did_you_mean(str(key), self.meta_info)
             raise DataError(f"meta_info has no key {key!r}; it has {list(self.meta_info)}.{near}")
         return self.meta_info[key]
 
     def copy(self) -> Table:
-        """Return a table of its own with the same columns."""
+        """Return a new table of the same columns."""
         return Table(dict(self.columns), dict(self.meta_info))
 
     def take(self, rows: Rows) -> Table:
@@ -67,16 +67,16 @@ class Table:
         return self.split([rows])[0]
 
     def split(self, selections: Sequence[Rows]) -> list[Table]:
-        """Return the rows of each selection, of every column."""
+        """Return a table for each selection, with its rows of every column."""
         parts = [Table(meta_info=dict(self.meta_info)) for _ in selections]
-        for name, column in self.columns.items():  # column by column: the thousands of blocks of one fit a core's cache
+        for name, column in self.columns.items():  # one column's thousands of blocks fit a core's cache
             for part, rows in zip(parts, selections, strict=True):
                 part.columns[name] = column.take(rows)
         return parts
 
 
 class LazyTable:
-    """A table that one call of `fetch` gives, made at the first need; an error of that call is raised at every need."""
+    """The table that `fetch` returns at the first `get`. If `fetch` raises, every `get` raises that error."""
 
     def __init__(self, fetch: Callable[[], Table]) -> None:
         self._fetch: Callable[[], Table] | None = fetch
@@ -87,11 +87,11 @@ class LazyTable:
 
     @property
     def ready(self) -> bool:
-        """Whether the table is here."""
+        """Whether the table has been fetched."""
         return self._table is not None
 
     def get(self) -> Table:
-        """Return the table, fetching it if that was not done yet."""
+        """Return the table; fetches it first if necessary."""
         with self._lock:
             if self._fetch is not None:
                 try:
@@ -106,9 +106,9 @@ class LazyTable:
 
 
 def concat_tables(tables: Sequence[Table]) -> Table:
-    """Return the rows of all tables in order; DataError for no tables, unlike columns, or conflicting meta_info.
+    """Return the rows of all tables in order; DataError for no table, different columns, or conflicting meta_info.
 
-    A table without columns has no rows and adds only its meta_info.
+    A table without columns adds only its meta_info.
     """
     if not tables:
         raise DataError("nothing to concatenate: the list of batches is empty")
@@ -121,7 +121,7 @@ def concat_tables(tables: Sequence[Table]) -> Table:
     for table in filled[1:]:
         unshared = sorted(filled[0].columns.keys() ^ table.columns.keys())
         if unshared:
-            raise DataError(f"batches to concatenate have the same columns; {unshared} are in some of them alone")
+            raise DataError(f"batches to concatenate must have the same columns; only some of them have {unshared}")
     for name, column in filled[0].columns.items():
         parts = [table.columns[name] for table in filled[1:]]
         for part in parts:
@@ -135,9 +135,9 @@ def concat_tables(tables: Sequence[Table]) -> Table:
 
 
 def union_tables(left: Table, right: Table) -> Table:
-    """Return the columns and meta_info of both; DataError naming a column or key that they hold unequally."""
+    """Return the columns and meta_info of both; DataError naming a column or key with different contents."""
     if left.columns and right.columns and left.rows != right.rows:
-        raise DataError(f"union of batches with {left.rows} and {right.rows} rows; both sides have the same rows")
+        raise DataError(f"union of batches with {left.rows} and {right.rows} rows; both must have the same rows")
     joined = left.copy()
     for name, column in right.columns.items():
         mine = joined.columns.setdefault(name, column)

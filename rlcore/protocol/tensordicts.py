@@ -1,4 +1,4 @@
-"""A table as a TensorDict and back. This module alone imports tensordict, when it is used."""
+"""A table as a TensorDict and back. Only this module imports tensordict, and only when a function is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def table_to_tensordict(table: Table) -> Any:
 
     clash = sorted(table.columns.keys() & table.meta_info.keys())
     if clash:
-        raise DataError(f"a TensorDict has one place for a name, but {clash} are both columns and keys of meta_info")
+        raise DataError(
+            f"a TensorDict cannot hold {clash}, which are both columns and keys of meta_info; rename one of them"
+        )
     result = TensorDict({}, batch_size=[table.rows])
     for name, column in table.columns.items():
         value = column.read()

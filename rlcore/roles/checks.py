@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from rlcore.config import Config
 from rlcore.data.chat import check_role_folder
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import KINDS, Role, RoleKind
-from rlcore.roles.settings import REWARD_MODEL
+from rlcore.roles.settings import REWARD_MODEL, role_config
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
 
 
-def check_roles(roles: Mapping[str, Role], config: Config, *, reserved: Collection[str] = ()) -> None:
+def check_roles(
+    roles: Mapping[str, Role], config: Config, plugins: PluginManager, *, reserved: Collection[str] = ()
+) -> None:
     """Raise ConfigError for the first role that cannot be. Reads model folders, but loads no weights.
 
     reserved: names that a role cannot have.
@@ -23,9 +29,29 @@ def check_roles(roles: Mapping[str, Role], config: Config, *, reserved: Collecti
         _check_head(name, role)
         if role.follows is not None:
             _check_leader(name, role, role.follows, roles)
+        _check_engines(name, role, config, plugins)
     for name, role in roles.items():
         if role.model is not None:
             check_role_folder(_setting_of_folder(name, role, config), role, config.model)
+
+
+def check_engines(config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError for settings that the engines of a run, or of a role with its own, cannot work with."""
+    betas = config.engine.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
+    rollout = plugins.rollout_engines()
+    if config.rollout.tp > 1 and not rollout[config.rollout.name].capabilities.tensor_shards:
+        able = [name for name, spec in rollout.items() if spec.capabilities.tensor_shards]
+        raise ConfigError(
+            f"rollout.tp={config.rollout.tp}: rollout={config.rollout.name} cannot shard a model over tensor-parallel "
+            f"ranks; set rollout.tp=1, or choose one that can: {', '.join(able) or 'none is installed'}"
+        )
+    train = plugins.train_engines()[config.engine.name]
+    if config.engine.offload and not train.capabilities.offload:
+        raise ConfigError(
+            f"engine.offload=true: engine={train.name} cannot move its weights off the GPU; set engine.offload=false"
+        )
 
 
 def _check_name(name: str, reserved: Collection[str]) -> None:
@@ -70,6 +96,27 @@ def _check_leader(name: str, role: Role, leader: str, roles: Mapping[str, Role])
             f"role {name!r} is a {role.kind} and follows {leader!r}, a {other}: their weights differ. A policy can "
             "follow a policy; a critic or reward model can follow a critic or reward model"
         )
+
+
+def _check_engines(name: str, role: Role, config: Config, plugins: PluginManager) -> None:
+    own = role_config(config, name, role)
+    for key, chosen, installed in (
+        ("engine", own.engine.name, plugins.train_engines()),
+        ("rollout.name", own.rollout.name, plugins.rollout_engines()),
+    ):
+        if chosen not in installed:
+            raise ConfigError(
+                f"roles.{name}.{key} = {chosen!r} is not installed.{did_you_mean(chosen, installed)} "
+                f"Installed: {', '.join(installed)}"
+            )
+    kinds = plugins.train_engines()[own.engine.name].capabilities.kinds
+    if role.kind not in kinds:
+        raise ConfigError(
+            f"role {name!r} is a {role.kind}, which engine={own.engine.name} cannot hold; it holds a "
+            f"{' or a '.join(map(str, kinds))}. Choose another engine, for this role: roles.{name}.engine=NAME"
+        )
+    if role.engine is not None or role.rollout:
+        check_engines(own, plugins)
 
 
 def _setting_of_folder(name: str, role: Role, config: Config) -> str:

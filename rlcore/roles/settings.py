@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from rlcore.config import Config
+from rlcore.config import Config, RolloutConfig, build
+from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import REWARD, Role
 
 REWARD_MODEL = "reward_model"
@@ -16,31 +18,71 @@ REWARD_MODEL = "reward_model"
 
 
 def resolve_roles(declared: Mapping[str, Role], config: Config) -> dict[str, Role]:
-    """Return the roles of a run: those that the algorithm declares, and the reward model if `reward.model` names one.
+    """Return the roles of a run: the algorithm's, and the reward model of `reward.model`, with their settings applied.
 
-    Raises ConfigError when the algorithm has a role of that name too.
+    Raises ConfigError when the algorithm has a role of that name too, and as `with_settings` does.
     """
-    if config.reward.model is None:
-        return dict(declared)
-    if REWARD_MODEL in declared:
-        raise ConfigError(
-            f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
-            f"reward.model={config.reward.model}"
+    roles = dict(declared)
+    if config.reward.model is not None:
+        if REWARD_MODEL in declared:
+            raise ConfigError(
+                f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
+                f"reward.model={config.reward.model}"
+            )
+        roles[REWARD_MODEL] = Role(kind=REWARD, model=config.reward.model)
+    return with_settings(roles, config)
+
+
+def with_settings(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
+    """Return the roles with the settings of `roles.NAME.*` in place of those that the algorithm declares.
+
+    Raises ConfigError for settings of a role that is not there.
+    """
+    changed = dict(roles)
+    for name, given in config.roles.items():
+        if name not in roles:
+            raise ConfigError(
+                f"roles.{name}: this run has no role {name!r}.{did_you_mean(name, roles)} "
+                f"Its roles: {', '.join(roles) or 'none'}"
+            )
+        role = roles[name]
+        changed[name] = replace(
+            role,
+            model=given.model or role.model,
+            dtype=given.dtype or role.dtype,
+            lr=role.lr if given.lr is None else given.lr,
+            engine=given.engine or role.engine,
+            rollout={**role.rollout, **given.rollout},
         )
-    return {**declared, REWARD_MODEL: Role(kind=REWARD, model=config.reward.model)}
+    return changed
 
 
 def role_config(config: Config, name: str, role: Role) -> Config:
-    """Return a copy of the config with this role's own model folder, learning rate and layout.
+    """Return the config as one role sees it: with its own model folder, dtype, learning rate, engine and rollout keys.
 
-    Raises ConfigError for a layout in `engine.layouts` that is not two numbers from 1.
+    Raises ConfigError for an unknown rollout key, for a value that it cannot have, and for a layout in `engine.layouts`
+    that is not two numbers from 1.
     """
     engine = engine_of(config.engine, name)
+    rollout = config.rollout
+    if role.rollout:
+        rollout = build(RolloutConfig, {**to_plain(rollout), **role.rollout}, f"roles.{name}.rollout")
     return replace(
         config,
-        model=replace(config.model, path=role.model or config.model.path),
-        engine=replace(engine, lr=engine.lr if role.lr is None else role.lr),
+        model=replace(config.model, path=role.model or config.model.path, dtype=role.dtype or config.model.dtype),
+        engine=replace(engine, name=role.engine or engine.name, lr=engine.lr if role.lr is None else role.lr),
+        rollout=rollout,
     )
+
+
+def own_section(config: Config, path: str, config_class: type | None) -> Any:
+    """Return an engine's section of the config, at `engine.NAME` or `rollout.NAME`; its defaults if it is not there.
+
+    A config holds the sections of the engines that it names; those that only an algorithm's Role names are left out.
+    """
+    if path in config.sections or config_class is None:
+        return config.sections.get(path)
+    return config_class()
 
 
 def reads_text(role: Role, config: Config) -> bool:

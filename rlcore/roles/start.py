@@ -10,16 +10,14 @@ from rlcore.config import Config
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
-from rlcore.roles.placement import ROLLOUT, PoolPlan, sampled_role
-from rlcore.roles.settings import reads_text, role_config
-from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup
+from rlcore.roles.pools import ROLLOUT, OpenPool, sampled_role
+from rlcore.roles.settings import own_section, reads_text, role_config
+from rlcore.workers import ClassWithInitArgs, Executor, ResourcePool, WorkerGroup, wait_for
 from rlcore.workers.executor import ProcessRequest
+from rlcore.workers.worker import registration_of
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
-
-OpenPool = tuple[PoolPlan, ResourcePool]
-"""A planned pool, and its places."""
 
 
 def start_roles(
@@ -31,26 +29,24 @@ def start_roles(
     pools: Sequence[OpenPool],
     *,
     extra: Sequence[ProcessRequest] = (),
-) -> tuple[dict[str, RoleHandle], list[WorkerGroup]]:
+) -> tuple[dict[str, RoleHandle], dict[str, WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    extra: further processes to start at the same time, with one worker class each; their groups are returned too. Such
-    a class has a method `start` that does not block, as the workers of roles do; its errors come first.
+    extra: further processes to start at the same time. Their groups are returned too, by name. A worker class of theirs
+    may have a method `start` that does not block: it runs while the models load, and its errors come first.
     """
-    setups = {name: _setup(name, role, config, plugins) for name, role in roles.items()}
+    leaders = {role.follows for role in roles.values()}
+    setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     if sampled is not None:
         setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
         setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
     process_sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
-    asked = [*extra, *(_process_request(pool, names, setups) for pool, names in process_sets)]
-    started = executor.worker_groups(asked)
-    others = [group for groups in started[: len(extra)] for group in groups.values()]
+    requests = [*extra, *(_process_request(pool, names, setups) for pool, names in process_sets)]
     groups: dict[str, WorkerGroup] = {}
-    for together in started[len(extra) :]:
-        groups.update(together)
-    for loading in [group.start() for group in [*others, *groups.values()]]:
-        loading.get()
+    for started in executor.worker_groups(requests):
+        groups.update(started)
+    _load(requests, groups)
     process_mates = {name: names for _, names in process_sets for name in names}
     handles = {}
     for name, role in roles.items():
@@ -65,22 +61,36 @@ def start_roles(
             rollout=groups[ROLLOUT] if name == sampled else None,
             reads_text=setups[name].reads_text,
         )
-    return handles, others
+    return handles, {name: groups[name] for request in extra for name in request.classes}
 
 
-def _setup(name: str, role: Role, config: Config, plugins: PluginManager) -> RoleSetup:
+def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup]) -> None:
+    """Call `start` of all workers that have it and that does not block, and wait for all of them."""
+    loading = []
+    for request in requests:
+        for name, made in request.classes.items():
+            registration = registration_of(made.cls, "start")
+            if registration is not None and not registration.blocking:
+                groups[name].start()
+                loading.append(groups[name])
+    wait_for([future for group in loading for future in group.outstanding()])
+
+
+def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads: bool) -> RoleSetup:
     own = role_config(config, name, role)
+    train, rollout = plugins.train_engines()[own.engine.name], plugins.rollout_engines()[own.rollout.name]
     return RoleSetup(
         role=role,
         model=own.model,
         engine=own.engine,
         rollout=own.rollout,
-        create_train=plugins.train_engines()[own.engine.name].create,
-        create_rollout=plugins.rollout_engines()[own.rollout.name].create,
-        train_config=own.sections.get(f"engine.{own.engine.name}"),
-        rollout_config=own.sections.get(f"rollout.{own.rollout.name}"),
+        create_train=train.create,
+        create_rollout=rollout.create,
+        train_config=own_section(own, f"engine.{train.name}", train.config_class),
+        rollout_config=own_section(own, f"rollout.{rollout.name}", rollout.config_class),
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
+        frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
     )
 

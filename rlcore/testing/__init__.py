@@ -1,6 +1,6 @@
-"""Conformance suites: what every plugin of a kind must do, checked on any installed one.
+"""Conformance suites: requirements on every plugin of a kind, checked on any installed one.
 
-`rlcore plugins test NAME` prints its report card. In a test suite of your own, one pytest test a check:
+`rlcore plugins test NAME` prints its report card. In your own test suite, one pytest test per check:
 
     from rlcore.testing import conformance
 

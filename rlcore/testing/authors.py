@@ -1,4 +1,4 @@
-"""What plugin authors import. Nothing heavy is loaded before a test module calls it."""
+"""The function for plugin authors. It loads nothing heavy before a test module calls it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def conformance(target: str, *settings: str, plugins: Sequence[str] = ()) -> Cal
     """Return a test of an installed plugin, parametrised with the name of each check of its suite.
 
     `target` is NAME, or GROUP=NAME (with a config group) where plugins of two kinds share a name. `settings` are
-    overrides, such as "algo.group_size=4", for what the plugin needs or does not have by default; `plugins` are local
-    files, as behind `-p`. A check that does not apply is skipped with its reason. The checks share their runs, so all
-    of one plugin should run in one process.
+    overrides that the plugin needs, such as "algo.group_size=4"; `plugins` are local files, as for `-p`. A check that
+    does not apply is skipped with its reason. The checks share their runs, so all of one plugin should run in one
+    process.
     """
     import pytest
 

@@ -19,7 +19,7 @@ LONGEST = 600
 
 
 class CheckFailed(Exception):
-    """A check failed; the text says what was found."""
+    """A check failed; the text names the fault."""
 
 
 class NotApplicable(Exception):
@@ -40,17 +40,17 @@ class Result:
 
 
 class CheckSuite:
-    """The checks of one plugin, and what they share. A context manager, which ends what the checks started.
+    """The checks of one plugin, with their shared runs. A context manager, which ends processes that checks started.
 
-    A subclass is the suite of one kind of plugin. A check is a function of the suite: it returns in a few words what it
-    looked at, or raises CheckFailed or NotApplicable. Every other exception is a failure too.
+    A subclass is the suite of one kind of plugin. A check is a function of the suite: it returns a few words on the
+    things it checked, or raises CheckFailed or NotApplicable. Every other exception is a failure too.
 
     `name` is the plugin's; `folder` is where the suite may write; `checks` are the checks by name, in the order of the
-    report card; `settings` are overrides such as "algo.group_size=4"; `plugins` are options as behind `-p`.
+    report card; `settings` are overrides such as "algo.group_size=4"; `plugins` are options as for `-p`.
     """
 
     noun: ClassVar[str]
-    """What the kind of plugin is called in a sentence."""
+    """The kind's name in a sentence."""
     group: ClassVar[str]
     """The config group of the kind: `rlcore plugins test GROUP=NAME`."""
 
@@ -103,7 +103,7 @@ class CheckSuite:
         yield from map(self.result, self.checks)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when it was first called under this name, or raise what it raised then."""
+        """Return the result of `make`, called at the first use of `name` only; an error is raised again at each use."""
         if name not in self._kept:
             try:
                 self._kept[name] = make()

@@ -1,13 +1,15 @@
-"""Worker groups: many worker processes driven by one controller, on Ray or in this process."""
+"""Worker groups: many workers driven by one controller, in processes on Ray or all inside this process."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rlcore.workers.choose_executor import make_executor
-from rlcore.workers.dispatch import Dispatch, Execute, Mesh
+from rlcore.workers.dispatch import Dispatch, Execute
 from rlcore.workers.executor import Executor
-from rlcore.workers.group import Future, WorkerGroup, wait_for
+from rlcore.workers.future import Future, wait_for
+from rlcore.workers.group import WorkerGroup
+from rlcore.workers.mesh import Mesh
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.spans import Span
 from rlcore.workers.worker import Worker, WorkerContext, register

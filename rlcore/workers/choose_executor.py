@@ -1,4 +1,4 @@
-"""The choice of the executor. A file of its own, as both executors import `executor.py`."""
+"""The choice of the executor, in its own file because both executors import `executor.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def make_executor(
 ) -> Executor:
     """Return the executor that `cluster.executor` names, not started yet.
 
-    Each worker process writes to `log_dir`/NAME-RANK.log. What comes from `by_value_modules` is sent by value, for
-    files that workers cannot import. Every worker checks that it has the `distributions` (version by name).
+    Each worker process writes to `log_dir`/NAME-RANK.log. Classes and functions of `by_value_modules`, files that
+    workers cannot import, are sent by value. Every worker checks that it has the `distributions` (version by name).
     """
     if cluster.executor == "in_process":
         from rlcore.workers.in_process import InProcessExecutor

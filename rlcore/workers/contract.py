@@ -1,4 +1,4 @@
-"""What a registered method declares of its batches: the columns that it reads and those that it gives."""
+"""A registered method's declaration of the columns that it reads and of those that it returns."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from rlcore.protocol.balance import SplitBatch
 from rlcore.protocol.columns import ColumnSpec
 
 Reads: TypeAlias = Sequence[str] | Callable[..., Iterable[str]]
-"""Columns that a method reads, or a function of the call's arguments that names them."""
+"""Columns that a method reads, or a function of the call's arguments that returns their names."""
 Gives: TypeAlias = Mapping[str, ColumnSpec] | Callable[..., Mapping[str, ColumnSpec]]
-"""Columns that a method gives, or a function of the call's arguments that says which."""
+"""Columns that a method returns, or a function of the call's arguments that returns them."""
+CallArgs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""One rank's positional and keyword arguments."""
 
 
 @dataclass(frozen=True)
 class DeclaredResult:
-    """What one rank will return: so many rows of these columns."""
+    """The result that one rank declares before the call: a batch of `rows` rows with these columns."""
 
     rows: int
     columns: Mapping[str, ColumnSpec]
 
     def may_exceed(self, nbytes: int) -> list[str]:
-        """Return the columns that are not known to have at most so many bytes."""
-        known = {name: spec.exact_bytes(self.rows) for name, spec in self.columns.items()}
-        return [name for name, size in known.items() if size is None or size > nbytes]
+        """Return the columns that are larger than `nbytes` bytes, or whose size is not known before the call."""
+        sizes = {name: spec.exact_bytes(self.rows) for name, spec in self.columns.items()}
+        return [name for name, size in sizes.items() if size is None or size > nbytes]
 
     def check(self, result: Any) -> None:
-        """Raise DataError unless a result is what was declared."""
+        """Raise DataError unless a result has the declared type, columns and row count."""
         if not isinstance(result, DataProto):
             raise DataError(f"returned {type(result).__name__}, but declares a DataProto of {list(self.columns)}")
         if result.meta_info:
-            raise DataError(f"returned meta_info {list(result.meta_info)}; a method that declares `gives` returns none")
+            raise DataError(
+                f"returned meta_info {list(result.meta_info)}; a method that declares `gives` must return none"
+            )
         found = result.table.columns
         if missing := [name for name in self.columns if name not in found]:
             raise DataError(f"did not return {missing}, which it declares in `gives`; it returned {list(found)}")
         if further := [name for name in found if name not in self.columns]:
             near = did_you_mean(further[0], self.columns)
             raise DataError(
-                f"returned {further}, which it does not declare; `gives` has {list(self.columns)}.{near} Declare a "
-                "column or leave it out."
+                f"returned {further}, which it does not declare; `gives` has {list(self.columns)}.{near} Declare "
+                "the column or do not return it."
             )
         for name, column in found.items():
             if len(column) != self.rows:
@@ -54,14 +58,19 @@ class DeclaredResult:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a method reads and gives, and of how many rows; `gives` is None where it declares nothing."""
+    """The columns that a method reads and returns, and its number of rows; `gives` is None if it declares no result."""
 
     reads: Reads = ()
     gives: Gives | None = None
     rows: Callable[..., int] | None = None
 
-    def check(self, what: str, args: Sequence[Any], kwargs: Mapping[str, Any], givers: Callable[[str], str]) -> None:
-        """Raise DataError when the call's batch lacks a column; `givers` says in words who could have given it."""
+    def check(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], producers: Callable[[str], str]
+    ) -> None:
+        """Raise DataError when the call's batch lacks a column that `method` reads.
+
+        `producers` returns a sentence for the message: where a column comes from.
+        """
         reads = self.reads(*args, **kwargs) if callable(self.reads) else self.reads
         batch = _batch(args, kwargs)
         if batch is None:
@@ -69,18 +78,25 @@ class Contract:
         for name in reads:
             if name not in batch:
                 raise DataError(
-                    f"{what} reads the column {name!r}, which its batch lacks; the batch has {batch.keys()}."
-                    f"{did_you_mean(name, batch.keys())} {givers(name)}"
+                    f"{method} reads the column {name!r}, which its batch lacks; the batch has {batch.keys()}."
+                    f"{did_you_mean(name, batch.keys())} {producers(name)}"
                 )
 
-    def columns(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, ColumnSpec] | None:
-        """Return the columns that a call will give; None when that is not declared."""
-        return self.gives(*args, **kwargs) if callable(self.gives) else self.gives
+    def declared_results(
+        self, calls: Sequence[CallArgs | None], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[DeclaredResult | None] | None:
+        """Return each rank's declared result; None if the method declares none.
 
-    def declared_result(
+        A rank's entry is None if it is not called, or if its row count is unknown.
+        """
+        columns = self.gives(*args, **kwargs) if callable(self.gives) else self.gives
+        if columns is None:
+            return None
+        return [None if call is None else self._declared_result(columns, *call) for call in calls]
+
+    def _declared_result(
         self, columns: Mapping[str, ColumnSpec], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> DeclaredResult | None:
-        """Return what a rank that gets these arguments will return; None when its rows are not known."""
         if self.rows is not None:
             return DeclaredResult(self.rows(*args, **kwargs), columns)
         batch = _batch(args, kwargs)

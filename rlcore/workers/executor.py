@@ -1,4 +1,4 @@
-"""Executors: where worker processes run. Ray, or everything in this process, behind one interface."""
+"""The interface of executors, which start worker processes: on Ray, or all inside this process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class ProcessRequest(NamedTuple):
 
 
 KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
-"""The environment that bounds how many compiled kernels oneDNN and torch keep, where the user has not said it.
+"""Environment variables that bound how many compiled kernels oneDNN and torch keep, unless the user sets them.
 
-In bf16 on the CPU they compile one for each shape, of up to a MiB, and keep 1,024 by themselves; few shapes come twice
-where every micro-batch has lengths of its own (benchmarks/NOTES.md).
+In bf16 on the CPU they compile one kernel per shape, of up to a MiB, and keep 1,024 by default. Micro-batches of
+different lengths rarely repeat a shape (benchmarks/NOTES.md).
 """
 
 
 class Executor(ABC):
-    """Starts worker processes in pools and gives out the groups that call them. A context manager: start, shutdown."""
+    """Starts worker processes in pools and returns the groups that call them. A context manager: start, shutdown."""
 
     @abstractmethod
     def start(self) -> None:
-        """Get ready to start workers. Raises WorkerError when the cluster cannot be reached or started in time."""
+        """Prepare to start workers. Raises WorkerError when the cluster cannot be reached or started in time."""
 
     @abstractmethod
     def resource_pool(
@@ -44,9 +44,9 @@ class Executor(ABC):
         node: str | None = None,
         name: str = "a pool",
     ) -> ResourcePool:
-        """Return places for `workers` processes; what is None comes from the cluster's config.
+        """Return a pool of places for `workers` processes; arguments that are None come from the cluster's config.
 
-        `node` is a resource of Ray that their nodes have to have, None any node; messages call the pool `name`.
+        `node` is a Ray resource that the pool's nodes must have; None allows any node. Messages call the pool `name`.
         """
 
     @overload
@@ -61,19 +61,19 @@ class Executor(ABC):
     def worker_group(
         self, pool: ResourcePool, classes: ClassWithInitArgs | Mapping[str, ClassWithInitArgs], name: str = "worker"
     ) -> WorkerGroup | dict[str, WorkerGroup]:
-        """Start one process for each place of the pool and return the group, or a group for each of several roles.
+        """Start one process per place of the pool, and return a group: for several roles, one group for each role.
 
-        Several roles share the processes. `name` names processes and logs; with one class it is the role, too.
+        Several roles share the processes. `name` names processes and logs, and is also the role of a single class.
         Raises WorkerError when a process does not start in time or a worker's `__init__` fails.
         """
 
     def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
-        """Return what `worker_group` does for each of several sets of processes, which start at the same time."""
+        """Return the groups of several sets of processes, as from `worker_group`; the sets start at the same time."""
         return [self.worker_group(*request) for request in requests]
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End all workers and give back what `start` took. Does nothing the second time."""
+        """End all workers and release the resources that `start` took. A second call does nothing."""
 
     def __enter__(self) -> Self:
         self.start()

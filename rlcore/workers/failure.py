@@ -1,4 +1,4 @@
-"""How a failure inside a worker reaches the controller; the same on every executor."""
+"""The error that the controller raises for a failure inside a worker, on every executor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from rlcore.errors import RLCoreError, WorkerError
 from rlcore.workers.worker import WorkerContext
 
 
-def with_worker(error: BaseException, context: WorkerContext, method: str) -> RLCoreError:
-    """Return what the controller raises for an exception in a worker's method.
+def worker_failure(error: BaseException, context: WorkerContext, method: str) -> RLCoreError:
+    """Return the controller's error for an exception in a worker's method.
 
-    One of rlcore's own errors keeps its type and gets the worker's name in its message; anything else becomes a
-    WorkerError that names role, rank, host and method and holds the worker's traceback.
+    An error of rlcore's own keeps its type, and its message gets the worker's name. Any other exception becomes a
+    WorkerError that names role, rank, host and method and contains the worker's traceback.
     """
     where = f"{context}, in {method}()"
     trace = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, RLCoreError):
         try:
             named = type(error)(f"{error} [{where}]")
-        except TypeError:  # its __init__ takes something other than a message
+        except TypeError:  # its __init__ does not take a single message
             return WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{trace}")
         named.add_note(f"In the worker:\n{trace}")
         return named

@@ -1,4 +1,4 @@
-"""The in-process executor: every worker is an object in this process, for tests and plain breakpoints."""
+"""The in-process executor: every worker is an object in this process, for tests and debugging with breakpoints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
-from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.dispatch import Call
+from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.executor import KERNEL_CACHES, Executor
-from rlcore.workers.failure import with_worker
-from rlcore.workers.group import PendingCall, Processes, WorkerGroup
+from rlcore.workers.failure import worker_failure
+from rlcore.workers.future import Future
+from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
-from rlcore.workers.spans import MOST_SPANS, Span
+from rlcore.workers.spans import MAX_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
-class FinishedCall(PendingCall):
-    """A call that has run: results by rank, or the first failure."""
+class FinishedCall(Future):
+    """A call that has ended, with results by rank or the first failure."""
 
     def __init__(self, results: list[Any], failure: RLCoreError | None) -> None:
         super().__init__()
@@ -42,21 +42,23 @@ class FinishedCall(PendingCall):
 
 
 class InProcess(Processes):
-    """One worker for each rank and role; a call runs at once, rank after rank, and stops at the first failure."""
+    """One worker per rank and role. A call runs at once, rank after rank, and stops at the first failure."""
 
     def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
         self.world_size = world_size
         self.meshes = {}
-        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
         by_rank: list[dict[str, Worker]] = [{} for _ in range(world_size)]
-        for role, made in classes.items():
+        for role, class_args in classes.items():
             for rank in range(world_size):
                 context = WorkerContext(role, rank, world_size, local_rank=rank, gpus=gpus)
                 try:
-                    worker = construct(context, made.cls, made.args, made.kwargs, siblings=by_rank[rank])
+                    worker = construct(
+                        context, class_args.cls, class_args.args, class_args.kwargs, siblings=by_rank[rank]
+                    )
                 except (Exception, SystemExit) as error:
-                    raise with_worker(error, context, "__init__") from error
+                    raise worker_failure(error, context, "__init__") from error
                 self._workers[role].append(worker)
                 by_rank[rank][role] = worker
 
@@ -64,7 +66,7 @@ class InProcess(Processes):
         self,
         role: str,
         method: str,
-        calls: Sequence[Call | None],
+        calls: Sequence[CallArgs | None],
         declared: Sequence[DeclaredResult | None] | None = None,
     ) -> FinishedCall:
         """Run the call now."""
@@ -76,11 +78,12 @@ class InProcess(Processes):
             began = time.time()
             try:
                 outputs[rank] = getattr(worker, method)(*call[0], **call[1])
-                if declared is not None and (what := declared[rank]) is not None:
-                    what.check(outputs[rank])
+                expected = None if declared is None else declared[rank]
+                if expected is not None:
+                    expected.check(outputs[rank])
                 self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
             except (Exception, SystemExit) as error:
-                failure = with_worker(error, worker._context, method)
+                failure = worker_failure(error, worker._context, method)
                 failure.__cause__ = error
                 return FinishedCall(outputs, failure)
         return FinishedCall(outputs, None)
@@ -89,10 +92,10 @@ class InProcess(Processes):
         """See Processes."""
         spans = list(self._spans)
         self._spans.clear()
-        return FinishedCall([spans], None)
+        return FinishedCall(spans, None)
 
     def shutdown(self) -> None:
-        """Shut the workers down and let them go."""
+        """Shut the workers down and drop them."""
         for workers in self._workers.values():
             for worker in workers:
                 worker.shutdown()
@@ -100,7 +103,7 @@ class InProcess(Processes):
 
 
 class InProcessExecutor(Executor):
-    """Runs all ranks of all groups in turn, in this process. A rank cannot communicate with another."""
+    """Runs all ranks of all groups in turn, in this process. Ranks cannot communicate with one another."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self._cluster = cluster
@@ -110,9 +113,9 @@ class InProcessExecutor(Executor):
         self._set: list[str] = []
 
     def start(self) -> None:
-        """Take `cpus_per_worker` torch threads and bound the kernels that torch keeps (in a process that has none yet).
+        """Set torch to `cpus_per_worker` threads, and bound the kernel caches of a process that has no kernels yet.
 
-        Notes what to put back in `shutdown`, torch.distributed's use too.
+        Records the settings that `shutdown` restores, and whether torch.distributed was in use.
         """
         self._had_process_group = _process_group_exists()
         for name, value in KERNEL_CACHES.items():
@@ -131,20 +134,24 @@ class InProcessExecutor(Executor):
         node: str | None = None,
         name: str = "a pool",
     ) -> ResourcePool:
-        """Return places for `workers` ranks; all run in this process, so cores are not counted and nodes not chosen."""
+        """Return places for `workers` ranks, all in this process; `cpus_per_worker` and `node` have no effect."""
         gpus = self._cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
         return ResourcePool([self._cluster.workers if workers is None else workers], gpus_per_worker=gpus)
 
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
-        """Make the workers of every rank, one after the other."""
+        """Construct the workers of all ranks, one after the other."""
         roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
-        processes = InProcess(pool.world_size, roles, pool.gpus_per_worker)
+        processes = self.make_workers(pool.world_size, roles, pool.gpus_per_worker)
         self._started.append(processes)
-        groups = {role: WorkerGroup(processes, role, made.cls) for role, made in roles.items()}
+        groups = {role: WorkerGroup(processes, role, class_args.cls) for role, class_args in roles.items()}
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
 
+    def make_workers(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> InProcess:
+        """Return the workers of a group of `world_size` ranks, one of each class a rank."""
+        return InProcess(world_size, classes, gpus)
+
     def shutdown(self) -> None:
-        """Let all workers go, and leave the process group of one that a worker made."""
+        """Drop all workers, restore the settings, and destroy the process group that a worker created."""
         for processes in self._started:
             processes.shutdown()
         self._started.clear()

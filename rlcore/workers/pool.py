@@ -1,4 +1,4 @@
-"""What a group is made of: a ResourcePool says where its processes run, a ClassWithInitArgs what runs in them."""
+"""The parts of a group: a ResourcePool of places for its processes, and the ClassWithInitArgs of its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore.workers.worker import Worker
 
 
 class ResourcePool:
-    """Places for worker processes: `process_on_nodes=[8, 8]` is 8 processes on each of two nodes.
+    """Places for worker processes: `process_on_nodes=[8, 8]` means 8 processes on each of two nodes.
 
     Groups on the same pool share its places and take turns; groups on different pools run at the same time.
     Raises ConfigError for a node without processes.
@@ -28,7 +28,7 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Processes on all nodes together."""
+        """Number of processes on all nodes."""
         return sum(self.process_on_nodes)
 
     @property
@@ -37,10 +37,10 @@ class ResourcePool:
         return self._gpus_per_worker or 0.0
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
-        """Return pools of `sizes` places that are this one's, in the order of its ranks: `split([1, 3])` of four.
+        """Return this pool's places as pools of `sizes` places, in rank order, such as `split([1, 3])` of four places.
 
-        Groups on two of them run at the same time, and take turns with groups on the whole. Raises ConfigError for
-        sizes below 1 or that do not add up to the pool's.
+        Groups on different parts run at the same time; a group on the whole pool takes turns with them. Raises
+        ConfigError for a size below 1, and for sizes that do not add up to the pool's.
         """
         if not sizes or any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != self.world_size:
             raise ConfigError(
@@ -57,24 +57,24 @@ class ResourcePool:
         return parts
 
     def on_cpu(self) -> Self:
-        """Return a pool of the same places for processes that use no GPU, and so take no turns with the others."""
+        """Return a pool of the same places for processes without a GPU, which take no turns with the others."""
         part = copy.copy(self)
         part._gpus_per_worker = 0.0
         return part
 
     def _cut(self, first: int, size: int) -> tuple[int, ...]:
-        """Return how many of the places from `first` on are on each node."""
+        """Return the number of places on each node, of the `size` places from `first` on."""
         counts, start = [], 0
         for count in self.process_on_nodes:
-            here = min(start + count, first + size) - max(start, first)
-            if here > 0:
-                counts.append(here)
+            on_node = min(start + count, first + size) - max(start, first)
+            if on_node > 0:
+                counts.append(on_node)
             start += count
         return tuple(counts)
 
 
 class ClassWithInitArgs:
-    """A worker class and the arguments that every rank's worker is made with.
+    """A worker class and the constructor arguments of every rank's worker.
 
     Takes a plain class or one decorated with `@ray.remote`. Raises ConfigError when it is not a Worker.
     """
@@ -83,7 +83,7 @@ class ClassWithInitArgs:
         metadata = getattr(cls, "__ray_metadata__", None)
         plain = metadata.modified_class.__ray_actor_class__ if metadata is not None else cls
         if not (isinstance(plain, type) and issubclass(plain, Worker)):
-            raise ConfigError(f"{plain!r} is not a class derived from rlcore.workers.Worker; derive it.")
+            raise ConfigError(f"{plain!r} is not a subclass of rlcore.workers.Worker; make it one.")
         self.cls: type[Worker] = plain
         self.args = args
         self.kwargs = kwargs

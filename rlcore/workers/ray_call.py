@@ -1,10 +1,10 @@
-"""A call on its way to one rank: what is small travels as one run of bytes, which costs Ray far less than its parts."""
+"""A call sent to one rank: small arguments travel together as one byte string, which costs Ray much less."""
 
 from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,75 +13,86 @@ import ray
 import torch
 
 from rlcore.protocol import DataProto
+from rlcore.protocol.remote import RemoteColumn
 from rlcore.protocol.small_columns import is_small
-from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.dispatch import Call
+from rlcore.workers.contract import CallArgs, DeclaredResult
 
 MESSAGE_BYTES = 64_000
-"""A batch of more bytes is an argument of its own, so that Ray can keep it out of the way of what is small."""
+"""Larger batches and strings are arguments of their own, which Ray can keep in its store."""
 NUMBERS = (type(None), bool, int, float, torch.dtype)
-SENT_AS_THEY_ARE = (*NUMBERS, ray.ObjectRef)
-"""Types of arguments that are not worth an object of their own when all ranks get the same."""
+NEVER_STORED = (*NUMBERS, ray.ObjectRef)
+"""Types of arguments that are not put into Ray's store, even if several ranks get the same one."""
 
 
 class ArgumentRef(NamedTuple):
-    """In the place of an argument: its number among those that Ray carries."""
+    """In the message, stands for the argument that Ray carries as extra argument `number`."""
 
     number: int
 
 
 class EncodedCall(NamedTuple):
-    """A call for one rank: `message`, and the arguments that Ray carries beside it."""
+    """A call for one rank: `message`, and the extra arguments that Ray carries with it."""
 
     message: bytes
     extra: tuple[Any, ...]
 
 
 def encode_calls(
-    role: str, method: str, calls: Sequence[Call | None], declared: Sequence[DeclaredResult | None] | None
+    role: str, method: str, calls: Sequence[CallArgs | None], declared: Sequence[DeclaredResult | None] | None
 ) -> list[EncodedCall | None]:
-    """Return each rank's call as it travels. What several ranks get, and is large, is put into Ray's store once."""
+    """Return each rank's call, encoded. A large argument of several ranks is put into Ray's store once."""
     gives = next((each.columns for each in declared or () if each is not None), None)
     header = pickle.dumps((role, method, gives))
-    times = Counter(id(value) for call in calls if call for value in (*call[0], *call[1].values()))
-    put: dict[int, Any] = {}
-    packed: list[EncodedCall | None] = []
+    arguments = _Arguments(calls)
+    encoded: list[EncodedCall | None] = []
     for rank, call in enumerate(calls):
         if call is None:
-            packed.append(None)
+            encoded.append(None)
             continue
         extra: list[Any] = []
-
-        def placed(value: Any, extra: list[Any] = extra) -> Any:
-            if _travels_inside(value):
-                return value
-            if times[id(value)] > 1 and not isinstance(value, SENT_AS_THEY_ARE):
-                if id(value) not in put:
-                    put[id(value)] = ray.put(value)
-                value = put[id(value)]
-            extra.append(value)
-            return ArgumentRef(len(extra) - 1)
-
-        args = [placed(value) for value in call[0]]
-        kwargs = {name: placed(value) for name, value in call[1].items()}
-        expected = declared[rank] if declared is not None else None
+        args = [arguments.encode(value, extra) for value in call[0]]
+        kwargs = {name: arguments.encode(value, extra) for name, value in call[1].items()}
+        expected = None if declared is None else declared[rank]
         rows = None if expected is None else expected.rows
-        packed.append(EncodedCall(ray.cloudpickle.dumps((header, rows, args, kwargs)), tuple(extra)))
-    return packed
+        encoded.append(EncodedCall(ray.cloudpickle.dumps((header, rows, args, kwargs)), tuple(extra)))
+    return encoded
+
+
+class _Arguments:
+    """The arguments of a call on several ranks; those in Ray's store, by id."""
+
+    def __init__(self, calls: Sequence[CallArgs | None]) -> None:
+        self._uses: Counter[int] = Counter()
+        self._stored: dict[int, Any] = {}
+        for call in calls:
+            if call is not None:
+                self._uses.update(id(value) for value in (*call[0], *call[1].values()))
+
+    def encode(self, value: Any, extra: list[Any]) -> Any:
+        """Return a value that fits in the message, or append it to `extra` and return its ArgumentRef."""
+        if _fits_in_message(value):
+            return value
+        if self._uses[id(value)] > 1 and not isinstance(value, NEVER_STORED):
+            if id(value) not in self._stored:
+                self._stored[id(value)] = ray.put(value)
+            value = self._stored[id(value)]
+        extra.append(value)
+        return ArgumentRef(len(extra) - 1)
 
 
 def decode_call(
     message: bytes, extra: Sequence[Any]
 ) -> tuple[str, str, DeclaredResult | None, list[Any], dict[str, Any]]:
-    """Return role, method, what was declared, and the arguments of a call that `encode_calls` made."""
+    """Return role, method, declared result, and positional and keyword arguments of a call from `encode_calls`."""
     header, rows, args, kwargs = pickle.loads(message)
     role, method, gives = _read_header(header)
 
-    def whole(value: Any) -> Any:
+    def argument(value: Any) -> Any:
         return extra[value.number] if isinstance(value, ArgumentRef) else value
 
     declared = None if rows is None else DeclaredResult(rows, gives)
-    return role, method, declared, [whole(value) for value in args], {name: whole(v) for name, v in kwargs.items()}
+    by_name = {name: argument(value) for name, value in kwargs.items()}
+    return role, method, declared, [argument(value) for value in args], by_name
 
 
 @lru_cache(maxsize=256)
@@ -89,23 +100,50 @@ def _read_header(header: bytes) -> Any:
     return pickle.loads(header)
 
 
-def _travels_inside(value: Any) -> bool:
-    """Whether a value is small, and known to hold no reference, which only Ray may pickle."""
+def _fits_in_message(value: Any) -> bool:
+    """Whether a value is small and certain to contain no ObjectRef; Ray must pickle those itself."""
     if isinstance(value, NUMBERS):
         return True
     if isinstance(value, str):
         return len(value) <= MESSAGE_BYTES
     if isinstance(value, DataProto):
-        columns = value.table.columns.values()
-        return (
-            all(is_small(column) for column in columns)
-            and sum(column.view().nbytes for column in columns) <= MESSAGE_BYTES
-            and _travels_inside(dict(value.meta_info))
-        )
-    if type(value) in (list, tuple):
-        return all(_travels_inside(item) for item in value)
+        return _is_small_batch(value)
     if type(value) is dict:
-        return all(isinstance(key, str) and _travels_inside(item) for key, item in value.items())
+        return all(isinstance(key, str) for key in value) and all(map(_fits_in_message, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_fits_in_message, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return all(_travels_inside(getattr(value, field.name)) for field in fields(value))
+        return all(_fits_in_message(getattr(value, field.name)) for field in fields(value))
     return False
+
+
+def _is_small_batch(batch: DataProto) -> bool:
+    columns = batch.table.columns.values()
+    return (
+        all(is_small(column) for column in columns)
+        and sum(column.view().nbytes for column in columns) <= MESSAGE_BYTES
+        and _fits_in_message(dict(batch.meta_info))
+    )
+
+
+def await_inputs(value: Any) -> None:
+    """Wait until the remote columns in a call's arguments are computed; raises the error of a call that failed."""
+    for batch in batches_in(value):
+        for column in batch.table.columns.values():
+            if isinstance(column, RemoteColumn):
+                column.wait()
+
+
+def batches_in(value: Any) -> Iterator[DataProto]:
+    """Iterate over every DataProto in a value, also inside lists, tuples, dicts and dataclasses."""
+    if isinstance(value, DataProto):
+        yield value
+    elif type(value) in (list, tuple):
+        for item in value:
+            yield from batches_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from batches_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from batches_in(getattr(value, field.name))

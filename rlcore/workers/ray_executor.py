@@ -1,4 +1,4 @@
-"""The Ray executor: joins a cluster or starts Ray on this machine, and leaves it as it was found."""
+"""The Ray executor: joins a cluster or starts Ray on this machine, and restores the previous state at shutdown."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rlcore.workers.ray_group import RayProcesses
 from rlcore.workers.ray_pool import JOIN_SECONDS, RayResourcePool
 
 LOGICAL_CPUS = 1024
-"""Cores that a Ray of our own believes in: a small machine then runs every worker, and never waits for a core."""
+"""Cores that a Ray started by rlcore is told it has: a small machine then runs all workers, none waits for a core."""
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # the first failure of a call is raised; Ray need not print the others
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # rlcore raises the first failure of a call; Ray should not print the others
     "RAY_prestart_worker_first_driver": "0",  # else Ray starts as many idle processes as it has cores
 }
-"""Ray's settings, set in the environment from start to shutdown where the user has not set them."""
+"""Ray's settings, set in the environment from start to shutdown unless the user has set them."""
 SENT_VARIABLES = ("RLCORE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
-"""How the names of variables begin that a run takes along to the workers of a running cluster."""
+"""Prefixes of environment variables that a run passes to its workers on a running cluster."""
 
 
 class RayExecutor(Executor):
-    """Runs every rank as a process of a Ray cluster: the one at `cluster.address`, or one of its own on this machine.
+    """Runs every rank as a process of a Ray cluster: the one at `cluster.address`, or a new one on this machine.
 
-    Where this process is already connected to Ray, that connection is used and left open.
+    If this process is already connected to Ray, the executor uses that connection and leaves it open.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RayExecutor(Executor):
         self._pools: list[RayResourcePool] = []
 
     def start(self) -> None:
-        """Connect to Ray, or start it. Raises WorkerError when that fails, ConfigError for an address of no use."""
+        """Connect to Ray, or start it. Raises WorkerError when that fails, ConfigError for an unusable address."""
         for module in self._by_value:
             if module.__name__ not in ray.cloudpickle.list_registry_pickle_by_value():
                 ray.cloudpickle.register_pickle_by_value(module)
@@ -87,7 +87,7 @@ class RayExecutor(Executor):
         node: str | None = None,
         name: str = "a pool",
     ) -> RayResourcePool:
-        """Return places for `workers` processes, close together where possible. Ray reserves them at first use."""
+        """Return places for `workers` processes, on few nodes if possible. Ray reserves them at first use."""
         cluster = self._cluster
         own = self._connected and cluster.address is None
         pool = RayResourcePool(
@@ -96,7 +96,7 @@ class RayExecutor(Executor):
             gpus_per_worker=cluster.gpus_per_worker if gpus_per_worker is None else gpus_per_worker,
             node=node,
             start_timeout=cluster.start_timeout,
-            join_seconds=0.0 if own else JOIN_SECONDS,  # no node joins a Ray of our own
+            join_seconds=0.0 if own else JOIN_SECONDS,  # no node will join a Ray that rlcore started
             spread=True,
             other_pools=self._pools,
             name=name,
@@ -105,24 +105,27 @@ class RayExecutor(Executor):
         return pool
 
     def worker_group(self, pool: ResourcePool, classes: Any, name: str = "worker") -> Any:
-        """Start the processes and make their workers; waits until all are there."""
+        """Start the processes and construct their workers; waits until all are ready."""
         roles = {name: classes} if isinstance(classes, ClassWithInitArgs) else dict(classes)
         (groups,) = self.worker_groups([ProcessRequest(pool, roles, name)])
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
 
     def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
-        """Start all processes, and then wait for them."""
+        """Start all sets of processes, and then wait for them."""
         started = [self._start_processes(*request) for request in requests]
         for processes in started:
             processes.wait_until_started()
-        return [
-            {role: WorkerGroup(processes, role, made.cls) for role, made in request.classes.items()}
-            for processes, request in zip(started, requests, strict=True)
-        ]
+        groups: list[dict[str, WorkerGroup]] = []
+        for processes, request in zip(started, requests, strict=True):
+            classes = request.classes.items()
+            groups.append({role: WorkerGroup(processes, role, class_args.cls) for role, class_args in classes})
+        return groups
 
     def _start_processes(self, pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs], name: str) -> RayProcesses:
         if not isinstance(pool, RayResourcePool):
-            raise ConfigError(f"{pool!r} is no place on Ray; use executor.resource_pool(...) or RayResourcePool(...).")
+            raise ConfigError(
+                f"{pool!r} has no places on Ray; use executor.resource_pool(...) or RayResourcePool(...)."
+            )
         processes = RayProcesses(
             pool,
             roles,
@@ -137,10 +140,10 @@ class RayExecutor(Executor):
         return processes
 
     def _env(self) -> dict[str, str]:
-        """Return the variables that workers of a running cluster, which this process did not start, would not have."""
+        """Return the environment variables that workers on a running cluster lack, because it was started elsewhere."""
         if self._cluster.address is None:
             return {}
-        secret = {"TOKEN", "KEY", "SECRET"}  # Ray shows a worker's environment to whoever asks
+        secret = {"TOKEN", "KEY", "SECRET"}  # Ray's dashboard shows a worker's environment
         return {
             name: value
             for name, value in os.environ.items()
@@ -148,7 +151,7 @@ class RayExecutor(Executor):
         }
 
     def shutdown(self) -> None:
-        """Kill the workers, give their places back, and end Ray or the connection to it if `start` made it."""
+        """Kill the workers and release their places. End Ray, or the connection to it, if `start` created it."""
         if ray.is_initialized():
             for processes in self._processes:
                 processes.shutdown()
@@ -168,9 +171,9 @@ class RayExecutor(Executor):
 
 
 def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
-    """Connect this process to the Ray at `address`, or with None start one of its own with `num_cpus` logical cores.
+    """Connect this process to the Ray at `address`; if it is None, start a new Ray with `num_cpus` logical cores.
 
-    A Ray of its own ends with this process, even when that is killed. Raises WorkerError when Ray cannot be reached or
+    The new Ray ends with this process, even if the process is killed. Raises WorkerError when Ray cannot be reached or
     started, ConfigError for a ray:// address.
     """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -187,7 +190,7 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
             f"{where}: {type(error).__name__}: {error}. See Ray's logs in /tmp/ray/session_latest/logs and "
             "docs/debugging.md; cluster.executor=in_process works without Ray."
         ) from error
-    # ray.init puts a SIGTERM handler of its own over one that the program may have; SIG_DFL would leave Ray's log torn
+    # ray.init replaces the program's SIGTERM handler. If that was SIG_DFL, Ray's own handler closes its log properly.
     if threading.current_thread() is threading.main_thread() and on_terminate not in (signal.SIG_DFL, None):
         signal.signal(signal.SIGTERM, on_terminate)
 
@@ -195,11 +198,11 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
 def _check_address(address: str) -> None:
     if address.startswith("ray://"):
         raise ConfigError(
-            f"cluster.address={address} is a Ray Client address, through which results do not stay on the cluster. "
+            f"cluster.address={address} is a Ray Client address, which would bring all results to the client. "
             "Start the run on a node of the cluster with cluster.address=auto, or with `ray job submit`."
         )
     host, _, port = address.rpartition(":")
-    if port.isdigit():  # ray.init itself takes minutes to find out
+    if port.isdigit():  # ray.init itself waits for minutes
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         except OSError as error:
@@ -210,6 +213,6 @@ def _check_address(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """Return a size for the object store: up to 4 GiB of what shared memory has free (Ray spills the rest to disk)."""
+    """Return the object store's size: 80 % of free shared memory, at most 4 GiB. Ray spills further objects to disk."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
     return max(80 << 20, min(4 << 30, int(0.8 * shutil.disk_usage(folder).free)))

@@ -1,7 +1,8 @@
-"""Worker groups on Ray: the processes of a pool, the calls under way on them, and what to do when one fails or dies."""
+"""The processes of a pool on Ray: starting them, sending them calls, and explaining their failures and deaths."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -17,39 +18,38 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import RLCoreError, WorkerError
-from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.dispatch import Call
+from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.ray_call import EncodedCall, encode_calls
-from rlcore.workers.ray_nodes import what_ray_has
-from rlcore.workers.ray_pending import RayPending
+from rlcore.workers.ray_future import RayFuture
+from rlcore.workers.ray_nodes import ray_resources
 from rlcore.workers.ray_pool import RayResourcePool
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
 from rlcore.workers.worker import rank_name
 
 DEATH_SECONDS = 3.0
-"""After an exception on one rank: time to find out whether another rank's death caused it."""
+"""After an exception on one rank: seconds to find out whether another rank's death caused it."""
 STRAGGLER_SECONDS = 15.0
-"""After an exception on one rank: time that the others have to finish the same call before they count as hung."""
+"""After an exception on one rank: seconds that the others may take to finish the call before they count as hung."""
 LOG_LINES = 20
 """Last lines of a dead worker's log that its error shows."""
 
 
 class Stragglers(NamedTuple):
-    """Ranks still at work on a call that has failed on another rank."""
+    """Ranks that still run a call which has failed on another rank, by the reference of their reply."""
 
     ranks: dict[Any, int]
-    what: str
+    failure: str
     until: float
 
 
 class RayProcesses(Processes):
-    """One actor for each place of the pool, with a worker of every class in it once `wait_until_started` returns.
+    """One actor per place of the pool. Each holds a worker of every class once `wait_until_started` returns.
 
-    `env` is added to the environment of each.
+    `env` is added to the environment of every process.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RayProcesses(Processes):
         self._inline_bytes = inline_bytes
         self._declared_runs: dict[tuple[int, int], Any] = {}
         self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._under_way: list[weakref.ref[RayPending]] = []
+        self._running: list[weakref.ref[RayFuture]] = []
         self._env = {**(env or {}), **process_environment(pool)}
         try:
             self._create(log_dir.absolute() if log_dir else None, distributions or {})
@@ -89,18 +89,20 @@ class RayProcesses(Processes):
     # -- start
 
     def wait_until_started(self) -> None:
-        """Wait for the processes and make the workers in them. Raises WorkerError, and what their `__init__` raises."""
+        """Wait for the processes and construct their workers. Raises WorkerError, or a worker's own error."""
         try:
             self._wait_for_hosts()
-            self._place(self._pool.gpus_per_worker)
-            self._make(self._classes)
+            self._set_contexts(self._pool.gpus_per_worker)
+            self._construct(self._classes)
             _STARTED.add(self)
         except BaseException:
             self.shutdown()
             raise
 
     def _create(self, log_dir: Path | None, distributions: Mapping[str, str]) -> None:
-        token = os.urandom(3).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name a while
+        token = os.urandom(
+            3
+        ).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name for a while
         for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
@@ -108,7 +110,7 @@ class RayProcesses(Processes):
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
             host = actor.remote(self.name, rank, log, distributions, self._inline_bytes, self._one_node)
             self.hosts.append(host)
-            with warnings.catch_warnings():  # see ray_store for why it is dynamic all the same
+            with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
                 warnings.simplefilter("ignore", RayDeprecationWarning)
                 self._runs.append(host.run.options(num_returns="dynamic"))
 
@@ -131,26 +133,26 @@ class RayProcesses(Processes):
     def _not_started(self, ranks: list[int]) -> str:
         return (
             f"{self.name}: {len(ranks)} of {self.world_size} worker processes (ranks {ranks}) did not start within "
-            f"{self._start_timeout:g} s; {what_ray_has()}. They have their place; Python itself, or importing rlcore, "
-            "is slow or stuck on their node. Ray's own logs are in /tmp/ray/session_latest/logs there. Raise "
-            "cluster.start_timeout if the node is only slow."
+            f"{self._start_timeout:g} s; {ray_resources()}. Their places are reserved, so Python itself or the import "
+            "of rlcore is slow or stuck on their node. Ray's own logs are in /tmp/ray/session_latest/logs there. Raise "
+            "cluster.start_timeout if the node is just slow."
         )
 
-    def _place(self, gpus: float) -> None:
+    def _set_contexts(self, gpus: float) -> None:
         port = self._infos[0].port
         seen: Counter[str] = Counter()
         for host, info in zip(self.hosts, self._infos, strict=True):
-            host.place.remote(self.world_size, seen[info.node], gpus, (self._infos[0].address, port))
+            host.set_context.remote(self.world_size, seen[info.node], gpus, (self._infos[0].address, port))
             seen[info.node] += 1
 
-    def _make(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
+    def _construct(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
         started = []
-        for role, made in classes.items():
-            sent = ray.put((made.cls, made.args, made.kwargs))
-            refs = {host.make.remote(role, sent): rank for rank, host in enumerate(self.hosts)}
-            started.append(RayPending(self, role, "__init__", refs))
-        for pending in started:
-            pending.wait()
+        for role, class_args in classes.items():
+            stored = ray.put((class_args.cls, class_args.args, class_args.kwargs))
+            refs = {host.construct.remote(role, stored): rank for rank, host in enumerate(self.hosts)}
+            started.append(RayFuture(self, role, "__init__", refs))
+        for future in started:
+            future.wait()
 
     # -- calls
 
@@ -158,37 +160,37 @@ class RayProcesses(Processes):
         self,
         role: str,
         method: str,
-        calls: Sequence[Call | None],
+        calls: Sequence[CallArgs | None],
         declared: Sequence[DeclaredResult | None] | None = None,
-    ) -> RayPending:
-        """Send the call. What several ranks get is put into Ray's object store once."""
+    ) -> RayFuture:
+        """Send the call. A large argument of several ranks is put into Ray's object store once."""
         if self._stragglers is not None:
             refs = list(self._stragglers.ranks)
             left = max(0.0, self._stragglers.until - time.monotonic())
-            ray.wait(refs, num_returns=len(refs), timeout=left + 0.01)  # Ray cuts it to whole milliseconds
+            ray.wait(refs, num_returns=len(refs), timeout=left + 0.01)  # Ray rounds down to whole milliseconds
         self.check()
         refs_sent: dict[Any, int] = {}
         columns: dict[Any, Mapping[str, Any] | None] = {}
         try:
             for rank, sent in enumerate(encode_calls(role, method, calls, declared)):
                 if sent is not None:
-                    before = self._pool.before(self, rank)
-                    after = {} if before is None else {"after": before[0].ping_one(before[1])}
-                    ref, kept = self._send(rank, sent, None if declared is None else declared[rank], after)
-                    refs_sent[ref], columns[ref] = rank, kept
-                    self._pool.take(self, rank)
-        except Exception as error:  # whatever pickling the arguments raises
+                    previous = self._pool.previous_user(self, rank)
+                    after = {} if previous is None else {"after": previous[0].ping_one(previous[1])}
+                    ref, column_refs = self._send(rank, sent, None if declared is None else declared[rank], after)
+                    refs_sent[ref], columns[ref] = rank, column_refs
+                    self._pool.set_user(self, rank)
+        except Exception as error:  # pickling an argument can raise anything
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
-            self._broken = failure if refs_sent else None  # some ranks run the call and may wait for the others
+            self._broken = failure if refs_sent else None  # ranks that run the call may wait for the others forever
             raise failure from error
-        pending = RayPending(self, role, method, refs_sent, columns)
-        self._under_way = [*(weakref.ref(earlier) for earlier in self.under_way()), weakref.ref(pending)]
-        return pending
+        future = RayFuture(self, role, method, refs_sent, columns)
+        self._running = [*(weakref.ref(earlier) for earlier in self.running()), weakref.ref(future)]
+        return future
 
     def _send(
         self, rank: int, sent: EncodedCall, declared: DeclaredResult | None, after: Mapping[str, Any]
     ) -> tuple[Any, Mapping[str, Any] | None]:
-        """Send a rank its call; return the references of its reply and, where they are known, of its large columns."""
+        """Send a rank its call; return the reference of its reply, and those of its large columns if they are known."""
         if declared is None or not self._one_node:
             return self._runs[rank].remote(sent.message, *sent.extra, **after), None
         names = declared.may_exceed(self._inline_bytes)
@@ -199,61 +201,62 @@ class RayProcesses(Processes):
         reply, *columns = refs if names else [refs]
         return reply, dict(zip(names, columns, strict=True))
 
-    def under_way(self) -> list[RayPending]:
-        """Return the calls whose results nobody has waited for yet, in order."""
-        return [pending for known in self._under_way if (pending := known()) is not None and not pending.is_settled]
+    def running(self) -> list[RayFuture]:
+        """Return the calls that no caller has waited for yet, in order."""
+        return [future for known in self._running if (future := known()) is not None and not future.is_settled]
 
     def all_started(self) -> set[RayProcesses]:
-        """Return these and all other processes that this one has started and not let go of."""
+        """Return these and all other processes that this Python process has started and still holds."""
         return {self, *_STARTED}
 
     def ping(self, but: Iterable[int]) -> dict[Any, int]:
-        """Return a reference, with its rank, to an answer from each other rank; it fails when the process is dead."""
+        """Ping all ranks except `but`; return the references of their answers, by rank. A dead rank's answer fails."""
         skipped = set(but)
         return {host.ping.remote(): rank for rank, host in enumerate(self.hosts) if rank not in skipped}
 
-    def spans(self) -> RayPending:
+    def spans(self) -> RayFuture:
         """See Processes."""
         refs = {host.spans.remote(): rank for rank, host in enumerate(self.hosts)}
-        return RayPending(self, self.name, "spans", refs)
+        future = RayFuture(self, self.name, "spans", refs)
+        return future.collect_with(lambda by_rank: list(itertools.chain.from_iterable(by_rank)))
 
     def ping_one(self, rank: int) -> list[Any]:
-        """Return a reference to the answer of one rank, which it gives after all calls so far; none after shutdown."""
+        """Return the reference of one rank's answer, which follows all its calls so far; none after shutdown."""
         return [host.ping.remote() for host in self.hosts[rank : rank + 1]]
 
     # -- failures
 
     @property
     def is_usable(self) -> bool:
-        """Whether no process is known to have died."""
+        """Whether the processes can be called: none is known to have died or to hang."""
         return self._broken is None
 
     def check(self) -> None:
-        """Raise WorkerError when the processes can no longer be used: one died, or hangs since another failed."""
+        """Raise WorkerError when the processes are unusable: one has died, or hangs because another failed."""
         if self._broken is None and self._stragglers is not None:
-            ranks, what, until = self._stragglers
+            ranks, failure, until = self._stragglers
             _, hung = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
             if not hung:
                 self._stragglers = None
             elif time.monotonic() >= until:
                 self._broken = WorkerError(
                     f"ranks {sorted(ranks[ref] for ref in hung)} did not come back from a call that failed on another "
-                    f"rank, so the group cannot be used any more. The failure was: {what}"
+                    f"rank, so the group can no longer be used. The failure was: {failure}"
                 )
         if self._broken is not None:
             raise self._broken.with_traceback(None)
 
     def failure(self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int]) -> RLCoreError:
-        """Return what the controller is to see of the first failure of a call, other ranks of which still run.
+        """Return the controller's error for the first failure of a call. `waiting` holds the ranks that still run it.
 
-        Where a process has died, its death is told, not what other ranks make of it.
+        If a process has died, the error is about its death, not about the errors that it caused on other ranks.
         """
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
         mesh = self.meshes.get(role)
-        is_declared = mesh is not None and len(mesh.axes) > 1  # else it is the one axis that every group has
-        place = mesh.coordinates[rank] if mesh is not None and is_declared else None
-        where = rank_name(role, rank, self.world_size, place)
+        # A mesh of one axis says no more than the rank.
+        coordinates = mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
+        where = rank_name(role, rank, self.world_size, coordinates)
         if self._infos:
             where += f" on {self._infos[rank].address}"
         if isinstance(error, RayActorError):
@@ -279,19 +282,20 @@ class RayProcesses(Processes):
                     ray.get(ref)
                 except RayActorError as death:
                     return rank, death
-                except Exception:  # alive, with an error of its own; the first one counts
+                except Exception:  # alive, with an error of its own; the first error is reported
                     continue
         return None
 
     def _last_lines(self, rank: int) -> str:
-        """Return the end of a rank's log as part of a message, where this machine can read it."""
+        """Return the end of a rank's log for a message, or the log's path if this machine cannot read it."""
         if not self._infos:
             return "Ray's own logs are in /tmp/ray/session_latest/logs."
         info = self._infos[rank]
         texts = [Path(log) for log in info.logs if Path(log).is_file()]
         if not texts:
             return f"Its log is {' and '.join(info.logs)} on {info.address}."
-        lines = [line for text in texts for line in text.read_text(errors="replace").splitlines()[-LOG_LINES:]]
+        tails = [text.read_text(errors="replace").splitlines()[-LOG_LINES:] for text in texts]
+        lines = list(itertools.chain.from_iterable(tails))
         return f"Last lines of {' and '.join(info.logs)}:\n" + "\n".join(f"    {line}" for line in lines or ["(empty)"])
 
     def shutdown(self) -> None:
@@ -303,16 +307,16 @@ class RayProcesses(Processes):
         self.hosts.clear()
         self._runs.clear()
         self._declared_runs.clear()
-        self._under_way.clear()
+        self._running.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 
 _STARTED: WeakSet[RayProcesses] = WeakSet()
-"""All processes that this one has started and not let go of."""
+"""All worker processes that this Python process has started and still holds."""
 
 
 def process_environment(pool: RayResourcePool) -> dict[str, str]:
-    """Return the variables that each process of a pool starts with."""
+    """Return the environment variables of each process of a pool."""
     threads = str(pool.cpus_per_worker)
     unless_set = {"OMP_WAIT_POLICY": "PASSIVE", **KERNEL_CACHES}
     env = {name: os.environ.get(name, value) for name, value in unless_set.items()}
@@ -321,7 +325,7 @@ def process_environment(pool: RayResourcePool) -> dict[str, str]:
 
 
 def _cause(error: RayActorError) -> str:
-    """Return Ray's account of a death, without the actor's ids and without Ray's guesses where it does not know."""
+    """Return Ray's account of a death, without the actor's ids and without Ray's list of possible causes."""
     ids = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
     account = " ".join(line.strip() for line in str(error).splitlines() if not line.strip().startswith(ids))
     known, guess, _ = account.partition("Some common causes include")

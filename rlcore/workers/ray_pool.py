@@ -1,4 +1,4 @@
-"""Places on a Ray cluster: a resource pool backed by placement groups."""
+"""Resource pools on a Ray cluster, backed by placement groups."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.pool import ResourcePool
-from rlcore.workers.ray_nodes import Demand, alive_nodes, impossible, waited_in_vain
+from rlcore.workers.ray_nodes import Demand, alive_nodes, why_impossible, why_not_placed
 
 GROUPS_PER_PLACE = 10
-"""Groups that can share one place when its workers have a GPU or a part of one."""
+"""Groups that can share one place if its workers use a GPU or a part of one."""
 JOIN_SECONDS = 10.0
-"""How long a pool that the cluster cannot hold waits for further nodes to join it."""
+"""Seconds that a pool too large for the cluster waits for more nodes to join."""
 SLIVER = 0.001
-"""Part of a node's mark that each place takes, so that a mark of 1 holds a thousand places."""
+"""Amount of a node's marking resource that each place takes, so that an amount of 1 holds a thousand places."""
 ADVICE = "Use fewer workers, fewer cpus_per_worker or gpus_per_worker, other nodes, or a larger cluster."
 
 
 class Reservation:
-    """The placement groups of a pool and of its parts, and who used each of its places last."""
+    """The placement groups of a pool and its parts, and the last user of each place: a set of processes."""
 
     def __init__(self, start_timeout: float, join_seconds: float) -> None:
         self.groups: list[Any] = []
@@ -34,11 +34,11 @@ class Reservation:
         self._last: dict[int, tuple[Any, int]] = {}
 
     def make(self, demand: Demand, other_pools: Sequence[Demand]) -> None:
-        """Wait for the places. ConfigError when the cluster can never hold all the pools, WorkerError after a while."""
+        """Wait for the places. ConfigError when the cluster can never hold all pools, WorkerError after a timeout."""
         if self.groups:
             return
         deadline = time.monotonic() + self._join_seconds
-        while (why := impossible([demand, *other_pools], alive_nodes())) is not None:
+        while (why := why_impossible([demand, *other_pools], alive_nodes())) is not None:
             if time.monotonic() >= deadline:
                 raise ConfigError(f"{why}\n{ADVICE}")
             time.sleep(0.2)
@@ -46,47 +46,47 @@ class Reservation:
         self.groups = [placement_group([dict(demand.bundle)] * n, strategy=strategy) for n in demand.process_on_nodes]
         deadline = time.monotonic() + self._start_timeout
         if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups):
-            why = waited_in_vain(demand, alive_nodes())
+            why = why_not_placed(demand, alive_nodes())
             self.release()
-            raise WorkerError(f"Ray found no place within {self._start_timeout:g} s: {why}\n{ADVICE}")
+            raise WorkerError(f"Ray found no room within {self._start_timeout:g} s: {why}\n{ADVICE}")
 
     def add_gpu_user(self, place: int, gpus: float) -> None:
-        """Count one more process with a GPU on a place; ConfigError where Ray would never start it."""
+        """Count one more process with a GPU on a place; ConfigError when Ray would never start it."""
         most = 1 if gpus > 1 else GROUPS_PER_PLACE
         if self._with_gpu[place] == most:
             raise ConfigError(
-                f"a place of {gpus:g} GPUs holds at most {most} processes that use them, and one more is to start "
-                "there; fuse the roles into one process, or give them pools of their own"
+                f"a place of {gpus:g} GPUs holds at most {most} processes that use them, and one more should start "
+                "there; fuse the roles into one process, or give each a pool of its own"
             )
         self._with_gpu[place] += 1
 
     def remove_gpu_user(self, place: int) -> None:
-        """Count one process with a GPU less."""
+        """Count one process with a GPU less on a place."""
         self._with_gpu[place] -= 1
 
-    def before(self, place: int, user: Any) -> tuple[Any, int] | None:
-        """Return the other processes that used a place last, with their rank there."""
-        before = self._last.get(place)
-        return None if before is None or before[0] is user else before
+    def previous_user(self, place: int, user: Any) -> tuple[Any, int] | None:
+        """Return the last user of a place and its rank there; None if that is `user` itself."""
+        previous = self._last.get(place)
+        return None if previous is None or previous[0] is user else previous
 
-    def take(self, place: int, user: Any, rank: int) -> None:
-        """Note who uses a place now."""
+    def set_user(self, place: int, user: Any, rank: int) -> None:
+        """Record the last user of a place, and its rank there."""
         self._last[place] = user, rank
 
     def release(self) -> None:
-        """Give the places back. Does nothing the second time."""
+        """Release the places. A second call does nothing."""
         for group in self.groups:
             remove_placement_group(group)
         self.groups.clear()
 
 
 class RayResourcePool(ResourcePool):
-    """Places on Ray: `process_on_nodes=[8, 8]` asks for two nodes' worth of 8 processes, each kept on one node.
+    """Places on Ray: `process_on_nodes=[8, 8]` asks for 8 places on one node and 8 places on another.
 
-    Each place has `cpus_per_worker` cores and `gpus_per_worker` GPUs (None: one where the cluster has any), on nodes
-    with the resource `node` (None: any). They are reserved when the first group is put there, which waits up to
-    `start_timeout` seconds, but fails after `join_seconds` when the cluster has no room for this pool and those
-    `other_pools` it. `spread=True` lets the processes of an entry lie on several nodes where they do not fit on one.
+    Each place has `cpus_per_worker` cores and `gpus_per_worker` GPUs (None: one if the cluster has any), on nodes with
+    the resource `node` (None: any node). The first group on the pool reserves the places and waits up to
+    `start_timeout` seconds for them. It fails after `join_seconds` already if the cluster has no room for this pool
+    and `other_pools`. `spread=True` allows the places of an entry on several nodes if they do not fit on one.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RayResourcePool(ResourcePool):
         return self._gpus_per_worker
 
     def demand(self) -> Demand:
-        """Return what the whole pool asks of the cluster."""
+        """Return the whole pool's demand on the cluster."""
         bundle = {"CPU": float(self.cpus_per_worker), "GPU": self._whole.gpus_per_worker}
         if self._node is not None:
             bundle[self._node] = SLIVER
@@ -128,14 +128,16 @@ class RayResourcePool(ResourcePool):
         return Demand(self._name, self._whole.process_on_nodes, bundle, self._spread, self._node)
 
     def actor_options(self) -> list[dict[str, Any]]:
-        """Return, for each rank, the options that put an actor on its place; reserves the places first.
+        """Reserve the places, and return for each rank the options that put an actor on its place.
 
         Raises ConfigError when the cluster can never provide them, WorkerError when it does not in time.
         """
         self._reservation.make(self.demand(), [pool.demand() for pool in self._other_pools if pool is not self._whole])
         gpus = self.gpus_per_worker
         share = {"num_cpus": 0, "num_gpus": gpus if gpus > 1 else gpus / GROUPS_PER_PLACE}
-        bundles = [(group, index) for group in self._reservation.groups for index in range(group.bundle_count)]
+        bundles: list[tuple[Any, int]] = []
+        for group in self._reservation.groups:
+            bundles += [(group, index) for index in range(group.bundle_count)]
         places = range(self._first, self._first + self.world_size)
         for place in places:
             if gpus > 0:
@@ -150,26 +152,26 @@ class RayResourcePool(ResourcePool):
             for place in places
         ]
 
-    def before(self, user: Any, rank: int) -> tuple[Any, int] | None:
-        """Return the other processes whose calls come first at a rank's place, with their rank there."""
-        return self._reservation.before(self._first + rank, user) if self._takes_turns else None
+    def previous_user(self, user: Any, rank: int) -> tuple[Any, int] | None:
+        """Return the other processes with the last call on a rank's place, and their rank there; None without turns."""
+        return self._reservation.previous_user(self._first + rank, user) if self._takes_turns else None
 
-    def take(self, user: Any, rank: int) -> None:
-        """Note that these processes have the last call at a rank's place."""
-        self._reservation.take(self._first + rank, user, rank)
+    def set_user(self, user: Any, rank: int) -> None:
+        """Record that the processes `user` have the last call on a rank's place."""
+        self._reservation.set_user(self._first + rank, user, rank)
 
     def leave(self) -> None:
-        """Note that the processes which got `actor_options` are gone."""
+        """Record that the processes started with `actor_options` have ended."""
         if self.gpus_per_worker > 0:
             for place in range(self._first, self._first + self.world_size):
                 self._reservation.remove_gpu_user(place)
 
     def on_cpu(self) -> Self:
-        """Return a pool of the same places for processes that use no GPU, and so take no turns with the others."""
+        """Return a pool of the same places for processes without a GPU, which take no turns with the others."""
         part = super().on_cpu()
         part._takes_turns = False
         return part
 
     def release(self) -> None:
-        """Give the places back, those of the whole pool. Does nothing the second time."""
+        """Release the places of the whole pool. A second call does nothing."""
         self._reservation.release()

@@ -1,4 +1,4 @@
-"""What runs in a Ray worker process: one host actor a rank, which holds a worker of each role."""
+"""The Ray actor of one rank, which holds a worker of each role."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ import ray
 from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
 from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.failure import with_worker
-from rlcore.workers.ray_call import decode_call
-from rlcore.workers.ray_store import await_inputs, store_declared_result, store_result
-from rlcore.workers.spans import MOST_SPANS, Span
+from rlcore.workers.failure import worker_failure
+from rlcore.workers.ray_call import await_inputs, decode_call
+from rlcore.workers.ray_store import store_declared_result, store_result
+from rlcore.workers.spans import MAX_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What a started process says of itself. `port` is where rank 0's peers will meet; None on other ranks."""
+    """A started process's description of itself. `port` is where peers connect to rank 0; None on other ranks."""
 
     node: str
     address: str
@@ -42,7 +42,7 @@ class HostInfo:
 
 
 class WorkerHost:
-    """The actor of one rank. Its methods run one at a time, in the order in which the controller made the calls."""
+    """The actor of one rank. Its methods run one at a time, in the order of the controller's calls."""
 
     def __init__(
         self,
@@ -53,82 +53,83 @@ class WorkerHost:
         inline_bytes: int,
         one_node: bool,
     ) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; workers must outlive it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         if log is not None:
             _write_to(log)
         faulthandler.enable()
-        pause_collector()  # until the first call has ended, as models are imported in it
+        pause_collector()  # until the end of the first call, which imports the models
         self._name = name
         self._rank = rank
         self._distributions = distributions
         self._inline_bytes = inline_bytes
         self._one_node = one_node
         self._address: str = ray.util.get_node_ip_address()
-        self._held = _hold_port() if rank == 0 else None
+        self._reserved_port = _reserve_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
-        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
 
     def describe(self) -> HostInfo:
-        """Return where this process runs. Raises WorkerError when the node lacks a distribution that the run needs."""
+        """Return this process's node, address and logs. WorkerError when the node lacks a needed distribution."""
         for distribution, version in self._distributions.items():
             try:
-                here = importlib.metadata.version(distribution)
+                installed = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:
-                here = "not installed"
-            if here != version:
+                installed = "not installed"
+            if installed != version:
                 raise WorkerError(
-                    f"{self._name} rank {self._rank} on {self._address} ({platform.node()}): {distribution} is {here} "
-                    f"there, and {version} where the run was started. Install {distribution}=={version} on that node."
+                    f"{self._name} rank {self._rank} on {self._address} ({platform.node()}): {distribution} is "
+                    f"{installed} there, and {version} where the run was started. Install {distribution}=={version} "
+                    "on that node."
                 )
 
         logs = dict.fromkeys(os.path.realpath(f"/proc/self/fd/{fd}") for fd in (2, 1))
-        port = self._held.getsockname()[1] if self._held is not None else None
+        port = self._reserved_port.getsockname()[1] if self._reserved_port is not None else None
         return HostInfo(ray.get_runtime_context().get_node_id(), self._address, os.getpid(), tuple(logs), port)
 
-    def place(self, world_size: int, local_rank: int, gpus: float, master: tuple[str, int]) -> None:
-        """Learn this process's place, and tell it to code that reads torch.distributed's environment variables."""
-        self._place: dict[str, Any] = {"world_size": world_size, "local_rank": local_rank, "gpus": gpus}
-        self._place |= {"rank": self._rank, "host": self._address, "master": master}
+    def set_context(self, world_size: int, local_rank: int, gpus: float, master: tuple[str, int]) -> None:
+        """Store the context of this process's workers, and set torch.distributed's environment variables."""
+        self._context: dict[str, Any] = {"world_size": world_size, "local_rank": local_rank, "gpus": gpus}
+        self._context |= {"rank": self._rank, "host": self._address, "master": master}
         os.environ["RANK"] = str(self._rank)
         os.environ["WORLD_SIZE"] = str(world_size)
-        # The index of a CUDA device, for those who use it so: a worker with GPUs sees only its own, from 0.
+        # Programs use it as the index of a CUDA device, and a worker sees only its own GPUs, numbered from 0.
         os.environ["LOCAL_RANK"] = "0" if gpus > 0 else str(local_rank)
         os.environ["MASTER_ADDR"] = master[0]
         os.environ["MASTER_PORT"] = str(master[1])
 
-    def make(self, role: str, made: tuple[type[Worker], tuple[Any, ...], Mapping[str, Any]]) -> None:
-        """Make the worker of a role."""
-        context = WorkerContext(role=role, **self._place)
+    def construct(self, role: str, class_args: tuple[type[Worker], tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """Construct the worker of a role from its class, positional and keyword arguments."""
+        context = WorkerContext(role=role, **self._context)
         try:
-            self._workers[role] = construct(context, *made, siblings=self._workers)
+            self._workers[role] = construct(context, *class_args, siblings=self._workers)
         except (Exception, SystemExit) as error:
-            raise with_worker(error, context, "__init__") from None
+            raise worker_failure(error, context, "__init__") from None
 
     def run(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
-        """Yield the blocks of what a role's method returns, and then the rest of it.
+        """Yield the blocks of a method's result, and then the rest of the result.
 
-        The call is what `encode_calls` made. Waits first until what `after` refers to is there: whoever has the turn
-        before this process. Raises what the controller is to see; also when the method returns other than it has
-        declared.
+        `message` and `extra` come from `encode_calls`. Waits first for the references in `after`: answers of processes
+        with an earlier turn on this place. Raises the error for the controller, also when the method returns anything
+        other than its declared result.
         """
         with self._running(message, extra, after) as (result, _):
             yield from store_result(result, self._inline_bytes, self._one_node)
 
     def run_declared(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
-        """Return what a role's method returns, and a value for each column that may be large; see `run`.
+        """Return a method's result, and then one value per column that may be large; see `run`.
 
-        For a call that has promised its columns, where there is one node.
+        For a call with a declared result, on a cluster of one node.
         """
         with self._running(message, extra, after) as (result, declared):
             assert declared is not None
             values = store_declared_result(result, self._inline_bytes, declared.may_exceed(self._inline_bytes))
-            return values if len(values) > 1 else values[0]  # as Ray has it
+            return values if len(values) > 1 else values[0]  # Ray expects no list for num_returns=1
 
     @contextmanager
     def _running(
         self, message: bytes, extra: Sequence[Any], after: Sequence[Any]
     ) -> Iterator[tuple[Any, DeclaredResult | None]]:
-        """Give the result of a call and what was promised of it; errors on the way, and in the block, name the call."""
+        """Run a call; the context is its result and declared result. An error, also in the block, names the call."""
         role, method, declared, args, kwargs = decode_call(message, extra)
         worker = self._workers[role]
         arrived = time.time()
@@ -143,28 +144,28 @@ class WorkerHost:
             yield result, declared
             self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
         except (Exception, SystemExit) as error:
-            raise with_worker(error, worker._context, method) from None
+            raise worker_failure(error, worker._context, method) from None
         finally:
             resume_collector()
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Return what a role's method returns, whole, for whoever holds this process's handle."""
+        """Return the whole result of a role's method, for callers that hold this process's handle."""
         worker = self._workers[role]
         try:
             return getattr(worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
-            raise with_worker(error, worker._context, method) from None
+            raise worker_failure(error, worker._context, method) from None
         finally:
             resume_collector()
 
     def spans(self) -> list[Span]:
-        """Return what ran since the last call of this."""
+        """Return the spans since the last call of `spans`."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     def ping(self) -> None:
-        """Return, which a dead process does not."""
+        """Return None; the call fails if the process is dead."""
 
 
 def _write_to(log: Path) -> None:
@@ -179,16 +180,16 @@ def _write_to(log: Path) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _hold_port() -> socket.socket:
+def _reserve_port() -> socket.socket:
     """Return a socket that is bound to a free port but does not listen.
 
-    While it is open the system gives the port to nobody else, and torch's store, which also sets SO_REUSEADDR, can
-    still bind and listen on it whenever the workers meet.
+    While it is open, the system gives the port to no other program. torch's store, which also sets SO_REUSEADDR, can
+    still bind and listen on it when the workers connect.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
-        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    held.bind(("", 0))
-    return held
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.bind(("", 0))
+    return reserved

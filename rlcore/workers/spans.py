@@ -1,16 +1,19 @@
-"""When a worker process did what: a span for each call that it ran."""
+"""A worker process's log of its calls: one span per call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_SPANS = 10_000
-"""Newest spans that a process keeps until it is asked for them."""
+MAX_SPANS = 10_000
+"""Spans that a process keeps until it is asked for them; older ones are dropped."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One call on one rank, in seconds since the epoch: when it was its turn, when its inputs were there, its end."""
+    """One call on one rank. Times are seconds since the epoch.
+
+    `arrived`: it was the call's turn; `began`: its inputs were there; `ended`: it returned.
+    """
 
     role: str
     method: str

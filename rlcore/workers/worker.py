@@ -1,4 +1,4 @@
-"""The worker's side: the Worker base class, its place among its peers, and `register`, which opens its methods."""
+"""The worker's side: the Worker base class, its context, and `register`, which lets groups call a method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.contract import Contract, Gives, Reads
-from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode, check_axes
+from rlcore.workers.dispatch import CustomDispatch, Dispatch, DispatchMode, Execute, as_mode
+from rlcore.workers.mesh import check_axes
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """How a group calls a worker method: where arguments go and results come from, on which ranks, and who waits."""
+    """How a group calls a worker method: its dispatch mode, the ranks that run it, and whether the call waits."""
 
     dispatch: Dispatch | DispatchMode
     execute: Execute
@@ -31,7 +32,7 @@ class Registration:
 
     @property
     def mode(self) -> DispatchMode:
-        """The pair of functions."""
+        """The dispatch mode's pair of functions."""
         return self.dispatch.value if isinstance(self.dispatch, Dispatch) else self.dispatch
 
 
@@ -44,11 +45,11 @@ def register(
     gives: Gives | None = None,
     rows: Callable[..., int] | None = None,
 ) -> Callable[[F], F]:
-    """Open a worker method to the groups that hold the worker.
+    """Let worker groups call the decorated method.
 
-    With `blocking=True` a call waits and returns what the mode's collect function makes of the results, of any type.
-    With `blocking=False` it returns at once: a deferred DataProto in the modes that join DataProtos, else a `Future`.
-    A custom mode is `{"dispatch_fn": f(group, *args, **kwargs), "collect_fn": g(group, outputs)}`, where f returns
+    With `blocking=True` a call waits and returns the result of the mode's collect function, of any type. With
+    `blocking=False` it returns at once: a deferred DataProto in modes that join DataProtos, else a `Future`.
+    A custom mode is `{"dispatch_fn": f(group, *args, **kwargs), "collect_fn": g(group, outputs)}`. Its f returns
     `(per-worker list for each argument, {name: per-worker list})`, or one list with each worker's only argument.
 
     `reads` names the columns that the first DataProto argument must have, `gives` the columns of the result, each with
@@ -68,7 +69,7 @@ def register(
 
 
 def registration_of(worker_cls: type, name: str) -> Registration | None:
-    """Return how method `name` was registered, by the class itself or, where it overrides, by the nearest base."""
+    """Return the registration of method `name`: the class's own, or that of the nearest base; None if there is none."""
     for cls in worker_cls.__mro__:
         registration = getattr(cls.__dict__.get(name), "_rlcore_registration", None)
         if registration is not None:
@@ -77,16 +78,17 @@ def registration_of(worker_cls: type, name: str) -> Registration | None:
 
 
 def registered_methods(worker_cls: type) -> list[str]:
-    """Return the names of all methods that a group of `worker_cls` offers."""
+    """Return the names of all methods that a group of `worker_cls` can call."""
     return [name for name in dir(worker_cls) if registration_of(worker_cls, name) is not None]
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker stands: its role, its rank, its host, and how it finds its peers.
+    """A worker's role, rank and host, and the address of its peers.
 
-    `master` is the address and port where rank 0 of the same processes can be met; None means that the worker shares
-    this process with its peers. `gpus` is the worker's share of GPUs. `mesh` is what it gave to `set_mesh`.
+    `master` is the address and port of rank 0 of the same processes; None means that the worker shares this process
+    with its peers. `gpus` is the worker's number of GPUs, possibly a share of one. `mesh` holds the coordinates that
+    it gave to `set_mesh`.
     """
 
     role: str = "worker"
@@ -103,16 +105,16 @@ class WorkerContext:
 
 
 def rank_name(role: str, rank: int, world_size: int, mesh: Mapping[str, int] | None) -> str:
-    """Return what messages call a rank, with its place in the mesh where it has declared one."""
-    place = f" ({', '.join(f'{axis}={at}' for axis, at in mesh.items())})" if mesh else ""
-    return f"{role} rank {rank} of {world_size}{place}"
+    """Return a rank's name for messages, with its mesh coordinates if it has declared them."""
+    position = f" ({', '.join(f'{axis}={at}' for axis, at in mesh.items())})" if mesh else ""
+    return f"{role} rank {rank} of {world_size}{position}"
 
 
 class Worker:
-    """Base class of workers: one object a rank, whose registered methods a group calls.
+    """Base class of workers. Each rank has one object; a group calls its registered methods.
 
-    An executor sets the context before `__init__` runs, so rank and world size are known there. A worker made by hand
-    is rank 0 of 1.
+    An executor sets the context before `__init__` runs, so rank and world size are known there. A worker constructed
+    by hand is rank 0 of 1.
     """
 
     _context = WorkerContext()
@@ -127,7 +129,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many peers there are, this one included."""
+        """Number of peers, including this worker."""
         return self._context.world_size
 
     @property
@@ -142,13 +144,13 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """The device for tensors: the worker's own GPU where it was given one, else the CPU."""
+        """The device for tensors: the worker's GPU if it has one, else the CPU."""
         import torch
 
         return torch.device("cuda", 0) if self._context.gpus > 0 else torch.device("cpu")
 
     def sibling(self, role: str) -> Worker:
-        """Return this rank's worker of another role that shares the process; WorkerError when there is none."""
+        """Return this rank's worker of another role in the same process; WorkerError when there is none."""
         if role not in self._siblings:
             raise WorkerError(
                 f"{self._context}: no role {role!r} shares its process, only {', '.join(self._siblings) or 'none'}"
@@ -156,15 +158,16 @@ class Worker:
         return self._siblings[role]
 
     def set_mesh(self, **coordinates: int) -> None:
-        """Declare this rank's place in the mesh, once, such as `set_mesh(pp=0, tp=1, dp=0)`; without it, dp = rank.
+        """Declare this rank's mesh coordinates, once, such as `set_mesh(pp=0, tp=1, dp=0)`; without it, dp = rank.
 
-        Axes are pp, tp, dp and micro_dp; every rank names the same ones, and those that none names have one place.
-        Raises ConfigError for another axis, and when the group has already split data by the mesh.
+        Axes are pp, tp, dp and micro_dp. Every rank must declare the same ones; an undeclared axis has size 1. Raises
+        ConfigError for another axis, for coordinates that are not integers from 0, and when the group has already
+        split data over the mesh.
         """
         if self._mesh_was_read:
             raise ConfigError(
                 f"{self._context}: set_mesh({coordinates}) comes too late, data was already split over the mesh "
-                f"{dict(self._coordinates())}. Call it in __init__ or in the first method that is called."
+                f"{dict(self._coordinates())}. Call it in __init__ or in the first method that the group calls."
             )
         if not coordinates or any(type(at) is not int or at < 0 for at in coordinates.values()):
             raise ConfigError(f"{self._context}: set_mesh({coordinates}) needs integers from 0, such as dp=0.")
@@ -173,9 +176,9 @@ class Worker:
         self._context = replace(self._context, mesh=coordinates)
 
     def init_process_group(self, timeout: float = 1800.0) -> None:
-        """Join torch.distributed's default group with all peers: gloo on the CPU, and nccl too where there is a GPU.
+        """Join torch.distributed's default group with all peers: gloo for CPU tensors, and nccl if there is a GPU.
 
-        Waits up to `timeout` seconds for them. Roles that share a process share the group, so a second call does
+        Waits up to `timeout` seconds for the peers. Roles in one process share the group, so a second call does
         nothing. Raises ConfigError for several ranks in one process.
         """
         import torch.distributed as dist
@@ -204,17 +207,17 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=wait)
 
     def shutdown(self) -> None:
-        """Let go of what this process holds outside itself; called in process alone, a worker on Ray is killed."""
+        """Release resources outside this process. Only the in-process executor calls it; Ray kills its workers."""
 
     def _apply(self, fn: Callable[[DataProto], Any], batch: DataProto) -> Any:
-        """Return what a function makes of some rows, where they are."""
+        """Return `fn(batch)`, computed in the process that holds the rows."""
         return fn(batch)
 
     def _coordinates(self) -> Mapping[str, int]:
         return self._mesh_coords or {"dp": self.rank}
 
     def _read_mesh(self) -> Mapping[str, int]:
-        """Return the mesh coordinates to the group, which asks once."""
+        """Return the mesh coordinates; the group asks once, and `set_mesh` is an error from then on."""
         coordinates = self._coordinates()
         self._mesh_was_read = True
         return coordinates
@@ -227,9 +230,9 @@ def construct(
     kwargs: Mapping[str, Any],
     siblings: Mapping[str, Worker],
 ) -> Worker:
-    """Return `cls(*args, **kwargs)`, a worker that knows its context from the first line of its `__init__` on.
+    """Return `cls(*args, **kwargs)`, with the context set before `__init__` runs.
 
-    `siblings` are the workers of the rank's other roles in the same process, which may be added to it later.
+    `siblings` holds the rank's workers of other roles in the same process; the executor may add more later.
     """
     worker = cls.__new__(cls)
     worker._context = context

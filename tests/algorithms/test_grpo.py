@@ -6,10 +6,11 @@ import pytest
 import torch
 from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
-from rlcore.config import check, compose
+from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, group_index
 from rlcore.plugins import PluginManager
+from rlcore.preflight import preflight
 
 LN2 = math.log(2)
 RATIO = torch.tensor([[1.5, 0.5, 9.0], [0.5, 1.5, 1.0]])
@@ -216,10 +217,10 @@ def test_fewer_prompts_than_mini_batches_are_refused(mini_batches):
     overrides = ["algo=grpo", "cluster=in_process", "data.batch_size=3", f"algo.mini_batches={mini_batches}"]
     config = compose(overrides, plugins)
     if mini_batches <= 3:
-        check(config, plugins)
+        preflight(config, plugins)
         return
     with pytest.raises(ConfigError, match=r"algo\.mini_batches is 4, but .*data\.batch_size = 3"):
-        check(config, plugins)
+        preflight(config, plugins)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from rlcore_online_dpo import Comparisons, OnlineDPO, OnlineDPOConfig, online_dpo_loss, random_twos
 
-from rlcore.config import check, compose
+from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, noise_key
 from rlcore.plugins import PluginManager
+from rlcore.preflight import preflight
 
 LN2 = math.log(2)
 
@@ -338,7 +339,7 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
     plugins = PluginManager.load()
     config = compose(["algo=online_dpo", "cluster=in_process", *overrides], plugins)
     with pytest.raises(ConfigError, match=message):
-        check(config, plugins)
+        preflight(config, plugins)
 
 
 @pytest.mark.parametrize(

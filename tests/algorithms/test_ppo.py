@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 
 from rlcore import DataProto, Ragged
 from rlcore.assets import TINY
-from rlcore.config import check, compose
+from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
 from rlcore.plugins import CRITIC, PluginManager
+from rlcore.preflight import preflight
 from rlcore.roles.handles import RoleHandle
 from rlcore.run import check_roles
 
@@ -389,7 +390,7 @@ def test_roles_say_where_the_critic_starts_and_how_fast_it_learns():
 def test_a_critic_model_that_is_not_there_is_refused(tmp_path):
     config = compose(["algo=ppo", f"algo.critic_model={tmp_path / 'none'}"], PluginManager.load())
     with pytest.raises(ConfigError, match="role 'critic'"):
-        check_roles(PPO(config.algo).roles(), config)
+        check_roles(PPO(config.algo).roles(), config, PluginManager.load())
 
 
 @pytest.mark.parametrize(
@@ -409,10 +410,10 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
     options = ["cluster=in_process", "data.batch_size=3", "trainer.total_steps=10"]
     config = compose(["algo=ppo", *options, *(f"algo.{override}" for override in overrides)], plugins)
     if message is None:
-        check(config, plugins)
+        preflight(config, plugins)
         return
     with pytest.raises(ConfigError, match=message):
-        check(config, plugins)
+        preflight(config, plugins)
 
 
 @pytest.mark.parametrize(

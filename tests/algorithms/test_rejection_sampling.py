@@ -7,11 +7,12 @@ import pytest
 import torch
 from rlcore_rejection_sampling import RejectionSampling, RejectionSamplingConfig, choose, imitation_loss
 
-from rlcore.config import check, compose
+from rlcore.config import compose
 from rlcore.data.files import read_rows
 from rlcore.errors import ConfigError, DataError
 from rlcore.ops import Outputs
 from rlcore.plugins import PluginManager
+from rlcore.preflight import preflight
 from rlcore.protocol import DataProto, Ragged
 from rlcore.trainer import train
 
@@ -259,7 +260,7 @@ def test_the_kept_are_a_data_set_that_a_run_can_read(tmp_path, sums):
 
 def checked(*overrides):
     plugins = PluginManager.load()
-    check(compose(["algo=rejection_sampling", "cluster=in_process", *overrides], plugins), plugins)
+    preflight(compose(["algo=rejection_sampling", "cluster=in_process", *overrides], plugins), plugins)
 
 
 @pytest.mark.parametrize(

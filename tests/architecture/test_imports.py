@@ -1,6 +1,7 @@
 """Who may import whom: the layers by import-linter, what plugins may use by their syntax trees."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,10 +11,27 @@ import pytest
 
 import rlcore
 import rlcore.engine
+import rlcore.planning
+import rlcore.workers
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"rlcore": rlcore, "rlcore.engine": rlcore.engine}
-PLUGIN_FILES = sorted([*(ROOT / "algorithms").glob("*.py"), *(ROOT / "plugins").glob("*/*.py")])
+LIGHT = {"rlcore": rlcore, "rlcore.engine": rlcore.engine}
+PUBLIC = {**LIGHT, "rlcore.planning": rlcore.planning, "rlcore.workers": rlcore.workers}
+"""The modules whose `__all__` plugins may import; of `rlcore.ops` they may import everything."""
+PLUGIN_FILES = sorted(
+    [
+        *(ROOT / "algorithms").glob("*.py"),
+        *(ROOT / "plugins").glob("*/*.py"),
+        *(ROOT / "plugins").glob("*/rlcore_plugin_*/**/*.py"),
+    ]
+)
+ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
+"""Engines written from docs/write_an_engine.md."""
+
+
+def top_package(path: Path) -> str:
+    """Return the package or module that a plugin's file is imported by."""
+    return path.parent.name if path.parent.name.startswith("rlcore_plugin_") else path.stem
 
 
 def imported(path: Path) -> list[tuple[str, str | None]]:
@@ -34,9 +52,9 @@ def test_arrows_point_down_only():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*PLUGIN_FILES, *ENGINE_FILES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_plugins_use_only_the_public_names_and_never_each_other(path):
-    siblings = {file.stem for file in PLUGIN_FILES}
+    siblings = {top_package(file) for file in PLUGIN_FILES} - {top_package(path)}
     for module, name in imported(path):
         assert module.split(".")[0] not in siblings, f"{path.name} imports {module}"
         if module.split(".")[0] == "rlcore":
@@ -69,7 +87,13 @@ def test_every_public_name_is_there(module):
         assert getattr(PUBLIC[module], name) is not None
 
 
-@pytest.mark.parametrize("module", PUBLIC)
+@pytest.mark.parametrize("module", LIGHT)
+def test_no_public_name_is_that_of_a_module(module):
+    """Python binds a submodule to its name in the package as soon as anyone imports it."""
+    assert not set(LIGHT[module].__all__) & {info.name for info in pkgutil.iter_modules(LIGHT[module].__path__)}
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_a_package_of_public_names_loads_nothing_heavy(module):
     code = (
         f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers', 'numpy', 'hydra'}} & set(sys.modules)))"

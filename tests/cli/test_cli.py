@@ -58,9 +58,11 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "'trian' is no command. Did you mean 'train'? Commands: train, plan, eval, plugins, new-plugin, config, "
-            "hello",
+            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
+            "train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
+        (["plan", *ECHO, "plan.gpus=8"], "A plugin may bring another: pip install rlcore-plugin-plan"),
+        (["train", *ECHO, "cluster.pools=auto"], "cluster.pools=auto needs a plugin that plans: pip install rlcore-"),
         (["train", "algo=ecko"], "algo=ecko is unknown. Did you mean 'echo'?"),
         (["train", *ECHO, "data=ridles"], "data=ridles is unknown. Did you mean 'riddles'?"),
         (
@@ -152,8 +154,8 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train plan eval plugins new-plugin config"),
-        ("rlcore pl", "plan plugins"),
+        ("rlcore ", "train eval config plugins new-plugin samples plan"),
+        ("rlcore pl", "plugins plan"),
         ("rlcore train algo=gr", "algo=grpo"),
         ("rlcore train algo=grpo clus", "cluster. cluster="),
         ("rlcore train cluster=", "cluster=in_process cluster=local"),

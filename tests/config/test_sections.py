@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlcore.config import check, compose, from_yaml, same_run, to_yaml
+from rlcore.config import compose, from_yaml, same_run, to_yaml
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, installed
+from rlcore.preflight import preflight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "plugins"
 BLOCKED = [f"no:{entry.name}" for entry in installed()]
@@ -81,13 +82,13 @@ def test_wrong_values_of_sections(make, overrides, message):
 
 
 def test_checks_of_sections_and_engines_are_asked(make, own):
-    check(make("rollout=slow"), own)
+    preflight(make("rollout=slow"), own)
     with pytest.raises(ConfigError, match="strictness = 1 lets no row pass"):
-        check(make("inspector.strictness=1"), own)
+        preflight(make("inspector.strictness=1"), own)
     with pytest.raises(ConfigError, match=r"rollout.slow.batch_size is more than data.batch_size"):
-        check(make("rollout=slow", "data.batch_size=2"), own)
+        preflight(make("rollout=slow", "data.batch_size=2"), own)
     with pytest.raises(ConfigError, match="engine=plain cannot move its weights off the GPU"):
-        check(make("engine=plain", "engine.offload=true"), own)
+        preflight(make("engine=plain", "engine.offload=true"), own)
 
 
 def test_saved_and_read_back(make, own):

@@ -139,7 +139,7 @@ def test_metrics_exist(page, seen):
 @cache
 def tokens() -> set[str]:
     """Return all words of the sources, of the pages' own code, and the names of the benchmarks."""
-    sources = [path for room in ("rlcore", "algorithms", "configs") for path in (ROOT / room).rglob("*.py")]
+    sources = [path for room in ("rlcore", "algorithms", "configs", "plugins") for path in (ROOT / room).rglob("*.py")]
     texts = [
         path.read_text()
         for path in [*sources, ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / "benchmarks/__main__.py"]

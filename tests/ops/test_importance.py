@@ -1,4 +1,4 @@
-"""Importance weights and the gap between two policies, by hand."""
+"""Importance weights, and the difference between two policies, by hand."""
 
 import math
 
@@ -42,12 +42,13 @@ def test_a_masked_token_may_hold_anything():
     assert all(value.isfinite() for value in train_rollout_logprob_diff(POLICY, rollout, MASK, 1.0).values())
 
 
-def test_gap():
-    gap = {name: float(value) for name, value in train_rollout_logprob_diff(POLICY, ROLLOUT, MASK, bound=1.0).items()}
+def test_the_difference_of_two_policies():
+    found = train_rollout_logprob_diff(POLICY, ROLLOUT, MASK, bound=1.0)
+    difference = {name: float(value) for name, value in found.items()}
     logs = [math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)]
-    assert gap["difference"] == pytest.approx(sum(map(abs, logs)))
-    assert gap["kl"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)))
-    assert gap["beyond"] == 2  # log 3 and log 0.25
-    assert gap["tokens"] == 5
-    assert gap["most"] == pytest.approx(math.log(4.0))
-    assert float(train_rollout_logprob_diff(POLICY[:0], ROLLOUT[:0], MASK[:0], 1.0)["most"]) == 0
+    assert difference["difference"] == pytest.approx(sum(map(abs, logs)))
+    assert difference["kl"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in (2.0, 0.5, 3.0, 1.0, 0.25)))
+    assert difference["beyond"] == 2  # log 3 and log 0.25
+    assert difference["tokens"] == 5
+    assert difference["max"] == pytest.approx(math.log(4.0))
+    assert float(train_rollout_logprob_diff(POLICY[:0], ROLLOUT[:0], MASK[:0], 1.0)["max"]) == 0

@@ -87,7 +87,7 @@ def test_local_file_loaded_again_after_an_edit_is_the_new_one(tmp_path, without_
         ("no_hooks", ["implements no hook", "rlcore_step_end"]),
         ("misspelt_hook", ["rlcore_step_ends()", "Did you mean 'rlcore_step_end'?"]),
         ("misspelt_unmarked", ["rlcore_run_ends()", "Did you mean 'rlcore_run_end'?"]),
-        ("foreign_name", ["on_step_end()", "is no hook", "rlcore_step_end"]),
+        ("foreign_name", ["on_step_end()", "is not a hook", "rlcore_step_end"]),
         ("unmarked_hook", ["rlcore_run_start()", "@hookimpl"]),
         ("defaulted_argument", ["'step'", "default", "remove it"]),
         ("unknown_argument", ["'metric'", "Did you mean 'metrics'?", "run, step, metrics"]),

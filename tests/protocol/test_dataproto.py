@@ -72,7 +72,7 @@ def test_a_nested_tensor_becomes_ragged():
         ({}, {"a": torch.zeros(2)}, "'a' must be a list or an array"),
         ({"a": torch.tensor(1.0)}, {}, "'a' cannot be a tensor without dimensions"),
         ({}, {"a": "text"}, "'a' cannot be str 'text'"),
-        ({}, {"": ["x"]}, "name is a string"),
+        ({}, {"": ["x"]}, "name must be a non-empty string"),
     ],
 )
 def test_wrong_columns_are_refused(tensors, objects, message):
@@ -206,10 +206,10 @@ def test_one_row_is_an_item_as_in_verl(batch):
         (3, "row 3 is outside the batch of 3 rows"),
         ([0, -4], "row -4 is outside"),
         ([True, False], "mask has 2 entries for 3 rows"),
-        ([True, 1, 2], "integers alone or bools alone, got bool, int"),
-        ([0.5], "integers alone or bools alone, got float"),
+        ([True, 1, 2], "only integers or only bools, got bool, int"),
+        ([0.5], "only integers or only bools, got float"),
         (torch.tensor([0.0]), "integers or bools"),
-        (torch.tensor([[0]]), "one number or bool each"),
+        (torch.tensor([[0]]), "must be one-dimensional"),
         (np.array(["a"]), "integers or bools"),
         ((None,), "got NoneType"),
         (None, "got NoneType"),
@@ -256,23 +256,23 @@ def test_unfold_column_chunks_by_hand():
     assert unfolded["uid"].tolist() == ["u", "u", "v", "v"]
     assert batch.unfold_column_chunks(2).equal(batch.repeat(2))
     for keys, message in (
-        (["s"], "'s' cannot be unfolded: the second dimension"),
-        (["uid"], "'uid' cannot be unfolded: row 0 is no sequence"),
+        (["s"], r"'s' cannot be unfolded into 2 equal parts: its shape is \[2\]"),
+        (["uid"], "'uid' cannot be unfolded into 2 equal parts: row 0 is not a sequence"),
         (["nothing"], "no column 'nothing'"),
     ):
         with pytest.raises(DataError, match=message):
             batch.unfold_column_chunks(2, split_keys=keys)
-    with pytest.raises(DataError, match="'r' cannot be unfolded: row 0 has 2 values"):
+    with pytest.raises(DataError, match="'r' cannot be unfolded into 4 equal parts: row 0 has 2 values"):
         batch.unfold_column_chunks(4, split_keys=["r"])
 
 
 def test_uneven_chunks_and_splits_are_an_explicit_choice(batch):
     assert [len(part) for part in batch.chunk(3)] == [1, 1, 1]
-    with pytest.raises(DataError, match=r"3 rows cannot be cut into 2 equal chunks; pass uneven=True"):
+    with pytest.raises(DataError, match=r"3 rows cannot be split into 2 equal chunks; pass uneven=True"):
         batch.chunk(2)
     assert [part["scores"].tolist() for part in batch.chunk(2, uneven=True)] == [[1, 2], [3]]
     assert [len(part) for part in batch.chunk(5, uneven=True)] == [1, 1, 1, 0, 0]
-    with pytest.raises(DataError, match="3 rows cannot be cut into parts of 2"):
+    with pytest.raises(DataError, match="3 rows cannot be split into parts of 2"):
         batch.split(2)
     assert [len(part) for part in batch.split(2, uneven=True)] == [2, 1]
     assert [len(part) for part in batch.split([0, 3])] == [0, 3]
@@ -290,7 +290,7 @@ def test_reorder_returns_a_batch_and_takes_permutations_alone(batch):
     assert batch.reorder(torch.tensor([2, 0, 1]))["scores"].tolist() == [3, 1, 2]
     assert batch["scores"].tolist() == [1, 2, 3]
     for wrong in ([0, 1], [0, 0, 1], [0, 1, 2, 2]):
-        with pytest.raises(DataError, match="reorder takes each of the 3 rows once"):
+        with pytest.raises(DataError, match="reorder needs each of the 3 rows once"):
             batch.reorder(wrong)
 
 
@@ -316,7 +316,7 @@ def test_make_iterator(batch):
     assert sorted(first[0] + first[1]) == list(range(64))
     assert next(batch.make_iterator(3, 1)).meta_info == {"temperature": 0.5}
     for arguments, message in (
-        ({"mini_batch_size": 2}, "3 rows cannot be cut into mini-batches of 2"),
+        ({"mini_batch_size": 2}, "3 rows cannot be split into mini-batches of 2"),
         ({"mini_batch_size": 0}, "mini_batch_size must be"),
         ({"mini_batch_size": 3, "dataloader_kwargs": {"shuffle": True}}, "pass seed="),
         ({"mini_batch_size": 3, "dataloader_kwargs": {"num_workers": 1}}, "num_workers"),
@@ -334,9 +334,9 @@ def test_select_keeps_what_is_not_named_and_refuses_what_is_missing(batch):
     assert batch.select(meta_info_keys=[]).meta_info == {}
     for keys, message in (
         ({"batch_keys": ["score"]}, "no column 'score'.*Did you mean 'scores'"),
-        ({"batch_keys": ["answer"]}, "'answer' is an object column, asked for a tensor column"),
+        ({"batch_keys": ["answer"]}, "'answer' is an object column, but a tensor column is needed"),
         ({"non_tensor_batch_keys": ["answers"]}, "no column 'answers'.*Did you mean 'answer'"),
-        ({"non_tensor_batch_keys": ["scores"]}, "'scores' is a tensor column, asked for an object column"),
+        ({"non_tensor_batch_keys": ["scores"]}, "'scores' is a tensor column, but an object column is needed"),
         ({"meta_info_keys": ["temp"]}, "no key 'temp'"),
     ):
         with pytest.raises(DataError, match=message):
@@ -429,7 +429,7 @@ def test_concat_of_one_of_none_and_of_batches_without_columns(batch):
 @pytest.mark.parametrize(
     ("left", "right", "message"),
     [
-        (DataProto({"x": torch.zeros(1)}), DataProto({"y": torch.zeros(1)}), r"\['x', 'y'\] are in some"),
+        (DataProto({"x": torch.zeros(1)}), DataProto({"y": torch.zeros(1)}), r"only some of them have \['x', 'y'\]"),
         (DataProto({"x": torch.zeros(1)}), DataProto({"x": torch.zeros(1).long()}), "'x' cannot be concatenated"),
         (DataProto({"x": torch.zeros(1, 2)}), DataProto({"x": torch.zeros(1, 3)}), r"rows, 2\] with .*rows, 3\]"),
         (DataProto({"x": torch.zeros(1)}), DataProto({"x": Ragged.from_list([[1.0]])}), "dense .* with ragged"),
@@ -479,7 +479,7 @@ def test_a_deferred_batch_raises_its_error_at_each_need():
             need(handle)
     assert len(calls) == 1
     assert not handle.is_ready
-    with pytest.raises(DataError, match="fetched as int; it must be a DataProto"):
+    with pytest.raises(DataError, match="fetch of a deferred batch returned int"):
         len(DataProto.deferred(lambda: 3))
 
 
@@ -540,7 +540,7 @@ def test_masked_moments_by_hand(batch):
     assert np.isnan(none.var)
     batch["other"] = Ragged.from_list([[1], [1, 0], [1, 0, 0, 1]])
     for mask in ("some", "other"):
-        with pytest.raises(DataError, match=f"mask '{mask}' has not the shape of column 'responses'"):
+        with pytest.raises(DataError, match=f"mask '{mask}' and column 'responses' must have the same shape"):
             batch.masked_moments("responses", mask)
 
 
@@ -557,5 +557,5 @@ def test_tensordict_round_trip(batch):
     assert DataProto(batch.batch.to_tensordict()).equal(batch.select(non_tensor_batch_keys=[], meta_info_keys=[]))
     assert DataProto.from_tensordict(TensorDict({"x": torch.zeros(2)}, [2]), {"y": 1}).meta_info == {"y": 1}
     batch.meta_info["scores"] = 1
-    with pytest.raises(DataError, match=r"\['scores'\] are both columns and keys of meta_info"):
+    with pytest.raises(DataError, match=r"\['scores'\], which are both columns and keys of meta_info"):
         batch.to_tensordict()

@@ -30,17 +30,17 @@ def test_an_existing_folder_is_left_alone(tmp_path):
 
 
 def test_a_folder_without_a_batch_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="holds no batch"):
+    with pytest.raises(DataError, match="was not written by save_to_disk"):
         DataProto.load_from_disk(tmp_path / "nothing")
     batch_of(o=["ä", None]).save_to_disk(tmp_path / "batch")
     rest = json.loads((tmp_path / "batch" / "batch.json").read_text())
     (tmp_path / "batch" / "batch.json").write_text(json.dumps({**rest, "format": 2}))
-    with pytest.raises(DataError, match="of format 2"):
+    with pytest.raises(DataError, match="in format 2"):
         DataProto.load_from_disk(tmp_path / "batch")
     (tmp_path / "batch" / "batch.json").write_text(json.dumps({**rest, "columns": rest["columns"][2:]}))
     assert DataProto.load_from_disk(tmp_path / "batch")["o"].tolist() == ["ä", None]
     (tmp_path / "batch" / "columns.safetensors").write_bytes(b"cut")
-    with pytest.raises(DataError, match="holds no batch"):
+    with pytest.raises(DataError, match="was not written by save_to_disk"):
         DataProto.load_from_disk(tmp_path / "batch")
 
 

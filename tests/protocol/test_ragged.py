@@ -35,7 +35,7 @@ def test_padding_on_either_side():
     assert rows.to_padded(-1, length=3, side="left").tolist() == [[-1, 1, 2], [-1, -1, -1], [-1, -1, 3]]
     for side in ("left", "right"):
         assert Ragged.from_padded(rows.to_padded(9, 4, side), rows.lengths, side).equal(rows)
-    with pytest.raises(DataError, match="a row has 2 values, more than the 1"):
+    with pytest.raises(DataError, match="a row has 2 values, more than the width 1"):
         rows.to_padded(length=1)
     with pytest.raises(DataError, match="'left' or 'right', got 'top'"):
         rows.to_padded(side="top")
@@ -75,9 +75,9 @@ def test_pickle_keeps_every_dtype(dtype):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Ragged(torch.zeros(3), torch.tensor([0, 2])), "rise from 0 to the 3 values"),
+        (lambda: Ragged(torch.zeros(3), torch.tensor([0, 2])), "must rise from 0 to 3, the number of values"),
         (lambda: Ragged(torch.zeros(3), torch.tensor([0, 4, 3])), "rise from 0"),
-        (lambda: Ragged(torch.zeros(3), torch.tensor([0, 3], dtype=torch.int32)), "offsets are int64"),
+        (lambda: Ragged(torch.zeros(3), torch.tensor([0, 3], dtype=torch.int32)), "offsets must be int64"),
         (lambda: Ragged(torch.tensor(1.0), torch.tensor([0])), "got a scalar"),
         (lambda: Ragged.from_list([torch.zeros(1), torch.zeros(1, 2)]), "one trailing shape"),
         (lambda: Ragged.from_list([torch.zeros(1), torch.zeros(1).long()]), "one dtype"),
@@ -85,9 +85,9 @@ def test_pickle_keeps_every_dtype(dtype):
         (lambda: Ragged.cat([]), "nothing to concatenate"),
         (lambda: Ragged.cat([ragged(), ragged().map(torch.Tensor.float)]), "differ in dtype"),
         (lambda: ragged().with_values(torch.zeros(2)), "these rows have 3 values"),
-        (lambda: Ragged(torch.zeros(2), torch.tensor([0, 3])), "rise from 0 to the 2 values"),
+        (lambda: Ragged(torch.zeros(2), torch.tensor([0, 3])), "must rise from 0 to 2, the number of values"),
         (lambda: Ragged.from_padded(torch.zeros(2, 3), torch.tensor([1])), "lengths do not fit"),
-        (lambda: Ragged.from_padded(torch.zeros(1, 3), torch.tensor([4])), "lengths are 0 to the width 3"),
+        (lambda: Ragged.from_padded(torch.zeros(1, 3), torch.tensor([4])), "lengths must be from 0 to the width 3"),
         (lambda: ragged()[3], "row 3 is outside"),
     ],
 )

@@ -10,7 +10,8 @@ from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.roles.placement import PoolPlan, plan, restrict_to_roles
+from rlcore.roles.placement import plan_pools, restrict_to_roles
+from rlcore.roles.pools import PoolPlan
 
 ROLES = {
     "actor": Role(trains=True, generates=True),
@@ -31,15 +32,15 @@ def with_pools(config, pools, **cluster):
 
 
 def test_without_pools_all_models_share_processes_and_the_reward_functions_have_their_own(config):
-    assert plan(config, ROLES) == [PoolPlan("main", ("actor", "ref", "critic"), 2, 4), REWARD]
-    assert plan(config, ROLES)[0].process_sets == [("actor", "ref", "critic")]
-    apart = plan(with_pools(config, {}, colocate="fractional"), ROLES)
+    assert plan_pools(config, ROLES) == [PoolPlan("main", ("actor", "ref", "critic"), 2, 4), REWARD]
+    assert plan_pools(config, ROLES)[0].process_sets == [("actor", "ref", "critic")]
+    apart = plan_pools(with_pools(config, {}, colocate="fractional"), ROLES)
     assert apart[0].process_sets == [("actor",), ("ref",), ("critic",)]
 
 
 def test_a_pool_takes_from_the_cluster_what_it_does_not_say(config):
     side = {"roles": ["critic", "rollout"], "workers": 1, "gpus_per_worker": 0.5, "node": "west"}
-    plans = plan(with_pools(config, {"main": ["actor", "ref"], "side": side}, colocate="fractional"), ROLES)
+    plans = plan_pools(with_pools(config, {"main": ["actor", "ref"], "side": side}, colocate="fractional"), ROLES)
     assert plans == [
         PoolPlan("main", ("actor", "ref"), 2, 4, colocate="fractional"),
         PoolPlan("side", ("critic", "rollout"), 1, 4, 0.5, "west", "fractional"),
@@ -48,19 +49,22 @@ def test_a_pool_takes_from_the_cluster_what_it_does_not_say(config):
 
 
 def test_reward_functions_may_have_places_of_models_or_a_pool_that_is_spelled_out(config):
-    (shared,) = plan(with_pools(config, {"all": ["actor", "ref", "critic", "reward"]}), ROLES)
+    (shared,) = plan_pools(with_pools(config, {"all": ["actor", "ref", "critic", "reward"]}), ROLES)
     assert shared.process_sets == [("actor", "ref", "critic")]
     own = {"all": ["actor", "ref", "critic"], "scores": {"roles": ["reward"], "node": "west"}}
-    assert plan(with_pools(config, own), ROLES)[1] == PoolPlan("scores", ("reward",), 3, 1, node="west")
+    assert plan_pools(with_pools(config, own), ROLES)[1] == PoolPlan("scores", ("reward",), 3, 1, node="west")
 
 
 def test_who_runs_some_of_the_roles_keeps_their_pools(config):
     pools = {"main": {"roles": ["actor", "ref"], "node": "west"}, "side": ["critic"], "more": ["rollout"]}
     ahead = replace(with_pools(config, pools), trainer=replace(config.trainer, rollouts_ahead=1))
-    plan(ahead, ROLES)
+    plan_pools(ahead, ROLES)
     some = restrict_to_roles(ahead, {"actor": Role(generates=True)})
     assert some.cluster.pools == {"main": {"roles": ["actor"], "node": "west"}}
-    assert plan(some, {"actor": Role(generates=True)}) == [PoolPlan("main", ("actor",), 2, 4, node="west"), REWARD]
+    assert plan_pools(some, {"actor": Role(generates=True)}) == [
+        PoolPlan("main", ("actor",), 2, 4, node="west"),
+        REWARD,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +81,17 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
         ({"main": {"roles": ["actor"], "gpus_per_worker": 1.5}}, "pools.main: gpus_per_worker = 1.5 must be a whole"),
         ({"main": []}, "cluster.pools.main lists no role; list one, or leave the pool out"),
         ({"main": ["actor", "ref"]}, "cluster.pools has no place for critic; add each to one of the pools main, "),
-        ({"main": ["actor", "ref", "crtic"]}, "main lists 'crtic', which this run has not. Did you mean 'critic'"),
+        (
+            {"main": ["actor", "ref", "crtic"]},
+            "main lists 'crtic', but this run has no such role. Did you mean 'cri",
+        ),
         ({"main": ["actor", "ref"], "side": ["critic", "ref"]}, "'ref' is in pools main and side; it can be in one"),
         ({"main": ["actor", "ref", "critic", "ref"]}, "'ref' is in pool main twice"),
         ({"a": ["actor", "ref", "critic", "reward"], "b": ["reward"]}, "'reward' is in pools a and b"),
-        ({"main": ["actor", "ref", "critic", "rollout"]}, "main lists rollout beside actor, which samples there "),
+        (
+            {"main": ["actor", "ref", "critic", "rollout"]},
+            "main lists rollout together with actor, which samples there",
+        ),
         (
             {"main": {"roles": ["actor", "ref", "critic"], "gpus_per_worker": 2, "colocate": "fractional"}},
             "main: actor, ref, critic are processes of their own .* cannot share places of 2 GPUs; set gpus_per_worker",
@@ -90,28 +100,28 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
 )
 def test_pools_that_cannot_be(config, pools, message):
     with pytest.raises(ConfigError, match=message):
-        plan(with_pools(config, pools), ROLES)
+        plan_pools(with_pools(config, pools), ROLES)
 
 
 def test_the_command_config_checks_pools(capsys):
     assert main(["config", "algo=grpo", "cluster.pools={main: [actr]}"]) == 2
-    assert "lists 'actr', which this run has not. Did you mean 'actor'?" in capsys.readouterr().err
+    assert "lists 'actr', but this run has no such role. Did you mean 'actor'?" in capsys.readouterr().err
 
 
 def test_rollouts_need_a_role_to_copy_and_ahead_a_pool_of_their_own(config):
     roles = {"one": Role(trains=True, generates=True), "two": Role(trains=True, generates=True), "ref": Role()}
     pools = {"main": [*roles], "side": ["rollout"]}
     with pytest.raises(ConfigError, match=r"the one role that trains and generates.*these do both: one, two"):
-        plan(with_pools(config, pools), roles)
+        plan_pools(with_pools(config, pools), roles)
     with pytest.raises(ConfigError, match=r"these do both: none; leave it out"):
-        plan(with_pools(config, {"main": ["ref"], "side": ["rollout"]}), {"ref": Role(generates=True)})
+        plan_pools(with_pools(config, {"main": ["ref"], "side": ["rollout"]}), {"ref": Role(generates=True)})
     ahead = replace(config, trainer=replace(config.trainer, rollouts_ahead=1))
     with pytest.raises(ConfigError, match=r"add one, as cluster.pools=\{main: \[actor, ref, critic\], side: \[rollout"):
-        plan(ahead, ROLES)
+        plan_pools(ahead, ROLES)
 
 
 def test_in_process_a_pool_of_models_has_one_worker(config):
     here = with_pools(config, {"main": [*ROLES]}, executor="in_process", workers=1)
-    assert plan(here, ROLES)[0].workers == 1
+    assert plan_pools(here, ROLES)[0].workers == 1
     with pytest.raises(ConfigError, match=r"pools.main: workers = 2, but cluster.executor = in_process"):
-        plan(with_pools(here, {"main": {"roles": [*ROLES], "workers": 2}}), ROLES)
+        plan_pools(with_pools(here, {"main": {"roles": [*ROLES], "workers": 2}}), ROLES)

@@ -138,38 +138,38 @@ PAIRS = [("3+4=", "7"), ("12+5=", "17orso"), ("1+1=", ""), ("9-2=", "7")]
 )
 def test_roles_that_cannot_be(config, roles, message):
     with pytest.raises(ConfigError, match=message):
-        check_roles(roles, config)
+        check_roles(roles, config, PluginManager.load())
 
 
 @pytest.mark.parametrize("labels", [2, 3])
 @pytest.mark.parametrize("role", [Role(kind=REWARD), Role(kind=CRITIC, trains=True)])
 def test_a_model_with_another_number_of_labels(config, scorer, labels, role):
     with pytest.raises(ConfigError, match=rf"has {labels} labels; a {role.kind} needs .*one.*num_labels=1"):
-        check_roles({"cost": replace(role, model=str(scorer(labels)))}, config)
+        check_roles({"cost": replace(role, model=str(scorer(labels)))}, config, PluginManager.load())
 
 
 def test_roles_that_read_token_ids_need_the_actors_tokenizer(config, foreign, tmp_path):
-    check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config)
+    check_roles({"cost": Role(kind=REWARD, model=str(foreign))}, config, PluginManager.load())
     for role in (Role(kind=REWARD, trains=True), Role(kind=CRITIC, trains=True)):
         with pytest.raises(ConfigError, match=r"reads the actor's token ids, but its tokenizer differs from"):
-            check_roles({"cost": replace(role, model=str(foreign))}, config)
+            check_roles({"cost": replace(role, model=str(foreign))}, config, PluginManager.load())
     shutil.copytree(TINY, tmp_path / "teacher")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "teacher" / name).unlink()
         if (foreign / name).exists():
             shutil.copy(foreign / name, tmp_path / "teacher" / name)
     with pytest.raises(ConfigError, match=r"the model of role 'teacher', .*differs from that of model\.path=tiny"):
-        check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
+        check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config, PluginManager.load())
     (tmp_path / "teacher" / "tokenizer.json").unlink()
     (tmp_path / "teacher" / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no tokenizer; looked for tokenizer\.json"):
-        check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config)
+        check_roles({"teacher": Role(model=str(tmp_path / "teacher"))}, config, PluginManager.load())
 
 
 def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tmp_path):
     def roles(model):
         asked = replace(config, reward=replace(config.reward, model=str(model)))
-        check_roles(resolve_roles({"actor": Role()}, asked), asked)
+        check_roles(resolve_roles({"actor": Role()}, asked), asked, PluginManager.load())
 
     roles(scorer())
     with pytest.raises(ConfigError, match=r"^reward\.model=/nowhere does not exist; .* Face sequence-classification"):

@@ -211,7 +211,7 @@ def test_a_batch_that_is_cut_already_is_cut_so(mode: Dispatch) -> None:
     calls = calls_of(mode.value, group, [{"inside": cut}], {"more": cut})
     assert [call[0][0]["inside"]["x"].tolist() for call in calls] == [[3]] * 4 + [[0, 2, 1]] * 4
     assert [call[1]["more"] for call in calls] == [cut.parts[0]] * 4 + [cut.parts[1]] * 4
-    with pytest.raises(DataError, match="was cut into 3 is to be cut into 2"):
+    with pytest.raises(DataError, match="was split into 3 parts is to be split into 2"):
         calls_of(mode.value, group, [SplitBatch((batch, batch, batch))], {})
 
 
@@ -247,14 +247,14 @@ def test_an_axis_that_is_none_is_an_error_wherever_it_is_named() -> None:
     ("coordinates", "said"),
     [
         ([{"dp": 0}, {"tp": 0}], r"rank 1 declares the axes \['tp'\], rank 0 \['dp'\]"),
-        ([{"dp": 0}, {"dp": 2}], r"2 ranks declare 3 places along dp: no rank is at dp=1.*rank 1: {'dp': 2}"),
+        ([{"dp": 0}, {"dp": 2}], r"2 ranks declare 3 positions along dp: no rank is at dp=1.*rank 1: {'dp': 2}"),
         (
             [{"tp": 0, "dp": 0}, {"tp": 1, "dp": 0}, {"tp": 0, "dp": 1}],
-            r"3 ranks declare 4 places along tp, dp: no rank is at tp=1, dp=1",
+            r"3 ranks declare 4 positions along tp, dp: no rank is at tp=1, dp=1",
         ),
         (
             [{"pp": 0, "tp": t % 2, "dp": 0} for t in range(3)],
-            r"3 ranks declare 2 places along pp, tp, dp: ranks \[0, 2\] are all at pp=0, tp=0, dp=0",
+            r"3 ranks declare 2 positions along pp, tp, dp: ranks \[0, 2\] are all at pp=0, tp=0, dp=0",
         ),
     ],
 )
@@ -266,7 +266,7 @@ def test_mesh_refuses_ranks_that_have_no_place_of_their_own(coordinates: list[di
 def test_mesh_refuses_a_slice_without_a_rank_or_without_one_that_answers() -> None:
     """The generating replica 1 of dp=1 is not there; and no rank of dp=1 is at micro_dp=1."""
     group = group_of({"dp": 0, "micro_dp": 0}, {"dp": 0, "micro_dp": 1}, {"dp": 1, "micro_dp": 0})
-    with pytest.raises(ConfigError, match="4 places along dp, micro_dp: no rank is at dp=1, micro_dp=1"):
+    with pytest.raises(ConfigError, match="4 positions along dp, micro_dp: no rank is at dp=1, micro_dp=1"):
         rows_of(Dispatch.ALL_MICRO_DP_3D, group, 4)
     with pytest.raises(ConfigError, match=r"none of the ranks \[2\], which get the same rows, is at {'micro_dp': 1}"):
         rows_over("MINE", "dp", micro_dp=-1).collect(group, [torch.zeros(1)] * 3)
@@ -309,7 +309,7 @@ def test_custom_pair_takes_both_forms_and_checks_their_length() -> None:
     assert [call[0][0]["x"].tolist() for call in calls_of(one, group, [rows], {})] == [[0, 1], [2, 3]]
     both = as_mode({"dispatch_fn": lists, "collect_fn": lambda group, outputs: outputs})
     assert calls_of(both, group, [1], {"k": 2}) == [((1,), {"k": 2}), ((1,), {"k": None})]
-    with pytest.raises(DataError, match="cut into 1 values for 2 workers"):
+    with pytest.raises(DataError, match="split into 1 values for 2 workers"):
         calls_of(one, group, [torch.arange(1)], {})
 
 

@@ -247,14 +247,14 @@ def test_calls_run_in_the_order_in_which_they_were_made(group: WorkerGroup) -> N
 
 def test_a_pair_of_functions_of_ones_own(group: WorkerGroup) -> None:
     assert group.custom([1, 2, 3]) == {0: 2, 1: 5, 2: 8}
-    with pytest.raises(DataError, match="cut into 2 values for 3 workers"):
+    with pytest.raises(DataError, match="split into 2 values for 3 workers"):
         group.custom([1, 2])
 
 
 def test_methods_that_are_not_there_are_named(group: WorkerGroup) -> None:
     with pytest.raises(AttributeError, match=r"no registered method 'lowset'.*Did you mean 'lowest'"):
         _ = group.lowset
-    with pytest.raises(AttributeError, match=r"set_mesh is not open to groups; decorate it with @register"):
+    with pytest.raises(AttributeError, match=r"set_mesh is not registered; decorate it with @register"):
         _ = group.set_mesh
     assert "lowest" in dir(group)
 
@@ -386,7 +386,7 @@ def test_a_constructor_that_fails_says_where(executor: Executor) -> None:
 
 
 def test_only_workers_make_a_group() -> None:
-    with pytest.raises(ConfigError, match=r"is not a class derived from rlcore.workers.Worker"):
+    with pytest.raises(ConfigError, match=r"is not a subclass of rlcore.workers.Worker"):
         ClassWithInitArgs(dict)
 
 

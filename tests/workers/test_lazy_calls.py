@@ -73,7 +73,7 @@ class Reader(Worker):
     def pulled(self, batch):
         """Return the bytes that this rank fetched of `wide`, and those of the rows that it was sent."""
         column = batch.table.column("wide")
-        column.here()
+        column.fetch()
         return sum(block.nbytes for block in column.blocks), batch.view("wide").nbytes
 
 
@@ -126,7 +126,7 @@ def test_a_missing_column_is_an_error_at_the_call_that_says_who_gives_it(groups)
         ("dtype", r"returned 'number' as dense torch.float32 \[rows\], but declares it as dense torch.int64"),
         ("type", "returned Tensor, but declares a DataProto"),
         ("meta", r"returned meta_info \['k'\]"),
-        ("device", "on the device 'meta', which holds no values that could travel"),
+        ("device", "on the device 'meta', which has no values to send"),
     ],
 )
 @pytest.mark.parametrize("executor", ["in_process", pytest.param("ray", marks=pytest.mark.ray)])
@@ -213,7 +213,7 @@ def test_one_column_does_not_keep_the_others(groups):
     text = kept.select([], ["text"])
     late = kept.table.column("late")
     late.wait()
-    known = [weakref.ref(block.kept) for block in late.blocks]
+    known = [weakref.ref(block.object) for block in late.blocks]
     maker.drain()
     del kept, late
     gc.collect()
@@ -287,7 +287,7 @@ def test_a_full_object_store_and_a_full_disk(tmp_path):
     script.write_text(FULL)
     run = subprocess.run([sys.executable, script], env=os.environ | full, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "column 'big' that big rank 0, in make(), made" in run.stdout
+    assert "column 'big' from make() of big rank 0 is lost" in run.stdout
     assert "OutOfDiskError: Local disk is full" in run.stdout
 
 

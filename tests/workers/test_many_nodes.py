@@ -70,7 +70,7 @@ def test_a_lost_node_is_told_by_the_rank_that_was_there(seen: dict[str, Any]) ->
 
 def test_a_column_that_was_on_a_lost_node_is_said_to_be_lost(seen: dict[str, Any]) -> None:
     assert re.match(
-        r"column 'wide' that west rank 0, in make\(\), made \(2000000 bytes in \d objects\) is lost: \w+Error",
+        r"column 'wide' from make\(\) of west rank 0 is lost \(2000000 bytes in \d objects\): \w+Error",
         seen["lost"]["column"],
     )
 

@@ -22,7 +22,7 @@ from rlcore.workers import (
     make_executor,
     register,
 )
-from rlcore.workers.ray_nodes import Demand, Node, impossible, waited_in_vain
+from rlcore.workers.ray_nodes import Demand, Node, why_impossible, why_not_placed
 from rlcore.workers.ray_pool import Reservation
 
 # Parts of a pool
@@ -72,29 +72,29 @@ EAST, WEST = node("a (10.0.0.1)", CPU=4, GPU=0), node("b (10.0.0.2)", CPU=8, GPU
         ([demand(1, mark="wets")], "'wets', and no node has it. Did you mean 'west'? Start Ray there with --reso"),
         ([demand(9, mark="west")], "main asks for 9 places of 1 CPU on nodes that have 'west', and the nodes have"),
         ([demand(8), demand(5, name="side")], "main asks for 8 places of 1 CPU; side asks for 5 places of 1 CPU; "),
-        ([demand(6, mark="west"), demand(3, mark="west", name="side")], "1 CPU more than what the nodes with 'west'"),
+        ([demand(6, mark="west"), demand(3, mark="west", name="side")], "1 CPU more than the nodes with 'west'"),
     ],
 )
 def test_what_a_cluster_can_never_hold(demands: list[Demand], why: str | None) -> None:
-    found = impossible(demands, [EAST, WEST])
+    found = why_impossible(demands, [EAST, WEST])
     assert found is None if why is None else found is not None and why in found, found
 
 
 def test_every_node_is_shown_with_what_it_lacks() -> None:
-    found = impossible([demand(3, cpus=2, gpus=1, mark="west")], [EAST, WEST])
+    found = why_impossible([demand(3, cpus=2, gpus=1, mark="west")], [EAST, WEST])
     assert found is not None
     assert found.splitlines()[1:] == [
         "    a (10.0.0.1): 4 CPU (4 free), 0 GPU (0 free); lacks 1 GPU and 'west'",
         "    b (10.0.0.2): 8 CPU (8 free), 2 GPU (2 free), west; room for 2",
     ]
     busy = node("b (10.0.0.2)", 0.125, CPU=8, GPU=2)
-    assert waited_in_vain(demand(2, cpus=2), [busy]).splitlines() == [
-        "main asks for 2 places of 2 CPU; what is free has room for 0, others hold too much of the rest. The nodes:",
+    assert why_not_placed(demand(2, cpus=2), [busy]).splitlines() == [
+        "main asks for 2 places of 2 CPU; the free resources have room for 0, others hold the rest. The nodes:",
         "    b (10.0.0.2): 8 CPU (1 free), 2 GPU (0.25 free); lacks 1 CPU",
     ]
-    many = impossible([demand(99)], [node(f"n{at}", CPU=1) for at in range(20)])
+    many = why_impossible([demand(99)], [node(f"n{at}", CPU=1) for at in range(20)])
     assert many is not None
-    assert many.splitlines()[-1] == "    and 4 nodes more"
+    assert many.splitlines()[-1] == "    and 4 more nodes"
 
 
 @pytest.mark.parametrize(("gpus", "most"), [(0.5, 10), (1.0, 10), (2.0, 1)])

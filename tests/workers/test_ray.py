@@ -172,7 +172,7 @@ def test_what_ray_lacks_is_told(executor: Executor) -> None:
     with hasty, pytest.raises(WorkerError) as caught:
         hasty.worker_group(hasty.resource_pool(1), ClassWithInitArgs(Member), name="member")
     message = str(caught.value)
-    assert "Ray found no place within 1 s: a pool asks for 1 place of 600 CPU; what is free has room for 0" in message
+    assert "Ray found no room within 1 s: a pool asks for 1 place of 600 CPU; the free resources have room" in message
     assert re.search(r"\n    \S+ \(\S+\): 1024 CPU \(\d+ free\), 0 GPU .*; lacks \d+ CPU\nUse fewer workers", message)
 
 

@@ -112,11 +112,14 @@ class ModelShape:
 
 
 @cache
-def _shape_of(path: str, trust_remote_code: bool) -> ModelShape:
+def load_model_config(path: str, trust_remote_code: bool) -> Any:
+    """Return the transformers config of a model folder (`tiny`: the shipped one). Reads config.json and no weights.
+
+    Raises OSError or ValueError for a folder whose config.json cannot be read.
+    """
     from transformers import AutoConfig
 
-    folder = model_path(path)
-    return ModelShape.of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True))
+    return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def check_model_layout(model: ModelConfig, layout: Layout) -> None:
@@ -127,7 +130,7 @@ def check_model_layout(model: ModelConfig, layout: Layout) -> None:
     if layout.pp == layout.tp == 1:
         return
     try:
-        shape = _shape_of(model.path, model.trust_remote_code)
+        shape = ModelShape.of(load_model_config(model.path, model.trust_remote_code))
     except (OSError, ValueError):
         return
     if problem := shape.problem(layout):

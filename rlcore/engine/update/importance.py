@@ -86,7 +86,7 @@ def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumu
     accumulator.add_metric("rollout/train_rollout_logprob_diff", gap["difference"], gap["tokens"])
     accumulator.add_metric("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])
     accumulator.add_metric("rollout/kl", gap["kl"], gap["tokens"])
-    accumulator.track_max("rollout/train_rollout_logprob_diff_max", gap["most"])
+    accumulator.track_max("rollout/train_rollout_logprob_diff_max", gap["max"])
 
 
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:

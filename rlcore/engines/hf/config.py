@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rlcore.config import option
 
@@ -12,3 +13,7 @@ class HFConfig:
     """How the hf engine decodes."""
 
     batch_size: int = option(256, "sequences that a worker decodes at once", min=1, was="rollout.batch_size")
+    graphs: Literal["auto", "off"] = option(
+        "auto",
+        "replay the decoding step as CUDA graphs, on a GPU and for a model that allow it; off: launch each kernel",
+    )

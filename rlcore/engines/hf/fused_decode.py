@@ -78,7 +78,7 @@ class FusedDecodeStep:
         self._groups = config.num_attention_heads // config.num_key_value_heads
         self._key_heads = self._heads // self._groups
         for layer in base.layers:
-            for modules in _linears(layer):
+            for modules in linear_groups(layer):
                 if len(modules) > 1:
                     make_adjacent(*modules)
         self._weights: list[list[list[Tensor]]] = []
@@ -105,15 +105,13 @@ class FusedDecodeStep:
         """
         if not self._weights:
             layers = self._base.layers
-            self._weights = [[fused_weights(modules, self.dtype) for modules in _linears(layer)] for layer in layers]
+            self._weights = [
+                [fused_weights(modules, self.dtype) for modules in linear_groups(layer)] for layer in layers
+            ]
             self._head = fused_weights([self.hf.get_output_embeddings()], self.dtype)
         if positions > self._positions:
             self._positions = positions
-            zero = torch.zeros((), device=device, dtype=torch.float32)
-            cos, sin = self._base.rotary_emb(zero, torch.arange(positions, device=device)[None])
-            half = self._head_size // 2
-            # rotate_half(x) * sin is roll(x) times sin with its first half negative.
-            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+            self._cos, self._sin = rotary_tables(self._base, positions, device)
 
     def release(self) -> None:
         """Let go of the weights: copies would take memory from training, and views keep buffers alive."""
@@ -176,7 +174,18 @@ class FusedDecodeStep:
         return worst
 
 
-def _linears(layer: Any) -> list[tuple[nn.Linear, ...]]:
+def rotary_tables(base: Any, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [positions, head size] of a decoder's rotary positions, for a product with `roll`.
+
+    rotate_half(x) * sin is roll(x) times sin with its first half negative.
+    """
+    zero = torch.zeros((), device=device, dtype=torch.float32)
+    cos, sin = base.rotary_emb(zero, torch.arange(positions, device=device)[None])
+    half = sin.shape[-1] // 2
+    return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+
+def linear_groups(layer: Any) -> list[tuple[nn.Linear, ...]]:
     """Return the linear layers of a decoder layer in order of use, those that read the same input in one tuple."""
     attention, mlp = layer.self_attn, layer.mlp
     heads = (attention.q_proj, attention.k_proj, attention.v_proj)

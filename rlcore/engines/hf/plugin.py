@@ -21,6 +21,7 @@ def create_hf(setup: RolloutSetup[HFConfig]) -> RolloutEngine:
     return HFRollout(
         setup.model,
         batch_size=setup.config.batch_size,
+        graphs=setup.config.graphs,
         device=setup.device,
         shared=setup.shared,
         tensor_group=setup.tensor_group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checke
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import FusedDecodeStep
 from rlcore.engines.hf.rows import DecodingRows, Row
+from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
 
@@ -38,6 +39,7 @@ class HFRollout(RolloutEngine):
         model: ModelConfig,
         *,
         batch_size: int,
+        graphs: Literal["auto", "off"] = "auto",
         device: torch.device,
         shared: nn.Module | None,
         tensor_group: Group | None = None,
@@ -73,6 +75,11 @@ class HFRollout(RolloutEngine):
         self._waiting: deque[Request] = deque()
         self._rows: DecodingRows | None = None
         self._mode: ExitStack | None = None
+        self._in_slots = False
+        self._slots: SlotRows | None = None
+        if graphs == "auto" and device.type == "cuda" and self._fused is not None:
+            with self._decoding_mode():
+                self._slots = capturable(self.hf, self.dtype, self.end_ids, self.tokenizer, self._prefilled)
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
@@ -110,19 +117,41 @@ class HFRollout(RolloutEngine):
         return self._in_flight.keys()
 
     def step(self) -> list[Finished]:
-        """See RolloutEngine. One token of each row."""
+        """See RolloutEngine. One token of each row; several in slots."""
         if not self._in_flight:
             return []
         if self._mode is None:
             self._mode = ExitStack()
             self._mode.enter_context(self._decoding_mode())
         with torch.no_grad():
+            if self._slots is not None and self._rows is None and not self._slots.requests:
+                self._in_slots = self._slots.open(self._waiting, self.slots)
+            if self._slots is not None and self._in_slots:
+                return self._step_in_slots(self._slots)
             logits = [] if self._rows is None else [self._decode(self._rows)]
-            if requests := self._admitted():
+            rows = 0 if self._rows is None else len(self._rows.rows)
+            if requests := self._admitted(self.slots, rows, len(self._waiting)):
                 logits.append(self._prefill(requests))
             assert self._rows is not None
             drawn = self._rows.draw(logits[0] if len(logits) == 1 else torch.cat(logits), self.end_ids)
             return self._leave(self._rows.append(*drawn, self.end_ids, self.tokenizer))
+
+    def _step_in_slots(self, slots: SlotRows) -> list[Finished]:
+        """Let requests join until one does not fit beside the others, and decode up to the next look."""
+        fitting = 0
+        while fitting < len(self._waiting) and slots.fits(self._waiting[fitting]):
+            fitting += 1
+        if requests := self._admitted(slots.slots, len(slots.requests), fitting):
+            logits, cache, index, _ = self._prefilled(requests)
+            slots.join(requests, logits, cache, index)
+        return self._gone(slots.advance(self.version))
+
+    def _gone(self, finished: list[Finished]) -> list[Finished]:
+        """Forget rows that have left."""
+        for row in finished:
+            del self._in_flight[row.id]
+        self._rest_if_idle()
+        return finished
 
     def abort(self, ids: Collection[str]) -> list[Finished]:
         """See RolloutEngine."""
@@ -132,6 +161,8 @@ class HFRollout(RolloutEngine):
         self._waiting = deque(request for request in self._waiting if request.id not in gone)
         rows = [] if self._rows is None else self._rows.rows
         aborted = self._leave({index: "abort" for index, row in enumerate(rows) if row.request.id in gone})
+        if self._slots is not None:
+            aborted += self._gone(self._slots.abort(gone, self.version))
         for request in [self._in_flight.pop(each) for each in gone if each in self._in_flight]:  # without a slot
             aborted.append(Finished(request.id, request.sampled, request.sampled_log_probs, "abort", self.version))
         self._rest_if_idle()
@@ -141,14 +172,13 @@ class HFRollout(RolloutEngine):
         """See RolloutEngine."""
         self.abort(self.in_flight)
 
-    def _admitted(self) -> list[Request]:
-        """Take from the queue the requests that get slots now; possibly none.
+    def _admitted(self, slots: int, taken: int, fitting: int) -> list[Request]:
+        """Take from the queue the requests that get slots now, of the first `fitting`; possibly none.
 
-        A prefill of few rows is slow, so rows join when an eighth of the slots is free or all of the queue fits.
+        A prefill of few rows is slow, so rows join when an eighth of the slots is free or all that fit get one.
         """
-        free = self.slots - (0 if self._rows is None else len(self._rows.rows))
-        count = min(free, len(self._waiting))
-        if count < min(len(self._waiting), max(1, self.slots // 8)):
+        count = min(slots - taken, fitting)
+        if count < min(fitting, max(1, slots // 8)):
             return []
         return [self._waiting.popleft() for _ in range(count)]
 
@@ -158,14 +188,11 @@ class HFRollout(RolloutEngine):
         if reasons:
             assert self._rows is not None
             finished = self._rows.finished(reasons, self.version)
-            for row in finished:
-                del self._in_flight[row.id]
             if len(reasons) < len(self._rows.rows):
                 self._rows.drop(reasons)
             else:
                 self._rows = None
-        self._rest_if_idle()
-        return finished
+        return self._gone(finished)
 
     def _rest_if_idle(self) -> None:
         """Without requests in flight, hold nothing and give the module back to training."""
@@ -205,13 +232,30 @@ class HFRollout(RolloutEngine):
         return logits
 
     def _prefill(self, requests: Sequence[Request]) -> Tensor:
-        """Let rows join: run each different prompt once, padded on the left, and give its cache to all of its rows.
+        """Let rows join the others. Returns the logits of the next token of all new rows, [new rows, vocab]."""
+        logits, cache, index, lengths = self._prefilled(requests)
+        longest = cache.get_seq_length()
+        own = [longest - length for length in lengths.tolist()]
+        new = [Row(request, start, longest) for request, start in zip(requests, own, strict=True)]
+        if self._fused is not None:
+            self._fused.prepare(max(row.limit for row in new), self.device)
+        cache.select(index, self.dtype if self._fused is not None else None)
+        rows = DecodingRows(new, longest, lengths.to(self.device), cache)
+        if self._rows is None:
+            self._rows = rows
+        else:
+            self._rows.join(rows)
+        return logits
 
-        Returns the logits of the next token of all rows, [new rows, vocab].
+    def _prefilled(self, requests: Sequence[Request]) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
+        """Run each different prompt once, padded on the left.
+
+        Returns the logits of the next token of each request [requests, vocab], the cache of the different prompts, the
+        row of each request in it, int64 [requests] on the device, and the requests' lengths, int64 [requests].
         """
         different: dict[tuple[int, ...], int] = {}
         known = [(*request.prompt, *request.sampled) for request in requests]
-        index = torch.tensor([different.setdefault(tokens, len(different)) for tokens in known], device=self.device)
+        index = torch.tensor([different.setdefault(tokens, len(different)) for tokens in known])
         lengths = torch.tensor([len(tokens) for tokens in different])
         longest = int(lengths.max())
         columns = torch.arange(longest)
@@ -220,20 +264,12 @@ class HFRollout(RolloutEngine):
         ids = torch.zeros(len(different), longest, dtype=torch.int64)
         for row, tokens in enumerate(different):
             ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-        new = [Row(request, longest - len(tokens), longest) for request, tokens in zip(requests, known, strict=True)]
-        limit = max(row.limit for row in new)
-        if self._fused is not None:
-            self._fused.prepare(limit, self.device)
+        limit = longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
         cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, limit)
         positions = (columns - starts).clamp(min=0)
         logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
-        cache.select(index, self.dtype if self._fused is not None else None)
-        rows = DecodingRows(new, longest, lengths.to(self.device)[index], cache)
-        if self._rows is None:
-            self._rows = rows
-        else:
-            self._rows.join(rows)
-        return logits[index]
+        placed = index.to(self.device)
+        return logits[placed], cache, placed, lengths[index]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: BufferedCache) -> Tensor:
         with self._autocast():

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.assets import model_path
-from rlcore.config import ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
 from rlcore.engines.torch import sharded_files
 from rlcore.errors import CheckpointError
@@ -35,34 +30,6 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Any) -> Tensor:
     """Return this rank's part of a sharded tensor, or a plain one as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def save_pretrained(
-    hf: Any, full: Iterator[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
-) -> None:
-    """Write a folder that transformers' `from_pretrained` opens, from whole parameters one at a time.
-
-    Every rank iterates over `full`, because gathering is collective. Rank 0 keeps the parameters in main memory and
-    writes them.
-    """
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in full if ranks.rank == 0}
-    if ranks.rank == 0:
-        from transformers import AutoTokenizer
-
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "model.safetensors", weights)
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
-        )
-        if hasattr(hf, "score") and hf.config.pad_token_id is None:
-            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a row by it
-        hf.config.save_pretrained(folder)
-        if getattr(hf, "generation_config", None) is not None:
-            hf.generation_config.save_pretrained(folder)
-        if model.chat_template is not None:
-            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
-        tokenizer.save_pretrained(folder)
-    ranks.gather(None)
 
 
 def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
@@ -138,10 +105,3 @@ def load_engine_state(
     if ranks.rank < len(random_states):
         set_random_state(random_states[ranks.rank])
     return version
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error

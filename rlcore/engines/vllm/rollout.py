@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.parallel.tensor_parallel import shard_dims
-from rlcore.engine.random_state import random_state, set_random_state
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group

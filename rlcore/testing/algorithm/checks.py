@@ -12,11 +12,10 @@ import math
 import re
 from collections.abc import Callable
 
-from rlcore.config import check as check_config
 from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.plugins import PluginManager
-from rlcore.roles.settings import resolve_roles
-from rlcore.run import Run, check_roles
+from rlcore.preflight import preflight
+from rlcore.run import Run
 from rlcore.testing.algorithm import loss_checks
 from rlcore.testing.algorithm.suite import KILLED_AT, AlgorithmSuite, FinishedRun, contents
 from rlcore.testing.algorithm.watch import Changes, function_name, plain_function
@@ -32,9 +31,7 @@ def config(suite: AlgorithmSuite) -> str:
     """The spec is valid, and so is its default config (with the given settings): rlcore train would start."""
     plugins = PluginManager.load(suite.plugins)
     config = compose([f"algo={suite.name}", *suite.settings], plugins)
-    check_config(config, plugins)
-    roles = suite.spec.algorithm(config.algo).roles()
-    check_roles(resolve_roles(roles, config), config)
+    roles = preflight(config, plugins).roles
     if from_yaml(to_yaml(config), plugins) != config:
         raise CheckFailed("the config changes when it is saved with a run and read back")
     fields = len(dataclasses.fields(suite.spec.algorithm.config_class))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlcore.config import from_yaml, to_yaml
-from rlcore.engine.random_state import random_state, set_random_state
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.errors import DataError
 from rlcore.plugins import PluginManager

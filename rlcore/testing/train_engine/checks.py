@@ -1,7 +1,7 @@
 """The checks on a train engine, and the list of all checks.
 
-A check takes a TrainEngineSuite and returns what it looked at, in a few words. It raises CheckFailed with what is
-wrong, or NotApplicable with the reason, which follows from the spec's capabilities.
+A check takes a TrainEngineSuite and returns a few words on the things it checked. It raises CheckFailed with the fault,
+or NotApplicable with the reason, which follows from the spec's capabilities.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def outputs(suite: TrainEngineSuite) -> str:
     worst = 0.0
     batch = problem.rows(suite.vocab)
     for kind in suite.spec.capabilities.kinds:
-        names = [name for name in kind.gives if name != "logits"]  # there is no column of logits
+        names = [name for name in kind.gives if name != "logits"]  # logits never become a column
         temperature = 0.7 if kind.is_language_model else 1.0
         wanted = _plain_outputs(suite.reference(kind, temperature=temperature), batch, names)
         for cut in CUTS:

@@ -1,4 +1,4 @@
-"""What the suite trains: a small random model, rows to train on, and one loss for each kind of role."""
+"""The training problem of the suite: a small random model, rows to train on, and one loss for each kind of role."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from rlcore.protocol import DataProto, Ragged
 def write_policy(folder: Path) -> None:
     """Write a random model with tied embeddings and biases, and the shipped model's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as notices
 
+    notices.disable_progress_bar()  # dozens of engines load this model
     small = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -48,10 +50,9 @@ def _write(model: Any, tokenizer: Path, folder: Path) -> None:
 
 
 def rows(vocab: int, seed: int = 0, groups: int = 4, size: int = 3) -> DataProto:
-    """Return `groups` * `size` rows of different lengths; some tokens are masked, of one row all.
+    """Return `groups` * `size` rows of different lengths; some tokens are masked, and all tokens of one row.
 
-    Columns beside the tokens: `weight` fp32 [rows] and `target` (ragged fp32), which the losses read, `uid` and
-    `sample_index`.
+    Further columns: `weight` fp32 [rows] and `target` (ragged fp32), which the losses read, `uid` and `sample_index`.
     """
     generator = torch.Generator().manual_seed(seed)
 

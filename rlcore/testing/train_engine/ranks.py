@@ -46,7 +46,7 @@ def ranks(suite: TrainEngineSuite) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a process needs to build the suite again."""
+    """The arguments with which a process builds the suite again."""
 
     name: str
     folder: Path

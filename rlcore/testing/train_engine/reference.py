@@ -87,7 +87,7 @@ class Reference:
 def difference(got: Mapping[str, Tensor], want: Weights, start: Weights) -> tuple[float, str]:
     """Return the largest difference of a parameter, relative to the norm of its change from `start`, and its name.
 
-    A change that is small beside that of the whole model counts as a ten-thousandth of that: rounding dominates it.
+    A change below a ten-thousandth of the whole model's counts as that much: rounding dominates it.
     """
     changes = {name: float((tensor - start[name]).norm()) for name, tensor in want.items()}
     least = 1e-4 * math.sqrt(sum(change**2 for change in changes.values()))

@@ -163,7 +163,7 @@ def save_pretrained(suite: TrainEngineSuite) -> str:
         engine.save_pretrained(folder)
         opened = _opened(folder, kind.is_language_model)
         expect_equal(opened, weights_of(engine), f"the folder of a {kind}, opened with transformers,")
-    return f"{len(suite.spec.capabilities.kinds)} folders open; {len(opened)} parameters are equal"
+    return f"{', '.join(f'a {kind}' for kind in suite.spec.capabilities.kinds)}; {len(opened)} parameters are equal"
 
 
 def _opened(folder: Path, is_language_model: bool) -> Weights:
@@ -177,7 +177,7 @@ def _opened(folder: Path, is_language_model: bool) -> Weights:
 
 
 def offload(suite: TrainEngineSuite) -> str:
-    """`offload` changes no number: the next call of any method brings back what it needs."""
+    """`offload` changes no number: the next call of any method brings the weights and moments back that it needs."""
     plain, offloaded = suite.engine(**SMOOTH), suite.engine(**SMOOTH)
     for seed in range(3):
         offloaded.offload()

@@ -94,7 +94,7 @@ class TrainEngineSuite(CheckSuite):
         return self.spec.create(setup)
 
     def reference(self, kind: RoleKind = POLICY, *, temperature: float = 1.0, **options: Any) -> Reference:
-        """Create what an engine of the same arguments has to equal."""
+        """Create the reference that an engine with the same arguments must equal."""
         return Reference(self.model(kind), kind, replace(self.config.engine, **options), temperature)
 
     @property

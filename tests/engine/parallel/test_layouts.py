@@ -21,7 +21,7 @@ from rlcore.engines.torch.pipeline import stage_of_layer
 from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import ConfigError
 from rlcore.plugins import REWARD, Role
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import plan_pools
 
 
 def check(folder, workers, **engine):
@@ -82,7 +82,7 @@ def test_a_layout_that_the_engines_own_config_does_not_fit_is_refused(own, layou
         config, cluster=ClusterConfig(workers=layout.world_size), sections={"engine.torch": TorchConfig(**own)}
     )
     with pytest.raises(ConfigError, match=message):
-        plan(config, {"actor": Role(trains=True)}, rlcore_train_engines())
+        plan_pools(config, {"actor": Role(trains=True)}, {"torch": rlcore_train_engines()})
 
 
 def test_the_run_is_refused_before_its_workers_start(model_folder):
@@ -95,8 +95,8 @@ def test_the_run_is_refused_before_its_workers_start(model_folder):
         cluster=ClusterConfig(workers=2),
     )
     with pytest.raises(ConfigError, match=r"pool main, actor, judge: model '.*gpt2.*' cannot be trained"):
-        plan(config, roles)
-    assert plan(config, {"actor": roles["actor"]})[0].workers == 2
+        plan_pools(config, roles)
+    assert plan_pools(config, {"actor": roles["actor"]})[0].workers == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, check, compose
+from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, compose
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import create_hf
@@ -17,8 +17,9 @@ from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import create_torch
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
+from rlcore.preflight import preflight
 from rlcore.roles.handles import PolicyHandle, StepClock
-from rlcore.roles.placement import plan
+from rlcore.roles.placement import plan_pools
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 ACTOR = Role(trains=True, generates=True)
@@ -131,7 +132,7 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(options, pool
         algorithm="", algo=None, rollout=RolloutConfig(**options), cluster=ClusterConfig(workers=4, pools=pools)
     )
     with pytest.raises(ConfigError, match=message):
-        plan(config, {"actor": ACTOR})
+        plan_pools(config, {"actor": ACTOR})
 
 
 def test_other_engines_do_not_generate_tensor_parallel():
@@ -140,4 +141,4 @@ def test_other_engines_do_not_generate_tensor_parallel():
     plugins.rollout_engines()["other"] = dataclasses.replace(spec, name="other", capabilities=RolloutCapabilities())
     config = compose(["algo=grpo", "rollout=other", "rollout.tp=2"], plugins)
     with pytest.raises(ConfigError, match=r"rollout=other cannot shard .* set rollout.tp=1, or choose .*: hf, vllm$"):
-        check(config, plugins)
+        preflight(config, plugins)

@@ -1,0 +1,71 @@
+"""The controller's side of the judge: what `run.group("judge")` gives to an algorithm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from rlcore import Config, DataError, DataProto
+from rlcore.workers import WorkerGroup
+from rlcore_plugin_judge.config import JudgeConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Judge:
+    """Compares responses, and counts the step's pairs for the metrics."""
+
+    def __init__(self, group: WorkerGroup, config: Config) -> None:
+        self._group, self._config = group, config.section(JudgeConfig)
+        self._compared: list[DataProto] = []
+
+    def compare(self, first: DataProto, second: DataProto) -> DataProto:
+        """Return which response the judge prefers, row by row: `preference` (fp32) and `judge_error` (bool), [rows].
+
+        1: the response of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text`
+        of both, and returns at once. A pair that the judge did not decide in time or at all has `judge_error`, the
+        preference that `judge.on_error` names, and a place in the metric judge/errors. Raises DataError for batches
+        whose rows do not belong together.
+        """
+        if len(first) != len(second):
+            raise DataError(f"judge: {len(first)} rows cannot be compared with {len(second)}, row by row")
+        sides = [
+            side.select([], ["prompt_text", "response_text"], []).rename("response_text", f"{name}_text")
+            for name, side in (("first", first), ("second", second))
+        ]
+        compared: DataProto = self._group.compare(sides[0].union(sides[1]))
+        self._compared.append(compared)
+        return compared
+
+    def end_step(self) -> Callable[[], Mapping[str, float]]:
+        """Return a function that waits for the step's answers and returns its metrics.
+
+        It warns when the judge decided no pair of a call.
+        """
+        compared, self._compared = self._compared, []
+        return partial(self._metrics, compared)
+
+    def _metrics(self, compared: Sequence[DataProto]) -> Mapping[str, float]:
+        if not compared:
+            return {}
+        errors = torch.cat([batch["judge_error"] for batch in compared])
+        # Equal texts are a tie without a question, so an outage leaves ties too.
+        lost = [batch for batch in compared if batch["judge_error"].any() and not _decided(batch).any()]
+        if lost:
+            _log.warning(
+                "the judge %s at %s decided no pair: it failed on %d of %d, which count as judge.on_error=%s "
+                "(why: the judge's log)",
+                self._config.model,
+                self._config.url,
+                sum(int(batch["judge_error"].sum()) for batch in lost),
+                sum(map(len, lost)),
+                self._config.on_error,
+            )
+        return {"judge/pairs": float(len(errors)), "judge/errors": float(errors.sum())}
+
+
+def _decided(batch: DataProto) -> torch.Tensor:
+    return ~batch["judge_error"] & (batch["preference"] != 0.5)

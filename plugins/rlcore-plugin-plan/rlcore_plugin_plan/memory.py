@@ -1,0 +1,79 @@
+"""What a role holds on a device: weights, gradients, moments, activations, generating weights, keys and values.
+
+A trained parameter is 16 bytes in fp32: weight, gradient and AdamW's two moments; a frozen one is 4. All are divided by
+pipeline stages, tensor shards and the data-parallel places that share a copy; embeddings not by tensor shards. While it
+works a role also holds the weights that are gathered, in the forward's precision and, going backward, their gradients
+in fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an element
+(Korthikanti et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep), with
+recomputation 2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlcore.engine import GenerationLayout, Layout
+from rlcore_plugin_plan.dataflow import UPDATE, Call
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.training import is_whole, shard_of, stage_weights
+from rlcore_plugin_plan.workload import Workload
+
+TRAINED_BYTES, FROZEN_BYTES = 16, 4
+"""Bytes of a parameter at rest."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on the device with the most: always, and besides while the role computes."""
+
+    resident: float
+    working: float
+
+
+def role_held(size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload) -> Held:
+    """Return what a role holds, generating weights aside."""
+    shards = shard_of(work, layout)
+    weights = stage_weights(size, layout) / layout.tp
+    resident = (TRAINED_BYTES if trains else FROZEN_BYTES) * weights / shards
+    working = max((_working(size, layout, call, work) for call in calls), default=0.0)
+    return Held(resident, working)
+
+
+def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> float:
+    backward, width = call.method in UPDATE, work.dtype_bytes
+    rows = work.rows(call) / call.mini_batches / layout.dp
+    count, cut = work.micro_batches(rows, layout.pp)
+    tokens = cut * work.lengths.row
+    layers = -(-size.layers // layout.pp)
+    gathered = 0.0
+    sharded = not is_whole(layout, work)
+    if sharded or width == 2:
+        whole = stage_weights(size, layout) / layout.tp
+        layerwise = size.parameters > work.layerwise_above and layout.pp == 1
+        unit = 2 * size.layer / layout.tp + size.embeddings if layerwise else whole
+        gathered = min(unit, whole) * (width + (4 if backward and sharded else 0))
+    per_layer = tokens * size.hidden * (10 + 24 / layout.tp) * width / 2
+    if not backward:
+        kept = 2 * per_layer
+    else:
+        under_way = min(count, layout.pp)
+        each = tokens * size.hidden * width if work.recompute else per_layer
+        kept = under_way * layers * each + (per_layer if work.recompute else 0.0)
+    logits = 0.0
+    if size.head == "vocabulary":
+        logits = 3 * 4 * min(tokens, work.logits_chunk) * size.vocab
+    return gathered + kept + logits
+
+
+def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
+    """Return the bytes of a device's generating weights; where each device has the whole model, the trained ones."""
+    if is_whole(layout.training, work) and not work.continuous:
+        return 0.0
+    return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
+
+
+def cache_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
+    """Return the bytes of a device for the keys and values of one row, as long as the longest."""
+    longest = work.lengths.prompt + (work.lengths.response if work.continuous else work.lengths.most)
+    ways = layout.pp * min(layout.tp, size.kv_heads)
+    return work.dtype_bytes * size.cache_elements(longest) / ways

@@ -1,0 +1,127 @@
+"""From a config to plans, for `rlcore plan` and `cluster.pools=auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlcore import Config, ConfigError, Role
+from rlcore.engine import engine_of
+from rlcore.planning import REWARD_WORKERS, ROLLOUT, read_pools, run_roles, sampled_role
+from rlcore_plugin_plan.devices import devices
+from rlcore_plugin_plan.model_size import ModelSize, size_of
+from rlcore_plugin_plan.problem import Devices, Fixed, Objective, Problem
+from rlcore_plugin_plan.record import record
+from rlcore_plugin_plan.search import Plan, search
+from rlcore_plugin_plan.workload import Workload
+
+if TYPE_CHECKING:
+    from rlcore import PluginManager
+
+
+def make_plans(
+    config: Config, plugins: PluginManager, *, lengths: Sequence[int] = (), objective: Objective = "time"
+) -> list[Plan]:
+    """Return the best plan of each placement for a run of this config, the best first.
+
+    `lengths`: response lengths that are all as likely, in tokens; without any all have `rollout.response_len`. What
+    `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` say is kept. Raises ConfigError when
+    nothing fits, and for what cannot be planned.
+    """
+    if not config.algorithm:
+        raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms())}")
+    return search(problem_of(config, plugins, devices(config), lengths=lengths, objective=objective))
+
+
+def problem_of(
+    config: Config,
+    plugins: PluginManager,
+    found: tuple[Devices, ...],
+    *,
+    lengths: Sequence[int] = (),
+    objective: Objective = "time",
+) -> Problem:
+    """Return the planning problem of a config on these devices."""
+    roles = run_roles(config, plugins)
+    sizes = {name: _size(role, config) for name, role in _leaders_first(roles).items()}
+    problem = Problem(
+        record(config, plugins),
+        sizes,
+        frozenset(name for name, role in roles.items() if role.trains),
+        Workload.of(config, plugins, tuple(lengths)),
+        found,
+        {name: role.follows for name, role in roles.items() if role.follows is not None},
+        objective=objective,
+        rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
+        train=plugins.train_engines()[config.engine.name].capabilities,
+    )
+    ahead = bool(config.trainer.rollouts_ahead) or any(ROLLOUT in pool.roles for pool in read_pools(config).values())
+    if ahead:
+        problem = problem.sampled_apart(sampled_role(roles))
+    return replace(problem, fixed=_fixed(config, problem))
+
+
+def _size(role: Role, config: Config) -> ModelSize:
+    return size_of(role.model or config.model.path, config.model.trust_remote_code, role.kind.head)
+
+
+def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
+    """Return the roles with those that follow others after them; none follows a role that follows."""
+    return dict(sorted(roles.items(), key=lambda item: item[1].follows is not None))
+
+
+def _fixed(config: Config, problem: Problem) -> Fixed:
+    """Return the choices that the config has made. Raises ConfigError for choices that cannot be."""
+    pools = _fixed_pools(config, problem)
+    if pools:
+        _check_places(pools, problem)
+        _check_sizes(pools, problem)
+    return Fixed(pools or None, _fixed_layouts(config, problem), config.rollout.tp if config.rollout.tp > 1 else None)
+
+
+def _fixed_layouts(config: Config, problem: Problem) -> dict[str, tuple[int, int]]:
+    engine = config.engine
+    layouts: dict[str, tuple[int, int]] = {}
+    if engine.pp > 1 or engine.tp > 1:
+        layouts = {name: (engine.pp, engine.tp) for name in problem.roles if name != ROLLOUT}
+    for name in engine.layouts:
+        own = engine_of(engine, name)
+        layouts[name] = (own.pp, own.tp)
+    return layouts
+
+
+def _fixed_pools(config: Config, problem: Problem) -> dict[frozenset[str], int | None]:
+    """Return the number of workers by the models of each pool, None where it is not given."""
+    pools: dict[frozenset[str], int | None] = {}
+    for name, pool in read_pools(config).items():
+        unknown = [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]
+        if unknown:
+            raise ConfigError(
+                f"cluster.pools.{name} lists {unknown[0]!r}; the run's roles are {', '.join(problem.roles)}"
+            )
+        models = frozenset(pool.roles) - {REWARD_WORKERS}
+        if models:
+            pools[models] = pool.workers
+    return pools
+
+
+def _check_places(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
+    listed = frozenset().union(*pools)
+    if missing := [role for role in problem.roles if role not in listed]:
+        raise ConfigError(f"cluster.pools has no place for {', '.join(missing)}; add each to a pool, or leave all out")
+
+
+def _check_sizes(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
+    total, asked = sum(each.count for each in problem.devices), sum(filter(None, pools.values()))
+    if asked > total:
+        raise ConfigError(
+            f"cluster.pools asks for {asked} devices, {asked - total} more than the {total} that are planned for: "
+            f"make pools smaller, or set plan.gpus={asked}"
+        )
+    sizes = sorted(set().union(*(each.allocations for each in problem.devices)))
+    if odd := [count for count in pools.values() if count is not None and count not in sizes]:
+        raise ConfigError(
+            f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
+            "powers of two below a machine, and whole machines"
+        )

@@ -1,0 +1,123 @@
+"""A planning problem: the dataflow, the models of its roles, the step's rows, and the devices."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from rlcore import RolloutCapabilities, TrainCapabilities
+from rlcore.planning import ROLLOUT
+from rlcore_plugin_plan.dataflow import GENERATION, Call, Dataflow
+from rlcore_plugin_plan.model_size import ModelSize
+from rlcore_plugin_plan.profile import Profile
+from rlcore_plugin_plan.workload import Workload
+
+Objective = Literal["time", "cost"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A number of devices of one kind."""
+
+    profile: Profile
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.profile.name}"
+
+    @cached_property
+    def allocations(self) -> list[int]:
+        """The sizes that a pool can have: powers of two below a machine, and whole machines."""
+        machine = self.profile.per_machine
+        below = [2**power for power in range(machine.bit_length()) if 2**power < machine and 2**power <= self.count]
+        return below + list(range(machine, self.count + 1, machine))
+
+    def at_most(self, count: int) -> int:
+        """The largest size that is at most `count`; 0 when there is none."""
+        place = bisect_right(self.allocations, count)
+        return self.allocations[place - 1] if place else 0
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Choices that the config has made: pools and their sizes, [pp, tp] of roles, and `rollout.tp`.
+
+    `pools`: number of devices by the roles of a pool (None: the planner chooses it); None: any placement.
+    """
+
+    pools: Mapping[frozenset[str], int | None] | None = None
+    layouts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    generation_tp: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
+
+    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
+    least cost of one, where devices that stay unused cost nothing. `rollout`, `train`: what the engines can do.
+    """
+
+    dataflow: Dataflow
+    sizes: Mapping[str, ModelSize]
+    trains: frozenset[str]
+    work: Workload
+    devices: tuple[Devices, ...]
+    leaders: Mapping[str, str]
+    ahead: int = 0
+    objective: Objective = "time"
+    fixed: Fixed = Fixed()
+    rollout: RolloutCapabilities = field(default_factory=lambda: RolloutCapabilities(tensor_shards=True))
+    train: TrainCapabilities = field(default_factory=lambda: TrainCapabilities(layouts=True))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are placed."""
+        return tuple(self.sizes)
+
+    def in_order(self, roles: Collection[str]) -> tuple[str, ...]:
+        """Return some of the roles in the order of all."""
+        return tuple(role for role in self.roles if role in roles)
+
+    @cached_property
+    def _by_role(self) -> dict[str, tuple[Call, ...]]:
+        by_role: dict[str, tuple[Call, ...]] = dict.fromkeys(self.sizes, ())
+        for call in self.dataflow.working:
+            if call.role in by_role:
+                by_role[call.role] += (call,)
+        return by_role
+
+    def calls(self, role: str) -> tuple[Call, ...]:
+        """The working calls of a role."""
+        return self._by_role[role]
+
+    def sampled_apart(self, sampled: str) -> Problem:
+        """Return the problem with `sampled`'s sampling on a role of its own, one step ahead of training.
+
+        Log-probs that the rollout would have served are of older weights then, and are computed.
+        """
+        calls = tuple(
+            replace(call, role=ROLLOUT)
+            if call.method in GENERATION and call.role == sampled
+            else replace(call, works=call.works or call.served)
+            for call in self.dataflow.calls
+        )
+        sizes = {**self.sizes, ROLLOUT: self.sizes[sampled]}
+        return replace(self, dataflow=replace(self.dataflow, calls=calls), sizes=sizes, ahead=1)
+
+    def seconds(self, stages: tuple[float, ...]) -> float:
+        """Return the time of a step from that of its stages.
+
+        It is their sum. With rollouts ahead the stages of sampling, which are the first entry, run beside the others.
+        """
+        if self.ahead:
+            return max(stages[0], sum(stages[1:]))
+        return sum(stages)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The names of the entries of a vector of stages."""
+        return ["sampling ahead", *self.dataflow.names] if self.ahead else self.dataflow.names

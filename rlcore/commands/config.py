@@ -1,0 +1,38 @@
+"""`rlcore config`: compose, check and print a config, or list the keys."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlcore import CommandSpec, hookimpl
+from rlcore.commands import SUMMARIES
+from rlcore.commands.line import CommandLine
+
+RLCORE_API = 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own options."""
+    parser.add_argument("--keys", action="store_true", help="show all keys with type, default and meaning")
+
+
+def run(line: CommandLine) -> int:
+    """Print the config as a run would save it."""
+    if line.options.keys:
+        from rlcore.config.reference import CORE_SECTIONS, text
+
+        line.show(text({**CORE_SECTIONS, **line.plugins.sections()}))
+        return 0
+    config = line.compose()
+    from rlcore.config import to_yaml
+    from rlcore.preflight import preflight
+
+    preflight(config, line.plugins)
+    line.show(to_yaml(config).rstrip("\n"))
+    return 0
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore config`."""
+    return CommandSpec("config", SUMMARIES["config"], run=run, options=add_options)

@@ -1,0 +1,51 @@
+"""`rlcore eval`: accuracy of a run's newest checkpoint, or of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlcore import CommandSpec, ConfigError, hookimpl
+from rlcore.commands import SUMMARIES
+from rlcore.commands.line import CommandLine
+
+RLCORE_API = 1
+
+
+def run(line: CommandLine) -> int:
+    """Evaluate the run or model that the first word names."""
+    if not line.overrides or "=" in line.overrides[0]:
+        raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
+    target, *overrides = line.overrides
+    from rlcore.folder import require_plugins
+    from rlcore.preflight import preflight
+
+    require_plugins(Path(target), line.plugins)
+    config = line.compose(overrides, base={**(line.saved() or {}), **_base(target)})
+    preflight(config, line.plugins, "evaluate")
+    from rlcore.evaluate import evaluate
+
+    evaluate(Path(target), config, line.plugins)
+    return 0
+
+
+def _base(target: str) -> dict[str, Any]:
+    """Return the saved config of a run folder, or for a model folder a config with that model."""
+    from rlcore.config.files import read_values
+
+    folder = Path(target)
+    if (folder / "config.yaml").is_file():
+        return read_values(folder / "config.yaml")
+    if (folder / "config.json").is_file() or target == "tiny":
+        return {"model": {"path": target}}
+    if folder.is_dir():
+        raise ConfigError(f"{target!r} holds neither config.yaml (a run) nor config.json (a Hugging Face model)")
+    raise ConfigError(
+        f"{target!r} does not exist: it must be a folder with config.yaml (a run) or config.json (a Hugging Face model)"
+    )
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore eval`."""
+    return CommandSpec("eval", SUMMARIES["eval"], run=run, usage="RUN_OR_MODEL")

@@ -1,0 +1,71 @@
+"""The command line of a command, as `rlcore.cli` has read it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlcore.config import Config
+    from rlcore.plugins import PluginManager
+
+
+class CommandLine:
+    """What a command's `run` gets: its parsed options, and from them the plugins and the config.
+
+    `options` holds rlcore's options and the command's own; `overrides` the words GROUP=OPTION and KEY=VALUE.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.overrides: list[str] = getattr(options, "overrides", [])
+
+    @cached_property
+    def plugins(self) -> PluginManager:
+        """The plugins, loaded when they are first asked for. Raises PluginError for a broken one."""
+        from rlcore.plugins import PluginManager
+
+        return PluginManager.load(self.options.plugin, trace=self.options.trace_hooks)
+
+    def compose(self, overrides: Sequence[str] | None = None, *, base: dict[str, Any] | None = None) -> Config:
+        """Return the config of `--config`, `--config-dir` and the overrides, not yet checked.
+
+        overrides: in place of those of the command line. base: plain values to start from, in place of `--config`.
+        Raises PluginError where the run of `--config` needs a plugin that is not there.
+        """
+        from rlcore.config import compose
+
+        overrides = self.overrides if overrides is None else overrides
+        if self.options.config_dir:
+            folder = Path(self.options.config_dir).resolve()
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir {self.options.config_dir} is not a folder")
+            overrides = [*overrides, f"hydra.searchpath=['file://{folder}']"]
+        return compose(overrides, self.plugins, base=self.saved() if base is None else base)
+
+    def saved(self) -> dict[str, Any] | None:
+        """Return the plain values of the file of `--config`, None without one."""
+        if not self.options.config:
+            return None
+        from rlcore.config.files import read_values
+        from rlcore.folder import require_plugins
+
+        file = Path(self.options.config)
+        require_plugins(file.parent, self.plugins)
+        return read_values(file)
+
+    @staticmethod
+    def show(text: str) -> None:
+        """Print to stdout; a reader that closes the pipe early (`| head`) is no error."""
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # Python flushes stdout once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,34 @@
+"""`rlcore new-plugin`: write the distribution of a new algorithm."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlcore import CommandSpec, hookimpl
+from rlcore.commands import SUMMARIES
+from rlcore.commands.line import CommandLine
+
+RLCORE_API = 1
+
+
+def main(argv: list[str]) -> int:
+    """Write the folder and say what comes next."""
+    parser = argparse.ArgumentParser(prog="rlcore new-plugin", allow_abbrev=False, description=SUMMARIES["new-plugin"])
+    parser.add_argument("name", metavar="NAME", help="the algorithm's name, such as my-algo: then algo=my_algo")
+    parser.add_argument("--dir", default=".", help="where to write the folder rlcore-plugin-NAME; here if not given")
+    options = parser.parse_args(argv)
+    from rlcore.plugins.new import new_plugin
+
+    folder, *files = new_plugin(options.name, Path(options.dir))
+    name = files[0].stem.removeprefix("rlcore_plugin_")
+    lines = [f"wrote {folder}:", *(f"  {file.relative_to(folder)}" for file in files), "next:"]
+    lines += [f"  pip install -e {folder}", f"  rlcore plugins test {name}", f"  rlcore train algo={name}"]
+    CommandLine.show("\n".join(lines))
+    return 0
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore new-plugin`."""
+    return CommandSpec("new-plugin", SUMMARIES["new-plugin"], main)

@@ -1,0 +1,90 @@
+"""`rlcore train`: one run, or a sweep of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlcore import CommandSpec, ConfigError, hookimpl
+from rlcore.collector import pause_collector
+from rlcore.commands import SUMMARIES
+from rlcore.commands.line import CommandLine
+
+if TYPE_CHECKING:
+    from rlcore import Config
+    from rlcore.plugins import PluginManager
+
+RLCORE_API = 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own options."""
+    parser.add_argument("--cfg", choices=["job"], help="print the composed config and leave")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run each combination of the given values")
+
+
+def run(line: CommandLine) -> int:
+    """Train; 130 for a run that was interrupted."""
+    if line.options.multirun and line.options.cfg:
+        raise ConfigError("--cfg and --multirun exclude each other; leave one out")
+    pause_collector()  # until everything is imported
+    if line.options.multirun:
+        return _sweep(line)
+    _require_plugins(line)
+    config = line.compose()
+    if line.options.cfg:
+        from rlcore.config import to_yaml
+
+        line.show(to_yaml(config).rstrip("\n"))
+        return 0
+    return _train(config, line.plugins)
+
+
+def _require_plugins(line: CommandLine) -> None:
+    """Check the plugins of the run that is resumed, as its config may not compose without them."""
+    from rlcore.folder import require_plugins
+
+    for word in line.overrides:
+        if word.startswith("run.dir="):
+            require_plugins(Path(word.removeprefix("run.dir=").strip("'\"")).expanduser(), line.plugins)
+
+
+def _train(config: Config, plugins: PluginManager) -> int:
+    if config.cluster.pools == "auto":
+        config = plugins.place_roles(config)
+    from rlcore.trainer import train
+
+    try:
+        return 130 if train(config, plugins)["status"] == "interrupted" else 0
+    finally:
+        gc.unfreeze()  # the next job of a sweep has models of its own
+
+
+def _sweep(line: CommandLine) -> int:
+    """Compose and check all jobs of a sweep, then run them in turn, each in its own run folder."""
+    from rlcore.config.compose import sweep
+    from rlcore.preflight import preflight
+
+    stem = time.strftime("multirun/%Y-%m-%d_%H-%M-%S")
+    jobs = sweep(line.overrides)
+    configs = []
+    for number, job in enumerate(jobs):
+        config = line.compose(job)
+        folder = dataclasses.replace(config.run, dir=f"{config.run.dir or stem}/{number}")
+        configs.append(dataclasses.replace(config, run=folder))
+        preflight(configs[-1], line.plugins)
+    for number, (job, config) in enumerate(zip(jobs, configs, strict=True)):
+        print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
+        if status := _train(config, line.plugins):
+            return status
+    return 0
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore train`."""
+    return CommandSpec("train", SUMMARIES["train"], run=run, options=add_options)

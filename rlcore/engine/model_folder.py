@@ -1,0 +1,48 @@
+"""A model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlcore.assets import model_path
+from rlcore.config import ModelConfig
+from rlcore.engine.collectives import Ranks
+from rlcore.errors import CheckpointError
+
+
+def write_model_folder(
+    hf: Any, weights: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
+) -> None:
+    """Write a folder that transformers' `from_pretrained` opens: config, weights, and the tokenizer of `model`.
+
+    `weights` are whole parameters by their Hugging Face names, in the dtype to write. Every rank iterates over them,
+    because gathering may be collective. Rank 0 keeps them in main memory and writes. Raises CheckpointError for a
+    folder that cannot be written.
+    """
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if ranks.rank == 0}
+    if ranks.rank == 0:
+        from transformers import AutoTokenizer
+
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+        if hasattr(hf, "score") and hf.config.pad_token_id is None:
+            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a row by it
+        hf.config.save_pretrained(folder)
+        if getattr(hf, "generation_config", None) is not None:
+            hf.generation_config.save_pretrained(folder)
+        if model.chat_template is not None:
+            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+    ranks.gather(None)

@@ -1,0 +1,358 @@
+"""Requests in slots: rows that a static step decodes, on a GPU by replaying CUDA graphs.
+
+A graph is captured once for each number of rows (the slots, and halves of them) and kept, since buffers and weights
+stay at their addresses. The host looks at what ended every few steps; the rows that go on then move together, so that
+the next graph can be a smaller one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.engine.responses import ends_with_stop
+from rlcore.engine.rollout import Finished, Reason, Request, Sampling
+from rlcore.engine.sampling import sample_tokens
+from rlcore.engines.hf.cache import BufferedCache
+from rlcore.engines.hf.fused_decode import rotary_tables
+from rlcore.engines.hf.static_decode import (
+    Draw,
+    Slots,
+    StaticStep,
+    StepWeights,
+    draw_in_blocks,
+    flash_attention,
+    masked_attention,
+)
+from rlcore.ops import uniform_noise
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY = 16
+"""Steps between two looks of the host; a row that has ended takes its slot's time until then."""
+FEWEST_ROWS = 8
+"""Rows of the smallest graph."""
+MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
+"""Slots take at most this much of the device's memory, and of what is free."""
+COMPILED_FROM = 100_000_000
+"""Parameters from which on a faster step is worth twenty seconds of compiling."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What all rows that decode together have in common."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @staticmethod
+    def of(sampling: Sampling) -> Distribution:
+        """Return the distribution of a request."""
+        return Distribution(sampling.temperature, sampling.top_p, sampling.top_k)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is cut away."""
+        return self.temperature > 0 and self.top_p >= 1 and self.top_k == 0
+
+
+class SlotRows:
+    """The rows that decode in slots: requests come in with what a prefill made of them, and leave as Finished.
+
+    `capture`: replay CUDA graphs; otherwise each step runs eagerly. `compiled`: the step's pieces are compiled.
+    """
+
+    def __init__(
+        self, hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, *, capture: bool, compiled: bool
+    ) -> None:
+        self.hf, self.dtype, self.end_ids, self.tokenizer = hf, dtype, end_ids, tokenizer
+        self.device, self.capture, self.compiled = end_ids.device, capture, compiled
+        self.requests: list[Request] = []
+        self._stored: list[int] = []
+        self._weights: StepWeights | None = None
+        self._step: StaticStep | None = None
+        self._distribution = Distribution(1.0, 1.0, 0)
+        self._bans = False
+        self._graphs: dict[tuple[int, Distribution, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._fast_draw = torch.compile(draw_in_blocks) if compiled else draw_in_blocks
+
+    @property
+    def slots(self) -> int:
+        """The number of slots; 0 before `open`."""
+        return 0 if self._step is None else self._step.slots.slots
+
+    def open(self, waiting: Sequence[Request], most: int) -> bool:
+        """Prepare, while no row has a slot, for requests that are like the first; False where memory is too small.
+
+        The weights are copied as they are now. There are at most `most` slots.
+        """
+        self._distribution = Distribution.of(waiting[0].sampling)
+        alike = [each for each in waiting if Distribution.of(each.sampling) == self._distribution]
+        self._bans = any(each.sampling.min_tokens for each in alike)
+        width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in alike))
+        room = _rounded(max(each.sampling.max_tokens for each in alike))
+        if self._weights is None:
+            self._weights = StepWeights(self.hf, self.dtype)
+        self._weights.refresh()
+        if self._step is None or width > self._step.slots.width or room > self._step.slots.room:
+            if self._step is not None:
+                width, room = max(width, self._step.slots.width), max(room, self._step.slots.room)
+            self._step, self._pool = None, None
+            self._graphs.clear()
+            slots = min(most, self._affordable(width, room))
+            if slots < min(most, FEWEST_ROWS):
+                return False
+            self._step = self._new_step(slots, width, room)
+        return True
+
+    def _affordable(self, width: int, room: int) -> int:
+        """Return how many slots the device has memory for."""
+        assert self._weights is not None
+        if self.device.type != "cuda":
+            return 2**31
+        free, total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(min(MEMORY_SHARE * total, FREE_SHARE * free)) // Slots.bytes_of_one(width, room, self._weights)
+
+    def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
+        assert self._weights is not None
+        base = getattr(self.hf, self.hf.base_model_prefix)
+        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16
+        return StaticStep(
+            Slots(slots, width, room, self._weights, self.device),
+            self._weights,
+            rotary_tables(base, width, self.device),
+            self.end_ids,
+            flash_attention if flash else masked_attention,
+            compiled=self.compiled,
+        )
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request may join the rows that decode now."""
+        assert self._step is not None
+        sampling, slots = request.sampling, self._step.slots
+        return (
+            Distribution.of(sampling) == self._distribution
+            and (self._bans or not sampling.min_tokens)
+            and len(request.prompt) + sampling.max_tokens <= slots.width
+            and sampling.max_tokens <= slots.room
+        )
+
+    def join(self, requests: Sequence[Request], logits: Tensor, cache: BufferedCache, index: Tensor) -> None:
+        """Give requests slots, and draw the first token of each.
+
+        `logits` [requests, vocab] are those of that token. Request i has row `index[i]`, int64 [requests], of `cache`,
+        whose rows end at the cache's last column.
+        """
+        assert self._step is not None
+        s, first = self._step.slots, len(self.requests)
+        part = slice(first, first + len(requests))
+        lengths = torch.tensor([len(each.prompt) + len(each.sampled) for each in requests])
+        self._fill(cache, index, lengths, first)
+        known = torch.tensor([len(each.sampled) for each in requests])
+        limits = torch.tensor([each.sampling.max_tokens for each in requests]) - known
+        s.positions[part] = (lengths - 1).to(self.device)
+        s.limit[part] = limits.to(self.device)
+        s.may_end[part] = (torch.tensor([each.sampling.min_tokens for each in requests]) - known).to(self.device)
+        s.count[part], s.ended[part], s.by_itself[part] = 0, False, False
+        keys = torch.tensor([each.key for each in requests])
+        s.noise[part] = uniform_noise(keys.to(self.device), known.to(self.device), s.room)
+        self.requests += requests
+        self._stored += [0] * len(requests)
+        self._step.draw(first, logits, self._draw(), bans=self._bans)
+
+    def _fill(self, cache: BufferedCache, index: Tensor, lengths: Tensor, first: int) -> None:
+        """Copy the keys and values of new rows into their slots, from `first` on."""
+        assert self._step is not None
+        s, columns = self._step.slots, cache.layers[0].length
+        row = torch.repeat_interleave(lengths)
+        token = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+        places = ((first + row) * s.width + token).to(self.device)
+        start = (columns - lengths)[row].to(self.device) + token.to(self.device)
+        source = index[row.to(self.device)] * columns + start
+        for layer, kept in zip(cache.layers, s.cache, strict=True):
+            both = torch.stack([layer.keys[:, :, :columns], layer.values[:, :, :columns]], dim=3)
+            filled = both.transpose(1, 2).transpose(2, 3).flatten(0, 1)  # [rows * columns, 2, heads, size]
+            kept.flatten(0, 1).index_copy_(0, places, filled.index_select(0, source).to(self.dtype))
+
+    def _draw(self) -> Draw:
+        """Return how tokens are drawn: in few passes on a GPU where nothing is cut away, else as all engines do."""
+        each = self._distribution
+        if self.device.type == "cuda" and each.is_plain:
+            return partial(self._fast_draw, temperature=each.temperature)
+        sampling = Sampling(1, temperature=each.temperature, top_p=each.top_p, top_k=each.top_k)
+        return lambda logits, noise: sample_tokens(logits, noise, sampling)
+
+    def advance(self, version: int) -> list[Finished]:
+        """Decode all rows by up to LOOK_EVERY tokens; return those that ended, whose slots are free then."""
+        assert self._step is not None
+        limits = [each.sampling.max_tokens - len(each.sampled) for each in self.requests]
+        left = max(limit - max(1, stored) for limit, stored in zip(limits, self._stored, strict=True))
+        step = self._replayed(self._graph_rows(len(self.requests)))
+        for _ in range(min(LOOK_EVERY, left)):
+            step()
+        return self._look(version)
+
+    def _graph_rows(self, live: int) -> int:
+        """Return the rows of the smallest graph that holds `live` rows."""
+        rows = self.slots
+        while rows // 2 >= max(live, min(FEWEST_ROWS, self.slots)):
+            rows //= 2
+        return rows
+
+    def _replayed(self, rows: int) -> Callable[[], None]:
+        """Return what decodes the first `rows` slots by one token."""
+        assert self._step is not None
+        run = partial(self._step, rows, self._draw(), bans=self._bans)
+        if not self.capture:
+            return run
+        key = (rows, self._distribution, self._bans)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(run)
+        return self._graphs[key].replay
+
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture `run`. While it is tried and captured all rows count as ended, so that it changes nothing."""
+        assert self._step is not None
+        ended = self._step.slots.ended
+        kept = ended.clone()
+        ended.fill_(True)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        ended.copy_(kept)
+        return graph
+
+    def _look(self, version: int) -> list[Finished]:
+        """Fetch which rows have ended and return them."""
+        assert self._step is not None
+        s, rows = self._step.slots, len(self.requests)
+        ended, by_itself, count = torch.stack([s.ended[:rows], s.by_itself[:rows], s.count[:rows]]).tolist()
+        reasons: dict[int, tuple[Reason, int]] = {}
+        for row in range(rows):
+            if ended[row]:
+                reasons[row] = ("end" if by_itself[row] else "length", count[row])
+        reasons.update(self._stopped(count, reasons))
+        self._stored = count
+        return self._leave(reasons, version)
+
+    def _stopped(self, count: Sequence[int], reasons: dict[int, tuple[Reason, int]]) -> dict[int, tuple[Reason, int]]:
+        """Return the rows in which a stop string was completed since the last look, and how many tokens they keep."""
+        assert self._step is not None
+        stopped: dict[int, tuple[Reason, int]] = {}
+        for row, request in enumerate(self.requests):
+            if not request.sampling.stop:
+                continue
+            tokens = self._step.slots.drawn[row, : count[row]].tolist()
+            by_end = row in reasons and reasons[row][0] == "end"
+            for end in range(self._stored[row] + 1, count[row] + (0 if by_end else 1)):
+                whole = [*request.sampled, *tokens[:end]]
+                may_end = len(whole) >= request.sampling.min_tokens
+                if may_end and ends_with_stop(whole, request.sampling.stop, self.tokenizer):
+                    stopped[row] = ("stop", end)
+                    break
+        return stopped
+
+    def abort(self, ids: Collection[str], version: int) -> list[Finished]:
+        """Take rows out as they are."""
+        gone = {row: request for row, request in enumerate(self.requests) if request.id in ids}
+        return self._leave({row: ("abort", self._stored[row]) for row in gone}, version)
+
+    def _leave(self, reasons: dict[int, tuple[Reason, int]], version: int) -> list[Finished]:
+        """Return rows as Finished, each with its reason and its number of tokens, and free their slots."""
+        if not reasons:
+            return []
+        assert self._step is not None
+        s = self._step.slots
+        chosen, longest = torch.tensor(list(reasons), device=self.device), max(count for _, count in reasons.values())
+        tokens, log_probs = s.drawn[chosen, :longest].tolist(), s.log_probs[chosen, :longest].tolist()
+        finished = []
+        for (row, (reason, count)), ids, values in zip(reasons.items(), tokens, log_probs, strict=True):
+            request = self.requests[row]
+            response = [*request.sampled, *ids[:count]], [*request.sampled_log_probs, *values[:count]]
+            finished.append(Finished(request.id, *response, reason, version))
+        self._drop(reasons)
+        return finished
+
+    def _drop(self, gone: Collection[int]) -> None:
+        """Free the slots of rows; rows from the end move to where others left."""
+        assert self._step is not None
+        rows, left = len(self.requests), len(self.requests) - len(gone)
+        holes = [row for row in range(left) if row in gone]
+        fillers = [row for row in range(left, rows) if row not in gone]
+        if holes:
+            self._step.slots.move(*(torch.tensor(each, device=self.device) for each in (holes, fillers)))
+        self._step.slots.ended[left:rows] = True
+        for hole, filler in zip(holes, fillers, strict=True):
+            self.requests[hole], self._stored[hole] = self.requests[filler], self._stored[filler]
+        del self.requests[left:], self._stored[left:]
+
+
+Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Tensor]]
+"""Runs requests' prompts; see HFRollout."""
+
+
+def capturable(hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, prefill: Prefill) -> SlotRows | None:
+    """Return slots for a module on a GPU in the fastest form that a probe finds right, and say which in the log."""
+    large = sum(parameter.numel() for parameter in hf.parameters()) >= COMPILED_FROM
+    # What the compiler chooses by timing kernels may differ from process to process.
+    forms = [True, False] if large and not torch.are_deterministic_algorithms_enabled() else [False]
+    for compiled in forms:
+        rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, compiled=compiled)
+        form = "CUDA graphs of compiled pieces" if compiled else "CUDA graphs"
+        try:
+            off = probe(rows, prefill)
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+            log.info("%s cannot decode in %s: %s: %s", type(hf).__name__, form, type(error).__name__, error)
+            continue
+        if off <= (1e-4 if dtype is torch.float32 else 5e-2):
+            log.info("%s decodes in slots, replaying %s", type(hf).__name__, form)
+            return rows
+        log.info("%s does not decode in %s: its log-probs would be off by %.2g", type(hf).__name__, form, off)
+    return None
+
+
+@torch.no_grad()
+def probe(rows: SlotRows, prefill: Prefill) -> float:
+    """Sample two short rows and return how far a log-prob is, at most, from that of the module's own forward."""
+    vocabulary = rows.hf.get_input_embeddings().weight.shape[0]
+    ids = [(token * 7 % min(vocabulary, 89) + 3) % vocabulary for token in range(8)]
+    sampling = Sampling(max_tokens=6)
+    requests = [Request(str(key), tuple(prompt), key, sampling) for key, prompt in enumerate((ids[:5], ids[5:]))]
+    rows.open(requests, FEWEST_ROWS)
+    logits, cache, index, _ = prefill(requests)
+    rows.join(requests, logits, cache, index)
+    finished: list[Finished] = []
+    while rows.requests:
+        finished += rows.advance(0)
+    worst = 0.0
+    for row in finished:
+        prompt = requests[int(row.id)].prompt
+        tokens = torch.tensor([*prompt, *row.tokens], device=rows.device)
+        with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=rows.dtype is not torch.float32):
+            out = rows.hf(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = out.float().log_softmax(-1).gather(-1, tokens[len(prompt) :, None]).squeeze(-1)
+        apart = expected - torch.tensor(row.log_probs, device=rows.device)
+        worst = max(worst, float(apart.abs().max()))
+    return worst
+
+
+def _rounded(tokens: int) -> int:
+    """Return a number of tokens rounded up, so that buffers are seldom made anew."""
+    return -(-tokens // 128) * 128

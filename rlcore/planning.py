@@ -1,0 +1,252 @@
+"""For plugins that plan where roles run: a run's roles and pools, its roles started, and its step rehearsed.
+
+Public, beside `rlcore`. Such a plugin answers `cluster.pools=auto` through the hook `rlcore_place_roles`. Runs on the
+controller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rlcore.config import Config
+from rlcore.config.build import defaults, to_plain
+from rlcore.config.compose import core_values
+from rlcore.data.chat import load_tokenizer
+from rlcore.data.loader import PromptLoader
+from rlcore.engine.generators import random_state, set_random_state
+from rlcore.engine.worker import ModelWorker
+from rlcore.errors import RLCoreError
+from rlcore.plugins import DatasetSpec, Role
+from rlcore.preflight import preflight
+from rlcore.protocol import DataProto
+from rlcore.protocol.columns import Column
+from rlcore.protocol.remote import Block, RemoteColumn
+from rlcore.rewards.compose import resolve
+from rlcore.roles import start
+from rlcore.roles.handles import RoleHandle, StepClock
+from rlcore.roles.placement import plan_pools
+from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
+from rlcore.run import Run, open_run
+from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
+from rlcore.workers.contract import DeclaredResult
+from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
+
+__all__ = [
+    "REWARD_WORKERS",
+    "ROLLOUT",
+    "PoolSettings",
+    "WorkerCall",
+    "WorkerObserver",
+    "accelerators",
+    "changed_values",
+    "marks_of",
+    "read_pools",
+    "rehearse",
+    "run_roles",
+    "sampled_role",
+    "start_roles",
+]
+
+
+def run_roles(config: Config, plugins: PluginManager) -> dict[str, Role]:
+    """Return the roles of a run: those of its algorithm, and the reward model of `reward.model`.
+
+    Raises ConfigError for a config that no machine could run; checks of this machine and of pools are left out.
+    """
+    return dict(preflight(config, plugins, "plan").roles)
+
+
+def start_roles(
+    config: Config, plugins: PluginManager, roles: Mapping[str, Role], executor: Executor
+) -> dict[str, RoleHandle]:
+    """Start the workers of these roles on the pools of `cluster.pools`, load their models, and return the handles.
+
+    No reward workers are started. The step is 1. Raises ConfigError for pools that do not fit the roles.
+    """
+    planned = plan_pools(config, roles, plugins.train_engines())
+    pools = [(pool, pool.open(executor)) for pool in planned if pool.process_sets]
+    started, _ = start.start_roles(config, executor, plugins, roles, StepClock(1), pools)
+    return started
+
+
+def changed_values(config: Config) -> dict[str, Any]:
+    """Return the values of a config that differ from their defaults, nested as in a YAML file."""
+    changed: dict[str, Any] = {}
+    for path, section, standard in _sections(config):
+        values = {key: value for key, value in to_plain(section).items() if value != standard[key]}
+        if values:
+            holder = changed
+            for part in path.split("."):
+                holder = holder.setdefault(part, {})
+            holder.update(values)
+    for name, settings in config.roles.items():
+        given = {key: value for key, value in to_plain(settings).items() if value not in (None, {})}
+        changed.setdefault("roles", {})[name] = given
+    return changed
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Give the dotted path, the object and the default values of each section of a config."""
+    for name, standard in core_values().items():
+        yield name, getattr(config, name), standard
+    for path, section in {**config.sections, "algo": config.algo}.items():
+        yield path, section, defaults(type(section))
+
+
+def accelerators(config: Config) -> tuple[dict[str, int], int]:
+    """Return the devices of the Ray cluster at `cluster.address`: GPUs by Ray's resource for their kind, and cores."""
+    from rlcore.workers.ray_nodes import accelerators
+
+    with make_executor(config.cluster):
+        return accelerators()
+
+
+@dataclass(frozen=True)
+class WorkerCall:
+    """A call of a worker in a rehearsal. `worker`: the role's name, `reward`, or the name of a plugin's worker group.
+
+    `arguments`: positional ones, then those by keyword. `declared`: the rows and columns of the result, where the
+    method declares them with `gives`. `run()` runs the method and returns its result, or raises its error.
+    """
+
+    worker: str
+    method: str
+    arguments: tuple[Any, ...]
+    declared: DeclaredResult | None
+    run: Callable[[], Any]
+
+
+class WorkerObserver(ABC):
+    """Sees each call of a worker in a rehearsal, and decides what it returns."""
+
+    @abstractmethod
+    def observe(self, call: WorkerCall) -> tuple[Any, Hashable]:
+        """Return the result of a call, that of `call.run()` or one that stands in for it, and its mark.
+
+        The columns of a DataProto carry the mark into every batch that they become part of. None is no mark.
+        """
+
+    @abstractmethod
+    def read(self, mark: Hashable) -> None:
+        """Note that contents of a marked result are read; of one that is no DataProto, that the result is."""
+
+
+@contextmanager
+def rehearse(
+    config: Config, plugins: PluginManager, roles: Mapping[str, Role], dataset: DatasetSpec, observer: WorkerObserver
+) -> Iterator[Run]:
+    """Open a run whose workers are in this process, one rank each, and whose calls go through `observer`.
+
+    Of reward workers and plugins' workers `__init__` does not run, so the observer has to stand in for their methods.
+    The step under way is the last of the run. All prompts come from `dataset`, in its order. Afterwards the global
+    random generators are as before. Raises the errors of starting and those of the calls.
+    """
+    algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
+    tokenizer = load_tokenizer(config.model)
+    loaders = {
+        name: PromptLoader(config.data, dataset, tokenizer, seed=0) for name in ("train", *algorithm.data(config))
+    }
+    by_default = plugins.datasets()[config.data.name].reward
+    rewards = resolve(config.reward, by_default, plugins.rewards(), plugins.by_value_modules)
+    executor = _ObservedExecutor(config, observer)
+    before = random_state()
+    try:
+        with (
+            TemporaryDirectory(prefix="rlcore-rehearsal-") as folder,
+            open_run(config, Path(folder), plugins, roles, rewards, loaders=loaders, executor=executor) as run,
+        ):
+            run.begin_step(config.trainer.total_steps)
+            yield run
+            run.end_step()
+    finally:
+        set_random_state(before)
+
+
+class _ObservedExecutor(InProcessExecutor):
+    def __init__(self, config: Config, observer: WorkerObserver) -> None:
+        super().__init__(config.cluster)
+        self._observer = observer
+
+    def make_workers(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> InProcess:
+        """See InProcessExecutor."""
+        made = {role: each if each.cls is ModelWorker else _unmade(each.cls) for role, each in classes.items()}
+        return _ObservedWorkers(self._observer, world_size, made, gpus)
+
+
+def _unmade(worker: type[Worker]) -> ClassWithInitArgs:
+    """Return the class with its registered methods, without its `__init__` and `shutdown`."""
+    return ClassWithInitArgs(type(worker.__name__, (worker,), {"__init__": _nothing, "shutdown": _nothing}))
+
+
+def _nothing(worker: Worker) -> None:
+    pass
+
+
+class _ObservedWorkers(InProcess):
+    def __init__(self, observer: WorkerObserver, *args: Any) -> None:
+        super().__init__(*args)
+        self._observer = observer
+
+    def submit(
+        self, role: str, method: str, calls: Sequence[Any], declared: Sequence[DeclaredResult | None] | None = None
+    ) -> FinishedCall:
+        """See Processes."""
+        ((args, kwargs),) = calls
+        call = WorkerCall(
+            role,
+            method,
+            (*args, *kwargs.values()),
+            None if declared is None else declared[0],
+            lambda: super(_ObservedWorkers, self).submit(role, method, calls, declared).wait()[0],
+        )
+        try:
+            result, mark = self._observer.observe(call)
+        except RLCoreError as error:
+            return FinishedCall([], error)
+        if result is None or mark is None:
+            return FinishedCall([result], None)
+        if isinstance(result, DataProto):
+            return FinishedCall([_marked(result, mark, self._observer)], None)
+        return _MarkedResult(result, mark, self._observer)
+
+
+class _MarkedResult(FinishedCall):
+    def __init__(self, result: Any, mark: Hashable, observer: WorkerObserver) -> None:
+        super().__init__([result], None)
+        self._mark, self._observer = mark, observer
+
+    def wait(self) -> list[Any]:
+        self._observer.read(self._mark)
+        return super().wait()
+
+
+class _MarkedBlock(Block):
+    def __init__(self, column: Column, mark: Hashable, observer: WorkerObserver) -> None:
+        self._column, self.mark, self._observer = column, mark, observer
+
+    def column(self) -> Column:
+        self._observer.read(self.mark)
+        return self._column
+
+
+def _marked(batch: DataProto, mark: Hashable, observer: WorkerObserver) -> DataProto:
+    marked = batch[:]
+    for name, column in batch.table.columns.items():
+        here = column.fetch() if isinstance(column, RemoteColumn) else column
+        marked.table.bind(name, RemoteColumn.of_block(here.spec(), _MarkedBlock(here, mark, observer), len(here)))
+    return marked
+
+
+def marks_of(batch: DataProto) -> set[Hashable]:
+    """Return the marks of all columns of a batch, in a rehearsal."""
+    remote = [column for column in batch.table.columns.values() if isinstance(column, RemoteColumn)]
+    return {block.mark for column in remote for block in column.blocks if isinstance(block, _MarkedBlock)}

@@ -1,0 +1,105 @@
+"""The plugins that are installed: their entry points, and what is known of each."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from rlcore.errors import PluginError, did_you_mean
+
+GROUP = "rlcore"
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """One plugin: a row of `rlcore plugins`.
+
+    `kind` is "algorithm", the part of the entry point's name before the dot, or "local" for a file; `file` is None for
+    a plugin that was not imported; `gives` are the specs by kind and name, as "reward gsm8k"; `sha256` (hex) is that of
+    a local file; `faults` say what is wrong with a broken plugin.
+    """
+
+    name: str
+    kind: str
+    distribution: str | None
+    version: str | None
+    file: str | None
+    hooks: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    state: Literal["loaded", "blocked", "broken"] = "loaded"
+    sha256: str | None = None
+    faults: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        origin = [f"{self.distribution} {self.version}" if self.distribution else "local file", self.file or ""]
+        return f"plugin {self.name!r} ({', '.join(part for part in origin if part)})"
+
+    def broken(self, *faults: str) -> PluginInfo:
+        """Return the row of a plugin in which these faults were found."""
+        return replace(self, state="broken", faults=(*self.faults, *faults))
+
+
+class BrokenPlugin(PluginError):
+    """A plugin with its faults; the message says how to go on without it."""
+
+    def __init__(self, info: PluginInfo, *faults: str) -> None:
+        super().__init__(f"{info}: {'; '.join(faults)}\nTo go on without it: -p no:{info.name}")
+        self.faults = faults
+
+
+def installed() -> list[EntryPoint]:
+    """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
+    return sorted(entry_points(group=GROUP), key=lambda entry: (not is_own(entry), entry.name))
+
+
+def is_own(entry: EntryPoint) -> bool:
+    """Whether a plugin comes with rlcore itself."""
+    return distribution_of(entry)[0] == "rlcore"
+
+
+def distribution_of(entry: EntryPoint) -> tuple[str, str]:
+    """Return the name and version of the distribution that brings an entry point."""
+    # Typed optional, but always set on the entry points that entry_points() gives.
+    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+
+
+def info_of(entry: EntryPoint) -> PluginInfo:
+    """Return what is known of an installed plugin before it is imported."""
+    distribution, version = distribution_of(entry)
+    kind = entry.name.partition(".")[0] if "." in entry.name else "algorithm"
+    return PluginInfo(entry.name, kind, distribution, version, None)
+
+
+def import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:
+    """Import the module of an entry point. Raises PluginError for one that names anything else."""
+    if entry.attr:
+        raise PluginError(f"its entry point is {entry.value!r}; it must name a module, without ':'")
+    return importlib.import_module(entry.module), None
+
+
+def check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
+    """Raise PluginError for an option `-p no:NAME` that fits no plugin."""
+    for name in blocked:
+        if name not in names:
+            raise PluginError(
+                f"-p no:{name} blocks nothing: no plugin has that name.{did_you_mean(name, names)} "
+                f"Plugins: {', '.join(names)}"
+            )
+
+
+def cause_of(error: BaseException) -> str:
+    """Name an error and the place in a plugin's code where it was raised."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).parent != Path(__file__).parent
+        and Path(frame.filename).is_file()  # not importlib's own
+    ]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,226 @@
+"""All checks of a run's config, before anything starts: one list for `train`, `eval`, `config`, `plan` and the suites.
+
+Checks of data and reward functions come later: they read files and run code, so only a run that starts has them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlcore.config import Config
+from rlcore.errors import ConfigError
+from rlcore.plugins import Algorithm, Role, RolloutEngineSpec, TrainEngineSpec
+from rlcore.roles.checks import check_engines
+from rlcore.roles.placement import Placement
+from rlcore.roles.settings import resolve_roles
+from rlcore.run import check_roles
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
+
+Purpose = Literal["train", "evaluate", "plan"]
+ALWAYS: tuple[Purpose, ...] = ("train", "evaluate", "plan")
+
+
+class Preflight:
+    """A run's config with the objects that follow from it, each made once: algorithm, engines, roles and placement.
+
+    An evaluation may have no algorithm. Raises ConfigError, from the property that cannot be made.
+    """
+
+    def __init__(self, config: Config, plugins: PluginManager) -> None:
+        self.config, self.plugins = config, plugins
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """The algorithm with its config."""
+        if not self.config.algorithm:
+            names = ", ".join(self.plugins.algorithms()) or "(none)"
+            raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {names}")
+        return self.plugins.algorithm(self.config.algorithm).algorithm(self.config.algo)
+
+    @property
+    def rollout_engine(self) -> RolloutEngineSpec[Any]:
+        """The engine that samples."""
+        return self.plugins.rollout_engines()[self.config.rollout.name]
+
+    @property
+    def train_engine(self) -> TrainEngineSpec[Any]:
+        """The engine that trains."""
+        return self.plugins.train_engines()[self.config.engine.name]
+
+    @cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """The algorithm's roles, and the reward model of `reward.model`."""
+        return resolve_roles(self.algorithm.roles(), self.config)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The pools on which the roles run. `cluster.pools=auto` is a ConfigError: a plugin has to answer it first."""
+        return Placement.of(self.config, self.roles, self.plugins)
+
+
+def preflight(config: Config, plugins: PluginManager, purpose: Purpose = "train") -> Preflight:
+    """Run the checks of a purpose in order and return what they made.
+
+    purpose: "train"; "evaluate", which needs no algorithm; or "plan", for other machines than this one.
+    Raises ConfigError for the first fault, with the key, its value and a remedy.
+    """
+    flight = Preflight(config, plugins)
+    for check in CHECKS:
+        if purpose in check.purposes:
+            check.function(flight)
+    return flight
+
+
+# The checks.
+
+
+def _names(flight: Preflight) -> None:
+    flight.plugins.check_names(flight.config)
+
+
+def _reward(flight: Preflight) -> None:
+    reward = flight.config.reward
+    if reward.path is not None and reward.functions:
+        raise ConfigError(
+            f"reward.path = {reward.path!r} is used alone; leave out reward.functions, or name the file there: "
+            f"'reward.functions={{{reward.path.replace(':', chr(92) + ':')}: 1.0}}'"
+        )
+    if reward.path is not None:
+        _reward_file(f"reward.path = {reward.path!r}", reward.path)
+    for name in reward.functions:
+        if ":" in name:
+            _reward_file(f"reward.functions: {name!r}", name)
+    if reward.functions and not any(reward.functions.values()) and reward.model is None:
+        raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
+
+
+def _reward_file(what: str, reference: str) -> None:
+    file, _, function = reference.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise ConfigError(f"{what} must be FILE.py:FUNCTION, as in my.py:score")
+
+
+def _rollout(flight: Preflight) -> None:
+    rollout = flight.config.rollout
+    if rollout.min_tokens > rollout.response_len:
+        raise ConfigError(
+            f"rollout.min_tokens = {rollout.min_tokens} is more than rollout.response_len = {rollout.response_len}"
+        )
+    if rollout.top_p == 0:
+        raise ConfigError("rollout.top_p = 0 leaves no token; 1 samples from all, rollout.temperature=0 is greedy")
+    if "" in rollout.stop:
+        raise ConfigError("rollout.stop holds an empty text, which would end every response at once; remove it")
+
+
+def _engines(flight: Preflight) -> None:
+    check_engines(flight.config, flight.plugins)
+
+
+def _trainer(flight: Preflight) -> None:
+    trainer = flight.config.trainer
+    if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
+        raise ConfigError(
+            f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
+            "trainer.eval_temperature above 0, or trainer.eval_samples=1"
+        )
+    weighs = trainer.importance not in ("auto", "off") or (trainer.importance == "auto" and trainer.rollouts_ahead)
+    if weighs and trainer.importance_cap == 0:
+        raise ConfigError(
+            f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.importance = "
+            f"{trainer.importance} nothing would be learned; set it above 0, as 2.0"
+        )
+    if trainer.importance == "mask" and not trainer.importance_floor < 1 < trainer.importance_cap:
+        raise ConfigError(
+            f"trainer.importance = mask keeps tokens whose ratio is from trainer.importance_floor = "
+            f"{trainer.importance_floor} to trainer.importance_cap = {trainer.importance_cap}, a band that must have 1 "
+            "inside it: equal policies have that ratio. Use 0.5 and 2.0"
+        )
+
+
+def _cluster(flight: Preflight) -> None:
+    cluster = flight.config.cluster
+    if cluster.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.executor = ray, but ray is not installed: pip install ray, or choose cluster=in_process"
+        )
+    if cluster.executor == "in_process":
+        if cluster.workers != 1:
+            raise ConfigError(
+                f"cluster.executor = in_process runs engines in this process, so cluster.workers must be 1, not "
+                f"{cluster.workers}: choose cluster=in_process, which sets both, or cluster=local for Ray"
+            )
+        if cluster.address is not None:
+            raise ConfigError("cluster.address needs cluster.executor=ray")
+    gpus = cluster.gpus_per_worker
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(f"cluster.gpus_per_worker = {gpus} must be a whole number or a share below 1")
+
+
+def _sections(flight: Preflight) -> None:
+    specs: list[Any] = [flight.rollout_engine, flight.train_engine, *flight.plugins.configs().values()]
+    for spec in specs:
+        if spec.check is not None:
+            spec.check(flight.config)
+
+
+def _algorithm(flight: Preflight) -> None:
+    flight.algorithm.check(flight.config)
+
+
+def _saved_algorithm(flight: Preflight) -> None:
+    if flight.config.algorithm:
+        _algorithm(flight)
+
+
+def _evaluation(flight: Preflight) -> None:
+    generates = [name for name, role in flight.roles.items() if role.generates]
+    if flight.config.trainer.eval_every and "actor" not in generates and not flight.algorithm.evaluates:
+        raise ConfigError(
+            f"an evaluation samples from the role `actor`, but algo={flight.config.algorithm} lets "
+            f"{', '.join(generates) or 'no role'} generate and has no evaluate() of its own; set trainer.eval_every=0"
+        )
+
+
+def _roles(flight: Preflight) -> None:
+    check_roles(flight.roles, flight.config, flight.plugins)
+
+
+def _placement(flight: Preflight) -> None:
+    if flight.config.cluster.pools != "auto":
+        assert flight.placement.pools
+
+
+def _plugins(flight: Preflight) -> None:
+    flight.plugins.check_config(flight.config)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, and what it is made for. What depends on this machine is no question for a plan of another."""
+
+    function: Callable[[Preflight], None]
+    purposes: tuple[Purpose, ...] = ALWAYS
+
+
+CHECKS = (
+    Check(_names),
+    Check(_reward),
+    Check(_rollout),
+    Check(_engines),
+    Check(_trainer),
+    Check(_cluster, ("train", "evaluate")),
+    Check(_sections, ("train", "evaluate")),
+    Check(_algorithm, ("train", "plan")),
+    Check(_saved_algorithm, ("evaluate",)),
+    Check(_evaluation, ("train",)),
+    Check(_roles, ("train",)),
+    Check(_placement, ("train",)),
+    Check(_plugins, ("train", "evaluate")),
+)
+"""In the order in which they are asked: later ones build on what earlier ones have found sound."""
