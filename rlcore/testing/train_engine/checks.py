@@ -17,9 +17,9 @@ from rlcore.config import from_yaml, to_yaml
 from rlcore.engine.train import TrainEngine
 from rlcore.engine.update.items import UpdateItem
 from rlcore.errors import ConfigError, DataError
-from rlcore.plugins import POLICY, PluginManager
+from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
-from rlcore.testing.report import CheckFailed, NotApplicable
+from rlcore.testing.report import CheckFailed, NotApplicable, expect_error
 from rlcore.testing.train_engine import problem, state_checks
 from rlcore.testing.train_engine.ranks import ranks
 from rlcore.testing.train_engine.reference import Reference
@@ -29,7 +29,6 @@ from rlcore.testing.train_engine.suite import (
     TOLERANCE,
     TrainEngineSuite,
     expect_equal,
-    expect_error,
     expect_near,
     weights_of,
 )
@@ -45,10 +44,9 @@ CUTS: tuple[dict[str, Any], ...] = (
 
 def config(suite: TrainEngineSuite) -> str:
     """The spec and its default config are valid, and the engine describes the model that it loaded."""
-    plugins = PluginManager.load(suite.plugins)
     if suite.spec.check is not None:
         suite.spec.check(suite.config)
-    if from_yaml(to_yaml(suite.config), plugins) != suite.config:
+    if from_yaml(to_yaml(suite.config), suite.manager) != suite.config:
         raise CheckFailed("the config that is saved with a run is not the same when it is read back")
     if POLICY not in suite.spec.capabilities.kinds:
         raise CheckFailed("its capabilities leave out POLICY; every train engine holds policies")
