@@ -17,7 +17,7 @@ from rlcore.config import from_yaml, to_yaml
 from rlcore.engine.train import TrainEngine
 from rlcore.engine.update.items import UpdateItem
 from rlcore.errors import ConfigError, DataError
-from rlcore.plugins import POLICY, PluginManager
+from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
 from rlcore.testing.report import CheckFailed, NotApplicable
 from rlcore.testing.train_engine import problem, state_checks
@@ -45,10 +45,9 @@ CUTS: tuple[dict[str, Any], ...] = (
 
 def config(suite: TrainEngineSuite) -> str:
     """The spec and its default config are valid, and the engine describes the model that it loaded."""
-    plugins = PluginManager.load(suite.plugins)
     if suite.spec.check is not None:
         suite.spec.check(suite.config)
-    if from_yaml(to_yaml(suite.config), plugins) != suite.config:
+    if from_yaml(to_yaml(suite.config), suite.manager) != suite.config:
         raise CheckFailed("the config that is saved with a run is not the same when it is read back")
     if POLICY not in suite.spec.capabilities.kinds:
         raise CheckFailed("its capabilities leave out POLICY; every train engine holds policies")

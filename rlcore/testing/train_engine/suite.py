@@ -42,7 +42,7 @@ class TrainEngineSuite(CheckSuite):
 
     def __init__(self, name: str, folder: Path, checks: Mapping[str, Callable[[Any], str]], **options: Any) -> None:
         super().__init__(name, folder, checks, **options)
-        self.spec = PluginManager.load(self.plugins).train_engines()[name]
+        self.spec = self.manager.train_engines()[name]
 
     @classmethod
     def names(cls, plugins: PluginManager) -> Sequence[str]:
@@ -57,7 +57,7 @@ class TrainEngineSuite(CheckSuite):
             folder = self.folder / "policy"
             problem.write_policy(folder)
             overrides = [f"engine.name={self.name}", f"model.path={folder}", *self.settings]
-            return compose(overrides, PluginManager.load(self.plugins))
+            return compose(overrides, self.manager)
 
         return self.once("config", make)
 
