@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from rlcore.assets import model_path
 from rlcore.config import Config, compose
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
+from rlcore.model_folder import model_path
 from rlcore.plugins import POLICY, PluginManager, RoleKind
 from rlcore.testing.report import CheckFailed, CheckSuite
 from rlcore.testing.train_engine import problem
