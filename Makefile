@@ -36,7 +36,7 @@ test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile -m slow
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/vllm
+	.venv-vllm/bin/python -m pytest tests/engines/vllm
 
 # The list is whole, so nothing is resolved; what is never imported need not be compiled.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml

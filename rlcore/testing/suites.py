@@ -12,6 +12,8 @@ from rlcore.plugins import PluginManager
 from rlcore.testing.algorithm import checks as algorithm_checks
 from rlcore.testing.algorithm.suite import AlgorithmSuite
 from rlcore.testing.report import CheckSuite
+from rlcore.testing.rollout_engine import checks as rollout_engine_checks
+from rlcore.testing.rollout_engine.suite import RolloutEngineSuite
 from rlcore.testing.train_engine import checks as train_engine_checks
 from rlcore.testing.train_engine.suite import TrainEngineSuite
 
@@ -27,6 +29,7 @@ class SuiteEntry:
 SUITES = (
     SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),
     SuiteEntry(TrainEngineSuite, train_engine_checks.CHECKS),
+    SuiteEntry(RolloutEngineSuite, rollout_engine_checks.CHECKS),
 )
 
 

@@ -32,6 +32,10 @@ def create_hf(setup: RolloutSetup[HFConfig]) -> RolloutEngine:
 def rlcore_rollout_engines() -> RolloutEngineSpec[HFConfig]:
     """Register `rollout=hf`."""
     capabilities = RolloutCapabilities(
-        tensor_shards=True, adopts_weights=True, shares_module=True, slots_key="rollout.hf.batch_size"
+        tensor_shards=True,
+        continuous_batching=True,
+        adopts_weights=True,
+        shares_module=True,
+        slots_key="rollout.hf.batch_size",
     )
     return RolloutEngineSpec("hf", create_hf, HFConfig, capabilities, check_attention)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +69,7 @@ class VLLMRollout(RolloutEngine):
         self._joined = dist.is_initialized()  # vLLM makes its groups in a default group that is there, or makes one
         with ExitStack() as stack:
             stack.enter_context(_starting(on_cpu=on_cpu))
-            from vllm import LLM
-
+            LLM = _import_vllm()
             from rlcore.engines.vllm.internals import RowNoise, sample_by_name
 
             sharded: dict[str, Any] = {}
@@ -190,7 +191,7 @@ class VLLMRollout(RolloutEngine):
         sampling, done = request.sampling, len(request.sampled)
         return SamplingParams(
             max_tokens=sampling.max_tokens - done,
-            min_tokens=max(0, sampling.min_tokens - done),
+            min_tokens=max(0, min(sampling.min_tokens, sampling.max_tokens) - done),  # vLLM refuses more
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -238,6 +239,16 @@ def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
         for name, shape in shapes.items()
     }
     return shapes, shards, generation_config
+
+
+def _import_vllm() -> Any:
+    """Return vllm.LLM, imported in a thread of its own.
+
+    vLLM keeps an exception of an optional import that failed, and with it all frames up the stack with their variables:
+    here they would be those that hold an engine, which could then never be released.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
 
 
 @contextmanager

@@ -109,6 +109,15 @@ def test_a_batch_says_the_same_as_the_hugging_face_engines(rollout, hf, prompts,
         assert ours["response_text"].tolist() == theirs["response_text"].tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 30}, {"top_p": 0.8}, {"min_tokens": 9}])
+def test_samples_are_those_of_the_hugging_face_engine(rollout, hf, prompts, options):
+    """The same noise by name drives both; their log-probs differ only by rounding."""
+    batch, sampling = prompts([3, 20, 60, 190], 3), Sampling(max_tokens=15, **options)
+    ours, theirs = rollout.generate(batch, sampling), hf.generate(batch, sampling)
+    assert tokens(ours) == tokens(theirs)
+    torch.testing.assert_close(ours["rollout_log_probs"].values, theirs["rollout_log_probs"].values, atol=2e-4, rtol=0)
+
+
 def test_a_stop_string_ends_a_response_and_stays_in_it(rollout, prompts):
     free = rollout.generate(prompts([20, 30], 16), Sampling(max_tokens=20))
     stop = next(text[2:4] for text in free["response_text"] if len(text) > 6 and text[2:4].isprintable())
@@ -144,16 +153,25 @@ def test_the_samples_of_a_prompt_share_its_prefill(rollout, prompts, monkeypatch
     """Also where they are mixed in the batch: all but one of each prompt find its whole blocks of 128 tokens."""
     batch = prompts([300, 310], 4, seed=99)[[0, 4, 1, 5, 2, 6, 3, 7]]
     cached = []
-    generate = rollout.llm.generate
+    engine = rollout.llm.llm_engine
+    step = engine.step
 
-    def spy(*args, **kwargs):
-        outputs = generate(*args, **kwargs)
+    def spy():
+        outputs = step()
         cached.extend(output.num_cached_tokens for output in outputs)
         return outputs
 
-    monkeypatch.setattr(rollout.llm, "generate", spy)
+    monkeypatch.setattr(engine, "step", spy)
     rollout.generate(batch, Sampling(max_tokens=4))
     assert sorted(cached) == [0] * 2 + [256] * 6
+
+
+def test_long_prompts_are_prefilled_in_chunks_and_sampled_as_alone(rollout, prompts):
+    """More tokens than vLLM takes in one step: a prompt whose chunk ends within it draws nothing that counts."""
+    most = rollout.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    batch, sampling = prompts([450 + row for row in range(most // 450 + 2)], 1, seed=5), Sampling(max_tokens=5)
+    together = tokens(rollout.generate(batch, sampling))
+    assert together == [tokens(rollout.generate(batch[row : row + 1], sampling))[0] for row in range(len(batch))]
 
 
 def test_the_process_keeps_its_random_state_and_its_threads(pair, prompts, process_state):

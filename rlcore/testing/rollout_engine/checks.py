@@ -1,0 +1,515 @@
+"""The checks on a rollout engine, and the list of all checks.
+
+A check takes a RolloutEngineSuite and returns what it looked at, in a few words. It raises CheckFailed with what is
+wrong, or NotApplicable with the reason, which follows from the spec's capabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.config import from_yaml, to_yaml
+from rlcore.engine.generators import random_state, set_random_state
+from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
+from rlcore.errors import DataError
+from rlcore.plugins import PluginManager
+from rlcore.protocol import DataProto, Ragged
+from rlcore.testing.report import CheckFailed
+from rlcore.testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, held_bytes, shapes_of
+
+COLUMNS = {
+    "responses": torch.int64,
+    "response_mask": torch.int64,
+    "rollout_log_probs": torch.float32,
+    "prompt_length": torch.int64,
+    "response_length": torch.int64,
+    "finished": torch.bool,
+    "weights_version": torch.int64,
+}
+"""The dtype of each column of `generate`; `response_text` holds strings."""
+DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 7},
+    {"top_p": 0.6},
+    {"top_k": 20, "top_p": 0.8, "min_tokens": 6},
+)
+"""Samplings whose log-probs are compared with the plain model's."""
+ORDERS: dict[str, Callable[[list[Request]], Plan]] = {
+    "added at once": lambda rows: [(0, row) for row in rows],
+    "added at once, backwards": lambda rows: [(0, row) for row in rows[::-1]],
+    "one added every third step": lambda rows: [(3 * number, row) for number, row in enumerate(rows)],
+    "shuffled, added in pairs": lambda rows: [
+        (5 * (number // 2), row) for number, row in enumerate(random.Random(1).sample(rows, len(rows)))
+    ],
+    "the first four late": lambda rows: [(0, row) for row in rows[4:]] + [(25, row) for row in rows[:4]],
+}
+"""In which steps rows are added."""
+ADMITTED: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8, "min_tokens": 5})
+"""Samplings of the rows that are added in these orders."""
+LENGTHS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
+"""Lengths of prompts: around the sizes of blocks, tiles and buckets."""
+DRAWS, LIKELIEST, CHI_SQUARED = 1000, 10, 29.6
+"""First tokens drawn, and the chi-squared of the 10 likeliest and the rest that chance exceeds once in a thousand."""
+KEPT_BYTES = 16384
+"""Bytes of tensors that an engine may hold more after its work than before."""
+
+
+def config(suite: RolloutEngineSuite) -> str:
+    """The spec and its default config are valid, and an engine starts and refuses requests until it has weights."""
+    if suite.spec.check is not None:
+        suite.spec.check(suite.config)
+    if from_yaml(to_yaml(suite.config), PluginManager.load(suite.plugins)) != suite.config:
+        raise CheckFailed("the config that is saved with a run is not the same when it is read back")
+    engine = suite.engine
+    if not isinstance(engine, RolloutEngine):
+        raise CheckFailed(f"create() returned a {type(engine).__name__}, which is no rlcore.engine.RolloutEngine")
+    if suite.had_weights:
+        raise CheckFailed("it took a request before its first weights; `add` raises DataError until `sync`")
+    if engine.version != suite.newest:
+        raise CheckFailed(f"after sync() with version {suite.newest} its version is {engine.version}")
+    if finished := engine.step():
+        raise CheckFailed(f"without requests step() returned {len(finished)} rows; it returns an empty list")
+    own = suite.config.sections.get(f"rollout.{suite.name}")
+    return f"{0 if own is None else len(dataclasses.fields(own))} settings; starts without weights"
+
+
+def columns(suite: RolloutEngineSuite) -> str:
+    """`generate` gives its columns, row by row in the batch's order, and none for no rows."""
+    batch, sampling = suite.batch(4, 4), Sampling(max_tokens=30)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2)).tolist()
+    out, mixed = suite.engine.generate(batch, sampling), suite.engine.generate(batch[order], sampling)
+    for name, dtype in COLUMNS.items():
+        values = out[name].values if isinstance(out[name], Ragged) else out[name]
+        if values.dtype != dtype:
+            raise CheckFailed(f"column {name} of generate() is {values.dtype}, not {dtype}")
+    texts = [suite.reference.tokenizer.decode(row, skip_special_tokens=True) for row in out["responses"].to_list()]
+    if list(out["response_text"]) != texts:
+        raise CheckFailed("response_text is not the text of `responses` without special tokens")
+    if not torch.equal(out["prompt_length"], batch["prompts"].lengths):
+        raise CheckFailed("prompt_length is not the length of `prompts`")
+    if _tokens(mixed) != [_tokens(out)[row] for row in order]:
+        raise CheckFailed("rows of a batch in another order do not get the same responses")
+    if len(suite.engine.generate(batch[:0], sampling)):
+        raise CheckFailed("a batch without rows got rows")
+    return f"{len(COLUMNS) + 1} columns of {len(batch)} rows"
+
+
+def seeds(suite: RolloutEngineSuite) -> str:
+    """The same names give the same samples, any other name others; global random generators have no part in it."""
+    batch = suite.batch()
+    plain = Sampling(max_tokens=12, min_tokens=12, seed=1, step=2, purpose="train", call=0)
+    first = _tokens(suite.engine.generate(batch, plain))
+    before = random_state()
+    torch.rand(3)
+    if _tokens(suite.engine.generate(batch, plain)) != first:
+        raise CheckFailed("two calls with the same names give different samples")
+    set_random_state(before)
+    suite.engine.generate(batch, plain)
+    if random_state() != before:
+        raise CheckFailed("it draws from a global random generator, as training in the same process may")
+    seen = {tuple(row) for row in first}
+    changes: list[dict[str, Any]] = [{"seed": 2}, {"step": 3}, {"purpose": "eval"}, {"call": 1}]
+    calls = [(batch, replace(plain, **change), change) for change in changes]
+    for column, values in (("uid", ["1:0", "1:0", "1:1", "1:1"]), ("sample_index", torch.tensor([2, 3, 2, 3]))):
+        other = suite.batch()
+        other[column] = values
+        calls.append((other, plain, {column: values}))
+    for rows, sampling, change in calls:
+        new = {tuple(row) for row in _tokens(suite.engine.generate(rows, sampling))}
+        if seen & new or len(new) < len(batch):
+            raise CheckFailed(f"samples with {change} repeat others; its noise does not depend on every name")
+        seen |= new
+    return f"{len(seen)} samples, all different; two calls are equal"
+
+
+def greedy(suite: RolloutEngineSuite) -> str:
+    """At temperature 0 every token is the plain model's likeliest, and its log-prob 0."""
+    requests = suite.requests(temperature=0.0)
+    rows = suite.run([(0, row) for row in requests])
+    suite.expect_likely(requests, rows)
+    return f"{sum(len(row.tokens) for row in rows.values())} tokens are the likeliest"
+
+
+def log_probs(suite: RolloutEngineSuite) -> str:
+    """Log-probs are those of the distribution that was sampled: the plain model's, at a temperature, with cuts."""
+    worst = 0.0
+    for options in DISTRIBUTIONS:
+        requests = suite.requests(**options)
+        worst = max(worst, suite.expect_likely(requests, suite.run([(0, row) for row in requests])))
+    return f"{len(DISTRIBUTIONS)} distributions; at most {worst:.2g} nats from the plain model"
+
+
+def distribution(suite: RolloutEngineSuite) -> str:
+    """Tokens are drawn as often as their log-probs say, by chi-squared."""
+    sampling, prompt = Sampling(max_tokens=1), suite.prompt(9, 1)
+    requests = [Request(str(row), prompt, 7919 * row, sampling) for row in range(DRAWS)]
+    rows = suite.run([(0, row) for row in requests])
+    probs = suite.reference.log_probs(requests[0], rows["0"])[0].exp()
+    likeliest = probs.topk(LIKELIEST).indices.tolist()
+    drawn = [row.tokens[0] for row in rows.values()]
+    counts = torch.tensor([drawn.count(token) for token in likeliest]).double()
+    expected = DRAWS * probs[likeliest].double()
+    counts, expected = (torch.cat([each, DRAWS - each.sum()[None]]) for each in (counts, expected))
+    found = float(((counts - expected) ** 2 / expected).sum())
+    if found > CHI_SQUARED:
+        raise CheckFailed(
+            f"{DRAWS} draws have chi-squared {found:.1f}; of sound draws 1 in 1000 is above {CHI_SQUARED}"
+        )
+    return f"{DRAWS} draws, chi-squared {found:.1f} of {LIKELIEST} degrees of freedom"
+
+
+def ends(suite: RolloutEngineSuite) -> str:
+    """A row ends with an end token, which stays in it, or at max_tokens; the reason says which."""
+    requests = suite.requests(96, max_tokens=40)
+    rows = suite.run([(0, row) for row in requests])
+    counts = {"end": 0, "length": 0}
+    for row in rows.values():
+        at = next((at for at, token in enumerate(row.tokens) if token in suite.reference.end_ids), None)
+        wanted = (40, "length", False) if at is None else (at + 1, "end", True)
+        if (len(row.tokens), row.reason, row.finished) != wanted or len(row.log_probs) != len(row.tokens):
+            raise CheckFailed(
+                f"a row has {len(row.tokens)} tokens, {len(row.log_probs)} log-probs and the reason {row.reason!r}; it "
+                f"should have {wanted[0]} and {wanted[1]!r}"
+            )
+        counts[row.reason] += 1
+    return f"{counts['end']} rows end with an end token, {counts['length']} at max_tokens"
+
+
+def min_tokens(suite: RolloutEngineSuite) -> str:
+    """No end token is drawn before min_tokens, and no stop string ends a row before."""
+    stop = _stops(suite)
+    samplings: tuple[dict[str, Any], ...] = ({"min_tokens": 35}, {"min_tokens": 12, "stop": stop})
+    for options in samplings:
+        rows = suite.run([(0, row) for row in suite.requests(48, max_tokens=40, **options)])
+        shortest = min(len(row.tokens) for row in rows.values())
+        if shortest < options["min_tokens"]:
+            raise CheckFailed(f"with {options} a row has {shortest} tokens")
+        if "stop" in options and not any(row.reason == "stop" for row in rows.values()):
+            raise CheckFailed(f"with {options} no row ends with the stop string")
+    return "96 rows have at least as many tokens"
+
+
+def stop_strings(suite: RolloutEngineSuite) -> str:
+    """A row ends with the token that completes a stop string, also where the row goes on from given tokens."""
+    stop, requests = _stops(suite), suite.requests(24, max_tokens=40)
+    free = suite.run([(0, row) for row in requests])
+    lengths = {name: _length_with_stop(suite, row, stop) for name, row in free.items()}
+    for done in (0, 3):
+        asked = [
+            _continued(
+                replace(row, sampling=replace(row.sampling, stop=stop)), free[row.id], min(done, lengths[row.id] - 1)
+            )
+            for row in requests
+        ]
+        for name, row in suite.run([(0, request) for request in asked]).items():
+            whole, length = free[name], lengths[name]
+            reason = "stop" if length < len(whole.tokens) else row.reason
+            if list(row.tokens) != list(whole.tokens)[:length] or row.reason != reason:
+                raise CheckFailed(
+                    f"with stop={stop} a row has {len(row.tokens)} tokens and the reason {row.reason!r}; its stop "
+                    f"string ends in token {length} of {len(whole.tokens)}"
+                )
+    _stops_across(suite, requests, free)
+    stopped = sum(length < len(free[name].tokens) for name, length in lengths.items())
+    return f"{2 * stopped} of {2 * len(free)} rows end with one of {len(stop)} strings"
+
+
+def _stops_across(suite: RolloutEngineSuite, requests: list[Request], free: Mapping[str, Finished]) -> None:
+    """Expect a stop string to end a row that was interrupted between its two characters."""
+    for request in requests:
+        tokens = free[request.id].tokens
+        for at in range(1, len(tokens) - 1):
+            pair = suite.reference.tokenizer.decode(tokens[at - 1 : at + 1], skip_special_tokens=True)
+            if len(pair) == 2 and pair.isprintable() and pair.isascii():
+                stopped = replace(request, sampling=replace(request.sampling, stop=(pair,)))
+                row = suite.run([(0, _continued(stopped, free[request.id], at))])[request.id]
+                if row.reason != "stop" or len(row.tokens) != at + 1:
+                    raise CheckFailed("a stop string does not end a row that goes on from its first character")
+                return
+
+
+def prompt_lengths(suite: RolloutEngineSuite) -> str:
+    """Prompts of all lengths give the plain model's log-probs, and together the same tokens as alone."""
+    lengths = [length for length in LENGTHS if length + 8 <= suite.reference.longest]
+    sampling = Sampling(max_tokens=8, min_tokens=8)
+    requests = [Request(str(length), suite.prompt(length, length), length, sampling) for length in lengths]
+    together = suite.run([(0, row) for row in requests])
+    worst = suite.expect_likely(requests, together)
+    for request in requests[::4]:
+        suite.expect_same(together, suite.run([(0, request)]), f"beside prompts of other lengths than {request.id}")
+    return f"{len(lengths)} lengths from 1 to {lengths[-1]} tokens; at most {worst:.2g} nats from the plain model"
+
+
+def admission_orders(suite: RolloutEngineSuite) -> str:
+    """A row's tokens do not depend on when it was added and beside whom; log-probs only up to rounding."""
+    for options in ADMITTED:
+        want = suite.alone(**options)
+        for title, plan in ORDERS.items():
+            suite.expect_same(suite.run(plan(suite.requests(**options))), want, title)
+    joined = _joins(suite) if suite.spec.capabilities.continuous_batching else "rows wait for a batch to end"
+    return f"12 rows, {len(ORDERS)} orders, two samplings; {joined}"
+
+
+def _joins(suite: RolloutEngineSuite) -> str:
+    """Expect a short row to end while a long one decodes that was there before it."""
+    engine = suite.engine
+    prompt = suite.prompt(5, 1)
+    engine.add([Request("long", prompt, 1, Sampling(max_tokens=200, min_tokens=200))])
+    for _ in range(3):
+        engine.step()
+    engine.add([Request("short", prompt, 2, Sampling(max_tokens=4, min_tokens=4))])
+    while "short" in engine.in_flight:
+        engine.step()
+    if "long" not in engine.in_flight:
+        raise CheckFailed("a row that was added later waited for one that decoded already (continuous_batching)")
+    engine.abort(["long"])
+    return "a row joins others while they decode"
+
+
+def mixed_samplings(suite: RolloutEngineSuite) -> str:
+    """Rows that are sampled in different ways decode together as they do alone."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"min_tokens": 20},
+        {"top_p": 0.5},
+    ]
+    samplings = [Sampling(**{"max_tokens": 25, **kind}) for kind in kinds]
+    rows = [replace(row, sampling=samplings[number % 5]) for number, row in enumerate(suite.requests())]
+    want: dict[str, Finished] = {}
+    for row in rows:
+        want.update(suite.run([(0, row)]))
+    suite.expect_same(
+        suite.run([(number // 3, row) for number, row in enumerate(rows)]), want, "beside other samplings"
+    )
+    return f"{len(rows)} rows of {len(kinds)} samplings"
+
+
+def continued_rows(suite: RolloutEngineSuite) -> str:
+    """A row that goes on from k of its tokens gets the tokens of the uninterrupted row, for several k at a time."""
+    samplings: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "min_tokens": 9})
+    for options in samplings:
+        want = suite.alone(**options)
+        rows = [
+            _continued(row, want[row.id], min(2 * number, len(want[row.id].tokens) - 1))
+            for number, row in enumerate(suite.requests(**options))
+        ]
+        suite.expect_same(suite.run([(number // 2, row) for number, row in enumerate(rows)]), want, "continued")
+    return f"{2 * len(rows)} rows, continued after 0 to 22 tokens"
+
+
+def abort(suite: RolloutEngineSuite) -> str:
+    """An aborted row comes back as far as it is, its slot is free, the others go on, and it can go on later."""
+    want, engine = suite.alone(min_tokens=40, max_tokens=40), suite.engine
+    requests = suite.requests(min_tokens=40, max_tokens=40)
+    engine.add(requests)
+    for _ in range(6):
+        engine.step()
+    try:
+        engine.abort(["0", "none"])
+        raise CheckFailed("abort() took an id that is not in flight; it raises DataError and aborts nothing")
+    except DataError:
+        pass
+    gone = {row.id: row for row in engine.abort(["0", "1", "11"])}
+    for name in ("0", "1", "11"):
+        row = gone.get(name)
+        if row is None or row.reason != "abort" or row.finished or name in engine.in_flight:
+            raise CheckFailed(f"abort() did not return row {name} with the reason 'abort', or keeps it in flight")
+        if list(row.tokens) != list(want[name].tokens)[: len(row.tokens)] or len(row.tokens) != len(row.log_probs):
+            raise CheckFailed(f"the aborted row {name} does not have the first tokens and log-probs of the whole one")
+    if not gone["0"].tokens:
+        raise CheckFailed("after six steps the first row of the queue has no tokens")
+    rows = {row.id: row for row in requests}
+    again = [_continued(rows[name], row, len(row.tokens)) for name, row in gone.items()]
+    suite.expect_same(_finish(suite, again), want, "after an abort")
+    return f"3 of {len(requests)} rows aborted, one before it had a slot, and continued"
+
+
+def refusals(suite: RolloutEngineSuite) -> str:
+    """Bad requests are refused with a DataError, and none of their call is added; weights wait for requests."""
+    engine, good = suite.engine, Request("good", suite.prompt(4, 1), 1, Sampling(max_tokens=4))
+    bad = {
+        "an empty prompt": replace(good, id="bad", prompt=()),
+        "the id of a request in flight": good,
+        "sampled tokens without log-probs": replace(good, id="bad", sampled=(5,)),
+        "all of its tokens": replace(good, id="bad", sampled=(5,) * 4, sampled_log_probs=(0.0,) * 4),
+    }
+    engine.add([good])
+    for title, request in bad.items():
+        with _refused(f"add() took a request with {title}"):
+            engine.add([replace(good, id="other"), request])
+        if list(engine.in_flight) != ["good"]:
+            raise CheckFailed(f"of a call with {title} some requests were added: {', '.join(engine.in_flight)}")
+    weights = suite.reference.draw_weights(suite.newest)
+    with _refused("sync() changed the weights under requests in flight"):
+        engine.sync(iter(weights.items()), suite.newest, shapes_of(weights))
+    with _refused("generate() began while requests were in flight"):
+        engine.generate(suite.batch(), Sampling(max_tokens=2))
+    _finish(suite, [])
+    return f"{len(bad)} kinds of bad request; weights and batches wait for requests in flight"
+
+
+def versions(suite: RolloutEngineSuite) -> str:
+    """After each update samples come from the new weights alone, and name their version; by sync and by adopt."""
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+    prompts = [suite.prompt(length, length) for length in (5, 140) if length + 12 <= suite.reference.longest]
+    requests = [Request(str(number), prompt, 1, sampling) for number, prompt in enumerate(prompts)]
+    seen: list[Any] = []
+    for adopt in (False, True, False):
+        rows = suite.run([(0, row) for row in requests])
+        seen.append([list(row.tokens) for row in rows.values()])
+        version = suite.sync(adopt=adopt)
+        if suite.engine.version != version:
+            raise CheckFailed(f"its version is {suite.engine.version} after weights of version {version}")
+        rows = suite.run([(0, row) for row in requests])
+        suite.expect_likely(requests, rows)
+        if {row.weights_version for row in rows.values()} != {version}:
+            raise CheckFailed(f"rows that version {version} sampled name another one")
+        if [list(row.tokens) for row in rows.values()] in seen:
+            raise CheckFailed("new weights give the old tokens")
+    return f"{len(seen)} updates, by sync and by adopt"
+
+
+def dead_update(suite: RolloutEngineSuite) -> str:
+    """An update with wrong names or shapes is refused before it begins; one that breaks off leaves no mixed weights."""
+    requests = suite.requests(4, temperature=0.0)
+    before, version = suite.run([(0, row) for row in requests]), suite.engine.version
+    weights = suite.reference.draw_weights(suite.newest + 1)
+    first, *rest = weights
+    wrong = {
+        "a weight missing": {name: weights[name] for name in rest},
+        "an unknown weight": {**weights, "unknown.weight": torch.zeros(1)},
+        "a misshapen weight": {**weights, first: torch.zeros(1)},
+    }
+    for title, update in wrong.items():
+        taken: list[str] = []
+        with _refused(f"an update with {title} was taken"):
+            suite.engine.sync(_noting(update, taken), version + 1, shapes_of(update))
+        if taken or suite.engine.version != version:
+            raise CheckFailed(f"with {title} it took {len(taken)} weights before it refused")
+        suite.expect_same(suite.run([(0, row) for row in requests]), before, f"after an update with {title}")
+    with _refused("an update that broke off half-way passed for a whole one"):
+        suite.engine.sync(iter(list(weights.items())[: len(weights) // 2]), version + 1, shapes_of(weights))
+    try:
+        after = suite.run([(0, row) for row in requests])
+    except DataError:
+        answer = "is refused"
+    else:
+        suite.expect_same(after, before, "after an update that broke off, without refusing requests")
+        answer = "leaves the old weights"
+    suite.sync()
+    return f"{len(wrong)} kinds of wrong update; one that breaks off {answer}"
+
+
+def memory(suite: RolloutEngineSuite) -> str:
+    """Rows that ended or were aborted leave no memory behind, and a closed engine leaves nothing. It runs last."""
+    engine = suite.engine
+    requests = suite.requests(2 * SLOTS, most=200, min_tokens=100, max_tokens=100)
+    held = []
+    for _ in range(3):
+        engine.add(requests)
+        for _ in range(60):
+            engine.step()
+        engine.abort(list(engine.in_flight))
+        held.append(held_bytes())
+    if held[-1] - held[0] > KEPT_BYTES:
+        raise CheckFailed(f"each load that was aborted leaves {(held[-1] - held[0]) // 2} bytes")
+    suite.run([(0, row) for row in suite.requests()])
+    if (kept := held_bytes() - held[0]) > KEPT_BYTES:
+        raise CheckFailed(f"rows that ended leave {kept} bytes")
+    weights = sum(parameter.nbytes for parameter in suite.reference.hf.parameters())
+    del engine
+    alive = suite.close()
+    kept = held_bytes() - suite.bytes_before
+    if alive is not None and alive() is not None:
+        raise CheckFailed(f"closed, the engine is still referred to, with {kept} bytes of tensors")
+    if kept > weights // 10:
+        raise CheckFailed(f"closed, the engine leaves {kept} bytes of tensors")
+    return f"{3 * len(requests)} rows aborted; closed, it leaves {max(0, kept)} bytes"
+
+
+def _tokens(out: DataProto) -> list[list[int]]:
+    return [row.tolist() for row in out["responses"].to_list()]
+
+
+def _continued(request: Request, row: Finished, count: int) -> Request:
+    """Return a request that goes on after the first `count` tokens of a row."""
+    return replace(request, sampled=tuple(row.tokens[:count]), sampled_log_probs=tuple(row.log_probs[:count]))
+
+
+def _finish(suite: RolloutEngineSuite, requests: list[Request]) -> Mapping[str, Finished]:
+    """Add requests beside those in flight and return all rows."""
+    engine, done = suite.created, dict[str, Finished]()
+    engine.add(requests)
+    while engine.in_flight:
+        done.update((row.id, row) for row in engine.step())
+    return done
+
+
+def _length_with_stop(suite: RolloutEngineSuite, row: Finished, stop: tuple[str, ...]) -> int:
+    """Return the number of tokens up to the one that completes a stop string; all without one."""
+    for count in range(1, len(row.tokens)):
+        text = suite.reference.tokenizer.decode(row.tokens[:count], skip_special_tokens=True)
+        if any(each in text for each in stop):
+            return count
+    return len(row.tokens)
+
+
+def _stops(suite: RolloutEngineSuite) -> tuple[str, ...]:
+    """Return 12 characters that many responses contain."""
+    texts = [suite.reference.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in suite.alone().values()]
+    characters = sorted({each for text in texts for each in text if each.isascii() and each.isprintable()})
+    if not characters:
+        raise CheckFailed("no sampled response has a printable character; give another model.path")
+    return tuple(sorted(characters, key=lambda each: -sum(each in text for text in texts))[:12])
+
+
+@contextmanager
+def _refused(otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        return
+    raise CheckFailed(f"{otherwise}; it raises DataError")
+
+
+def _noting(weights: Mapping[str, Tensor], taken: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights.items():
+        taken.append(name)
+        yield name, tensor
+
+
+CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
+    check.__name__: check
+    for check in (
+        config,
+        columns,
+        seeds,
+        greedy,
+        log_probs,
+        distribution,
+        ends,
+        min_tokens,
+        stop_strings,
+        prompt_lengths,
+        admission_orders,
+        mixed_samplings,
+        continued_rows,
+        abort,
+        refusals,
+        versions,
+        dead_update,
+        memory,
+    )
+}
+"""All checks by name, in the order of the report card; `memory` closes the engine."""

@@ -1,0 +1,5 @@
+"""The whole suite of rollout engines, on vLLM."""
+
+from rlcore.testing import conformance
+
+test_vllm = conformance("rollout=vllm", "rollout.vllm.kv_cache_mb=64")
