@@ -20,7 +20,6 @@ from rlcore.config import from_yaml, to_yaml
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.errors import DataError
-from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 from rlcore.testing.report import CheckFailed
 from rlcore.testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, held_bytes, shapes_of
@@ -67,7 +66,7 @@ def config(suite: RolloutEngineSuite) -> str:
     """The spec and its default config are valid, and an engine starts and refuses requests until it has weights."""
     if suite.spec.check is not None:
         suite.spec.check(suite.config)
-    if from_yaml(to_yaml(suite.config), PluginManager.load(suite.plugins)) != suite.config:
+    if from_yaml(to_yaml(suite.config), suite.manager) != suite.config:
         raise CheckFailed("the config that is saved with a run is not the same when it is read back")
     engine = suite.engine
     if not isinstance(engine, RolloutEngine):

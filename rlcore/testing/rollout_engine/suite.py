@@ -45,7 +45,7 @@ class RolloutEngineSuite(CheckSuite):
 
     def __init__(self, name: str, *args: Any, **options: Any) -> None:
         super().__init__(name, *args, **options)
-        self.spec = PluginManager.load(self.plugins).rollout_engines()[name]
+        self.spec = self.manager.rollout_engines()[name]
         self.newest = 0
         self.had_weights = self.closed = False
         self._stack.callback(self.close)
@@ -63,7 +63,7 @@ class RolloutEngineSuite(CheckSuite):
             slots = self.spec.capabilities.slots_key
             few = [] if slots is None else [f"{slots}={SLOTS}"]
             overrides = [f"rollout.name={self.name}", *few, *self.settings]
-            return compose(overrides, PluginManager.load(self.plugins))
+            return compose(overrides, self.manager)
 
         return self.once("config", make)
 
