@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -118,3 +118,16 @@ class CheckSuite:
         if isinstance(kept, Exception):
             raise kept
         return kept  # type: ignore[no-any-return]
+
+
+@contextmanager
+def expect_error(error: type[Exception], title: str, *says: str) -> Iterator[None]:
+    """Raise CheckFailed unless the block raises `error` with all of `says` in its text."""
+    try:
+        yield
+    except error as raised:
+        missing = [words for words in says if words not in str(raised)]
+        if missing:
+            raise CheckFailed(f"{title}: its error does not say {missing[0]!r}: {raised}") from raised
+    else:
+        raise CheckFailed(f"{title} raised no {error.__name__}")

@@ -40,7 +40,7 @@ NOT_RUN = {
     r"make (train|test)": "tests of their own: each is longer than all of this; the Makefile is checked below",
     r"pip install -e \. -e plugins/rlcore-plugin-plan .* -c constraints\.txt": "installs what these tests run on",
     r"pip install -e \"\.\[vllm\]\"|pip install --no-deps -r requirements-vllm\.txt -e \.": "make test-vllm does it",
-    r"rlcore train (experiment=quickstart|algo=grpo) rollout=vllm.*": "needs vLLM; tests/vllm/test_runs.py runs it",
+    r"rlcore train (experiment=quickstart|algo=grpo) rollout=vllm.*": "needs vLLM; tests/engines/vllm runs it",
     r"rlcore plan --calibrate .*": "measures for minutes; make bench B=plan does it",
     r"python online_dpo_workers\.py": "tests/workers/test_verl_tutorial.py runs it, and compares its numbers",
     r"python -m pdb .*": "waits at a prompt",

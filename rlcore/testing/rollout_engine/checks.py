@@ -7,33 +7,20 @@ wrong, or NotApplicable with the reason, which follows from the spec's capabilit
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlcore.config import from_yaml, to_yaml
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
-from rlcore.errors import DataError
-from rlcore.protocol import DataProto, Ragged
+from rlcore.protocol import DataProto
 from rlcore.testing.report import CheckFailed
-from rlcore.testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, held_bytes, shapes_of
+from rlcore.testing.rollout_engine import request_checks
+from rlcore.testing.rollout_engine.suite import RolloutEngineSuite, continued
 
-COLUMNS = {
-    "responses": torch.int64,
-    "response_mask": torch.int64,
-    "rollout_log_probs": torch.float32,
-    "prompt_length": torch.int64,
-    "response_length": torch.int64,
-    "finished": torch.bool,
-    "weights_version": torch.int64,
-}
-"""The dtype of each column of `generate`; `response_text` holds strings."""
 DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.7},
@@ -42,24 +29,10 @@ DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"top_k": 20, "top_p": 0.8, "min_tokens": 6},
 )
 """Samplings whose log-probs are compared with the plain model's."""
-ORDERS: dict[str, Callable[[list[Request]], Plan]] = {
-    "added at once": lambda rows: [(0, row) for row in rows],
-    "added at once, backwards": lambda rows: [(0, row) for row in rows[::-1]],
-    "one added every third step": lambda rows: [(3 * number, row) for number, row in enumerate(rows)],
-    "shuffled, added in pairs": lambda rows: [
-        (5 * (number // 2), row) for number, row in enumerate(random.Random(1).sample(rows, len(rows)))
-    ],
-    "the first four late": lambda rows: [(0, row) for row in rows[4:]] + [(25, row) for row in rows[:4]],
-}
-"""In which steps rows are added."""
-ADMITTED: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8, "min_tokens": 5})
-"""Samplings of the rows that are added in these orders."""
 LENGTHS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
 """Lengths of prompts: around the sizes of blocks, tiles and buckets."""
 DRAWS, LIKELIEST, CHI_SQUARED = 1000, 10, 29.6
 """First tokens drawn, and the chi-squared of the 10 likeliest and the rest that chance exceeds once in a thousand."""
-KEPT_BYTES = 16384
-"""Bytes of tensors that an engine may hold more after its work than before."""
 
 
 def config(suite: RolloutEngineSuite) -> str:
@@ -86,10 +59,6 @@ def columns(suite: RolloutEngineSuite) -> str:
     batch, sampling = suite.batch(4, 4), Sampling(max_tokens=30)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2)).tolist()
     out, mixed = suite.engine.generate(batch, sampling), suite.engine.generate(batch[order], sampling)
-    for name, dtype in COLUMNS.items():
-        values = out[name].values if isinstance(out[name], Ragged) else out[name]
-        if values.dtype != dtype:
-            raise CheckFailed(f"column {name} of generate() is {values.dtype}, not {dtype}")
     texts = [suite.reference.tokenizer.decode(row, skip_special_tokens=True) for row in out["responses"].to_list()]
     if list(out["response_text"]) != texts:
         raise CheckFailed("response_text is not the text of `responses` without special tokens")
@@ -99,7 +68,7 @@ def columns(suite: RolloutEngineSuite) -> str:
         raise CheckFailed("rows of a batch in another order do not get the same responses")
     if len(suite.engine.generate(batch[:0], sampling)):
         raise CheckFailed("a batch without rows got rows")
-    return f"{len(COLUMNS) + 1} columns of {len(batch)} rows"
+    return f"{len(out)} rows"
 
 
 def seeds(suite: RolloutEngineSuite) -> str:
@@ -204,7 +173,7 @@ def stop_strings(suite: RolloutEngineSuite) -> str:
     lengths = {name: _length_with_stop(suite, row, stop) for name, row in free.items()}
     for done in (0, 3):
         asked = [
-            _continued(
+            continued(
                 replace(row, sampling=replace(row.sampling, stop=stop)), free[row.id], min(done, lengths[row.id] - 1)
             )
             for row in requests
@@ -230,7 +199,7 @@ def _stops_across(suite: RolloutEngineSuite, requests: list[Request], free: Mapp
             pair = suite.reference.tokenizer.decode(tokens[at - 1 : at + 1], skip_special_tokens=True)
             if len(pair) == 2 and pair.isprintable() and pair.isascii():
                 stopped = replace(request, sampling=replace(request.sampling, stop=(pair,)))
-                row = suite.run([(0, _continued(stopped, free[request.id], at))])[request.id]
+                row = suite.run([(0, continued(stopped, free[request.id], at))])[request.id]
                 if row.reason != "stop" or len(row.tokens) != at + 1:
                     raise CheckFailed("a stop string does not end a row that goes on from its first character")
                 return
@@ -248,211 +217,8 @@ def prompt_lengths(suite: RolloutEngineSuite) -> str:
     return f"{len(lengths)} lengths from 1 to {lengths[-1]} tokens; at most {worst:.2g} nats from the plain model"
 
 
-def admission_orders(suite: RolloutEngineSuite) -> str:
-    """A row's tokens do not depend on when it was added and beside whom; log-probs only up to rounding."""
-    for options in ADMITTED:
-        want = suite.alone(**options)
-        for title, plan in ORDERS.items():
-            suite.expect_same(suite.run(plan(suite.requests(**options))), want, title)
-    joined = _joins(suite) if suite.spec.capabilities.continuous_batching else "rows wait for a batch to end"
-    return f"12 rows, {len(ORDERS)} orders, two samplings; {joined}"
-
-
-def _joins(suite: RolloutEngineSuite) -> str:
-    """Expect a short row to end while a long one decodes that was there before it."""
-    engine = suite.engine
-    prompt = suite.prompt(5, 1)
-    engine.add([Request("long", prompt, 1, Sampling(max_tokens=200, min_tokens=200))])
-    for _ in range(3):
-        engine.step()
-    engine.add([Request("short", prompt, 2, Sampling(max_tokens=4, min_tokens=4))])
-    while "short" in engine.in_flight:
-        engine.step()
-    if "long" not in engine.in_flight:
-        raise CheckFailed("a row that was added later waited for one that decoded already (continuous_batching)")
-    engine.abort(["long"])
-    return "a row joins others while they decode"
-
-
-def mixed_samplings(suite: RolloutEngineSuite) -> str:
-    """Rows that are sampled in different ways decode together as they do alone."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"min_tokens": 20},
-        {"top_p": 0.5},
-    ]
-    samplings = [Sampling(**{"max_tokens": 25, **kind}) for kind in kinds]
-    rows = [replace(row, sampling=samplings[number % 5]) for number, row in enumerate(suite.requests())]
-    want: dict[str, Finished] = {}
-    for row in rows:
-        want.update(suite.run([(0, row)]))
-    suite.expect_same(
-        suite.run([(number // 3, row) for number, row in enumerate(rows)]), want, "beside other samplings"
-    )
-    return f"{len(rows)} rows of {len(kinds)} samplings"
-
-
-def continued_rows(suite: RolloutEngineSuite) -> str:
-    """A row that goes on from k of its tokens gets the tokens of the uninterrupted row, for several k at a time."""
-    samplings: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "min_tokens": 9})
-    for options in samplings:
-        want = suite.alone(**options)
-        rows = [
-            _continued(row, want[row.id], min(2 * number, len(want[row.id].tokens) - 1))
-            for number, row in enumerate(suite.requests(**options))
-        ]
-        suite.expect_same(suite.run([(number // 2, row) for number, row in enumerate(rows)]), want, "continued")
-    return f"{2 * len(rows)} rows, continued after 0 to 22 tokens"
-
-
-def abort(suite: RolloutEngineSuite) -> str:
-    """An aborted row comes back as far as it is, its slot is free, the others go on, and it can go on later."""
-    want, engine = suite.alone(min_tokens=40, max_tokens=40), suite.engine
-    requests = suite.requests(min_tokens=40, max_tokens=40)
-    engine.add(requests)
-    for _ in range(6):
-        engine.step()
-    try:
-        engine.abort(["0", "none"])
-        raise CheckFailed("abort() took an id that is not in flight; it raises DataError and aborts nothing")
-    except DataError:
-        pass
-    gone = {row.id: row for row in engine.abort(["0", "1", "11"])}
-    for name in ("0", "1", "11"):
-        row = gone.get(name)
-        if row is None or row.reason != "abort" or row.finished or name in engine.in_flight:
-            raise CheckFailed(f"abort() did not return row {name} with the reason 'abort', or keeps it in flight")
-        if list(row.tokens) != list(want[name].tokens)[: len(row.tokens)] or len(row.tokens) != len(row.log_probs):
-            raise CheckFailed(f"the aborted row {name} does not have the first tokens and log-probs of the whole one")
-    if not gone["0"].tokens:
-        raise CheckFailed("after six steps the first row of the queue has no tokens")
-    rows = {row.id: row for row in requests}
-    again = [_continued(rows[name], row, len(row.tokens)) for name, row in gone.items()]
-    suite.expect_same(_finish(suite, again), want, "after an abort")
-    return f"3 of {len(requests)} rows aborted, one before it had a slot, and continued"
-
-
-def refusals(suite: RolloutEngineSuite) -> str:
-    """Bad requests are refused with a DataError, and none of their call is added; weights wait for requests."""
-    engine, good = suite.engine, Request("good", suite.prompt(4, 1), 1, Sampling(max_tokens=4))
-    bad = {
-        "an empty prompt": replace(good, id="bad", prompt=()),
-        "the id of a request in flight": good,
-        "sampled tokens without log-probs": replace(good, id="bad", sampled=(5,)),
-        "all of its tokens": replace(good, id="bad", sampled=(5,) * 4, sampled_log_probs=(0.0,) * 4),
-    }
-    engine.add([good])
-    for title, request in bad.items():
-        with _refused(f"add() took a request with {title}"):
-            engine.add([replace(good, id="other"), request])
-        if list(engine.in_flight) != ["good"]:
-            raise CheckFailed(f"of a call with {title} some requests were added: {', '.join(engine.in_flight)}")
-    weights = suite.reference.draw_weights(suite.newest)
-    with _refused("sync() changed the weights under requests in flight"):
-        engine.sync(iter(weights.items()), suite.newest, shapes_of(weights))
-    with _refused("generate() began while requests were in flight"):
-        engine.generate(suite.batch(), Sampling(max_tokens=2))
-    _finish(suite, [])
-    return f"{len(bad)} kinds of bad request; weights and batches wait for requests in flight"
-
-
-def versions(suite: RolloutEngineSuite) -> str:
-    """After each update samples come from the new weights alone, and name their version; by sync and by adopt."""
-    sampling = Sampling(max_tokens=12, temperature=0.0)
-    prompts = [suite.prompt(length, length) for length in (5, 140) if length + 12 <= suite.reference.longest]
-    requests = [Request(str(number), prompt, 1, sampling) for number, prompt in enumerate(prompts)]
-    seen: list[Any] = []
-    for adopt in (False, True, False):
-        rows = suite.run([(0, row) for row in requests])
-        seen.append([list(row.tokens) for row in rows.values()])
-        version = suite.sync(adopt=adopt)
-        if suite.engine.version != version:
-            raise CheckFailed(f"its version is {suite.engine.version} after weights of version {version}")
-        rows = suite.run([(0, row) for row in requests])
-        suite.expect_likely(requests, rows)
-        if {row.weights_version for row in rows.values()} != {version}:
-            raise CheckFailed(f"rows that version {version} sampled name another one")
-        if [list(row.tokens) for row in rows.values()] in seen:
-            raise CheckFailed("new weights give the old tokens")
-    return f"{len(seen)} updates, by sync and by adopt"
-
-
-def dead_update(suite: RolloutEngineSuite) -> str:
-    """An update with wrong names or shapes is refused before it begins; one that breaks off leaves no mixed weights."""
-    requests = suite.requests(4, temperature=0.0)
-    before, version = suite.run([(0, row) for row in requests]), suite.engine.version
-    weights = suite.reference.draw_weights(suite.newest + 1)
-    first, *rest = weights
-    wrong = {
-        "a weight missing": {name: weights[name] for name in rest},
-        "an unknown weight": {**weights, "unknown.weight": torch.zeros(1)},
-        "a misshapen weight": {**weights, first: torch.zeros(1)},
-    }
-    for title, update in wrong.items():
-        taken: list[str] = []
-        with _refused(f"an update with {title} was taken"):
-            suite.engine.sync(_noting(update, taken), version + 1, shapes_of(update))
-        if taken or suite.engine.version != version:
-            raise CheckFailed(f"with {title} it took {len(taken)} weights before it refused")
-        suite.expect_same(suite.run([(0, row) for row in requests]), before, f"after an update with {title}")
-    with _refused("an update that broke off half-way passed for a whole one"):
-        suite.engine.sync(iter(list(weights.items())[: len(weights) // 2]), version + 1, shapes_of(weights))
-    try:
-        after = suite.run([(0, row) for row in requests])
-    except DataError:
-        answer = "is refused"
-    else:
-        suite.expect_same(after, before, "after an update that broke off, without refusing requests")
-        answer = "leaves the old weights"
-    suite.sync()
-    return f"{len(wrong)} kinds of wrong update; one that breaks off {answer}"
-
-
-def memory(suite: RolloutEngineSuite) -> str:
-    """Rows that ended or were aborted leave no memory behind, and a closed engine leaves nothing. It runs last."""
-    engine = suite.engine
-    requests = suite.requests(2 * SLOTS, most=200, min_tokens=100, max_tokens=100)
-    held = []
-    for _ in range(3):
-        engine.add(requests)
-        for _ in range(60):
-            engine.step()
-        engine.abort(list(engine.in_flight))
-        held.append(held_bytes())
-    if held[-1] - held[0] > KEPT_BYTES:
-        raise CheckFailed(f"each load that was aborted leaves {(held[-1] - held[0]) // 2} bytes")
-    suite.run([(0, row) for row in suite.requests()])
-    if (kept := held_bytes() - held[0]) > KEPT_BYTES:
-        raise CheckFailed(f"rows that ended leave {kept} bytes")
-    weights = sum(parameter.nbytes for parameter in suite.reference.hf.parameters())
-    del engine
-    alive = suite.close()
-    kept = held_bytes() - suite.bytes_before
-    if alive is not None and alive() is not None:
-        raise CheckFailed(f"closed, the engine is still referred to, with {kept} bytes of tensors")
-    if kept > weights // 10:
-        raise CheckFailed(f"closed, the engine leaves {kept} bytes of tensors")
-    return f"{3 * len(requests)} rows aborted; closed, it leaves {max(0, kept)} bytes"
-
-
 def _tokens(out: DataProto) -> list[list[int]]:
     return [row.tolist() for row in out["responses"].to_list()]
-
-
-def _continued(request: Request, row: Finished, count: int) -> Request:
-    """Return a request that goes on after the first `count` tokens of a row."""
-    return replace(request, sampled=tuple(row.tokens[:count]), sampled_log_probs=tuple(row.log_probs[:count]))
-
-
-def _finish(suite: RolloutEngineSuite, requests: list[Request]) -> Mapping[str, Finished]:
-    """Add requests beside those in flight and return all rows."""
-    engine, done = suite.created, dict[str, Finished]()
-    engine.add(requests)
-    while engine.in_flight:
-        done.update((row.id, row) for row in engine.step())
-    return done
 
 
 def _length_with_stop(suite: RolloutEngineSuite, row: Finished, stop: tuple[str, ...]) -> int:
@@ -473,21 +239,6 @@ def _stops(suite: RolloutEngineSuite) -> tuple[str, ...]:
     return tuple(sorted(characters, key=lambda each: -sum(each in text for text in texts))[:12])
 
 
-@contextmanager
-def _refused(otherwise: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError:
-        return
-    raise CheckFailed(f"{otherwise}; it raises DataError")
-
-
-def _noting(weights: Mapping[str, Tensor], taken: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights.items():
-        taken.append(name)
-        yield name, tensor
-
-
 CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
     check.__name__: check
     for check in (
@@ -501,14 +252,14 @@ CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
         min_tokens,
         stop_strings,
         prompt_lengths,
-        admission_orders,
-        mixed_samplings,
-        continued_rows,
-        abort,
-        refusals,
-        versions,
-        dead_update,
-        memory,
+        request_checks.admission_orders,
+        request_checks.mixed_samplings,
+        request_checks.continued_rows,
+        request_checks.abort,
+        request_checks.refusals,
+        request_checks.versions,
+        request_checks.dead_update,
+        request_checks.memory,
     )
 }
 """All checks by name, in the order of the report card; `memory` closes the engine."""

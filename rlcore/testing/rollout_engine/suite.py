@@ -233,6 +233,11 @@ class RolloutEngineSuite(CheckSuite):
                 raise CheckFailed(f"{what}: a log-prob of row {name} differs by {off:.3g} nats")
 
 
+def continued(request: Request, row: Finished, count: int) -> Request:
+    """Return a request that goes on after the first `count` tokens of a row."""
+    return replace(request, sampled=tuple(row.tokens[:count]), sampled_log_probs=tuple(row.log_probs[:count]))
+
+
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     """Return the shapes by name."""
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}

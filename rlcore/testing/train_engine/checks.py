@@ -19,7 +19,7 @@ from rlcore.engine.update.items import UpdateItem
 from rlcore.errors import ConfigError, DataError
 from rlcore.plugins import POLICY
 from rlcore.protocol import DataProto, Ragged
-from rlcore.testing.report import CheckFailed, NotApplicable
+from rlcore.testing.report import CheckFailed, NotApplicable, expect_error
 from rlcore.testing.train_engine import problem, state_checks
 from rlcore.testing.train_engine.ranks import ranks
 from rlcore.testing.train_engine.reference import Reference
@@ -29,7 +29,6 @@ from rlcore.testing.train_engine.suite import (
     TOLERANCE,
     TrainEngineSuite,
     expect_equal,
-    expect_error,
     expect_near,
     weights_of,
 )

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlcore.engine.train import ENGINE_STATE, TrainEngine
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.errors import CheckpointError, DataError
-from rlcore.testing.report import CheckFailed
+from rlcore.testing.report import CheckFailed, expect_error
 from rlcore.testing.train_engine.reference import Weights
-from rlcore.testing.train_engine.suite import SMOOTH, TrainEngineSuite, expect_equal, expect_error, weights_of
+from rlcore.testing.train_engine.suite import SMOOTH, TrainEngineSuite, expect_equal, weights_of
 
 
 def versions(suite: TrainEngineSuite) -> str:

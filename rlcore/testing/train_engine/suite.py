@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -130,16 +129,3 @@ def expect_near(got: Weights, want: Weights, start: Weights, what: str, toleranc
     if not off <= tolerance:
         raise CheckFailed(f"{what}: the update of {name} is off by {off:.2g} of its norm; allowed: {tolerance:g}")
     return off
-
-
-@contextmanager
-def expect_error(error: type[Exception], title: str, *says: str) -> Iterator[None]:
-    """Raise CheckFailed unless the block raises `error` with all of `says` in its text."""
-    try:
-        yield
-    except error as raised:
-        missing = [words for words in says if words not in str(raised)]
-        if missing:
-            raise CheckFailed(f"{title}: its error does not say {missing[0]!r}: {raised}") from raised
-    else:
-        raise CheckFailed(f"{title} raised no {error.__name__}")
