@@ -225,6 +225,10 @@ def long_tail(size: Size, folder: Path) -> list[Figure]:
 
 def head(size: Size, folder: Path) -> list[Figure]:
     """Measure log-probs and entropy of tokens from hidden states, forward and backward."""
+    return [*_head(size, "head", compiled=size.is_card), *_head(size, "head, not compiled", compiled=False)]
+
+
+def _head(size: Size, side: str, *, compiled: bool) -> list[Figure]:
     import torch
 
     from rlcore.ops import chunked_log_probs
@@ -236,10 +240,11 @@ def head(size: Size, folder: Path) -> list[Figure]:
     labels = torch.randint(shape.vocabulary, (tokens,), device=device)
 
     def once() -> None:
-        log_probs, entropy = chunked_log_probs(hidden, weight, labels)
+        log_probs, entropy = chunked_log_probs(hidden, weight, labels, compiled=compiled)
         (log_probs.mean() + 0.01 * entropy.mean()).backward()
         hidden.grad = weight.grad = None
 
+    once()
     if size.is_card:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if size.is_card else 0
@@ -248,9 +253,9 @@ def head(size: Size, folder: Path) -> list[Figure]:
     products = 6 * tokens * shape.head_parameters
     logits = 4 * tokens * shape.vocabulary
     return [
-        Figure("head", "forward and backward", "ms", [each * 1e3 for each in seconds]),
-        Figure("head", "arithmetic", "TFLOP/s", [products / each / 1e12 for each in seconds]),
-        Figure("head", "memory, of all logits in fp32", "%", [100 * peak / logits]),
+        Figure(side, "forward and backward", "ms", [each * 1e3 for each in seconds]),
+        Figure(side, "arithmetic", "TFLOP/s", [products / each / 1e12 for each in seconds]),
+        Figure(side, "memory, of all logits in fp32", "%", [100 * peak / logits]),
     ]
 
 

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import torch
 
+COMPILED_FROM = 100_000_000
+"""Parameters from which on faster kernels are worth tens of seconds of compiling at start."""
+
+
+def pays_to_compile(device: torch.device, parameters: int) -> bool:
+    """Return whether torch.compile is used for a model of so many parameters: on a GPU, from `COMPILED_FROM` on.
+
+    Not with deterministic algorithms: what the compiler chooses by timing kernels differs from process to process.
+    """
+    return device.type == "cuda" and parameters >= COMPILED_FROM and not torch.are_deterministic_algorithms_enabled()
+
 
 def prepare_device(device: torch.device) -> None:
     """Set torch's options for `device` in this process; on a CPU nothing changes.

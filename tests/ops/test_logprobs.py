@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlcore.ops import chunked_log_probs, token_log_probs
+from rlcore.ops.logprobs import _tiles
 
 
 def test_token_log_probs_by_hand():
@@ -84,6 +85,46 @@ def test_tiles_of_the_vocabulary_equal_dense_whichever_result_is_used(used, monk
         strict=True,
     ):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [64, 96, 33])
+@pytest.mark.parametrize("used", ["log_probs", "entropy", "both"])
+def test_compiled_passes_equal_dense(vocabulary, used, monkeypatch):
+    """Traced as torch.compile traces them, in one graph each, and run without a compiler."""
+    traced = []
+
+    def compiled(function):
+        traced.append(function.__name__)
+        return torch.compile(function, backend="eager", fullgraph=True)
+
+    monkeypatch.setattr("rlcore.ops.logprobs._compiled", compiled)
+    monkeypatch.setattr("rlcore.ops.logprobs.COMPILED_TILE", 64)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(vocabulary, 5, requires_grad=True)
+    labels, upstream = torch.randint(0, vocabulary, (7,)), torch.randn(2, 7)
+    results = {"log_probs": [0], "entropy": [1], "both": [0, 1]}[used]
+
+    def loss(pair):
+        return sum((upstream[i] * pair[i]).sum() for i in results)
+
+    got = chunked_log_probs(hidden, weight, labels, temperature=0.7, chunk=3, compiled=True)
+    dense = token_log_probs(torch.nn.functional.linear(hidden, weight) / 0.7, labels)
+    inputs = [hidden, weight]
+    for x, y in zip(
+        [*got, *torch.autograd.grad(loss(got), inputs)],
+        [*dense, *torch.autograd.grad(loss(dense), inputs)],
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert traced == ["_add_tile", "_tile_gradient"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), [(151_936, 18_992), (128_256, 16_032), (50_257, 50_257), (640, 640)])
+def test_compiled_tiles_are_of_one_width(vocabulary, width):
+    _, columns = _tiles(torch.zeros(9000, 0), torch.zeros(vocabulary, 0), 4096, compiled=True)
+    assert {part.stop - part.start for part in columns} == {width}
+    assert columns[-1].stop == vocabulary
 
 
 def test_under_autocast_forward_and_backward_see_the_same_logits():

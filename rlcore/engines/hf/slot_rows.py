@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.engine.device import pays_to_compile
 from rlcore.engine.responses import ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, Sampling
 from rlcore.engine.sampling import sample_tokens
@@ -40,8 +41,6 @@ FEWEST_ROWS = 8
 """Rows of the smallest graph."""
 MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
 """Slots take at most this much of the device's memory, and of what is free."""
-COMPILED_FROM = 100_000_000
-"""Parameters from which on a faster step is worth twenty seconds of compiling."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ class SlotRows:
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
         assert self._weights is not None
         base = getattr(self.hf, self.hf.base_model_prefix)
-        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16
+        aligned = self._weights.heads.size % 8 == 0  # as the flash kernel needs it
+        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16 and aligned
         return StaticStep(
             Slots(slots, width, room, self._weights, self.device),
             self._weights,
@@ -310,9 +310,8 @@ Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Ten
 
 def capturable(hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, prefill: Prefill) -> SlotRows | None:
     """Return slots for a module on a GPU in the fastest form that a probe finds right, and say which in the log."""
-    large = sum(parameter.numel() for parameter in hf.parameters()) >= COMPILED_FROM
-    # What the compiler chooses by timing kernels may differ from process to process.
-    forms = [True, False] if large and not torch.are_deterministic_algorithms_enabled() else [False]
+    parameters = sum(parameter.numel() for parameter in hf.parameters())
+    forms = [True, False] if pays_to_compile(end_ids.device, parameters) else [False]
     for compiled in forms:
         rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, compiled=compiled)
         form = "CUDA graphs of compiled pieces" if compiled else "CUDA graphs"

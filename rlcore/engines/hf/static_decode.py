@@ -156,7 +156,7 @@ def masked_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.d
         keys, values = cache.permute(2, 0, 3, 1, 4)
         grouped = queries.view(len(queries), heads.keys, -1, heads.size)
         read = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=heads.scale)
-        return read.view(queries.shape)
+        return read.reshape(queries.shape)  # CUDA kernels give heads and queries in another order in memory
 
     return attend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rlcore.config import option
 from rlcore.engine.parallel.layout import Layout
@@ -21,6 +22,10 @@ class TorchConfig:
         incidental=True,
     )
     logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1, was="engine.logits_chunk")
+    compile: Literal["auto", "off"] = option(
+        "auto",
+        "compile the passes over logits, on a GPU for a model of 100 million parameters and more; off: run each kernel",
+    )
     padding_free: bool = option(
         True, "pack sequences without padding where the model's attention allows it", was="engine.padding_free"
     )

@@ -62,7 +62,13 @@ class TorchEngine(TrainEngine):
     def _load_model(self, setup: TrainSetup[TorchConfig]) -> PackedModel:
         own, device = setup.config, setup.ranks.device
         if self.kind.is_language_model:
-            return load_causal_lm(setup.model, padding_free=own.padding_free, chunk=own.logits_chunk, device=device)
+            return load_causal_lm(
+                setup.model,
+                padding_free=own.padding_free,
+                chunk=own.logits_chunk,
+                device=device,
+                compiles=own.compile == "auto",
+            )
         return load_scalar_model(setup.model, new_head=setup.new_head, padding_free=own.padding_free, device=device)
 
     def _keep_in_bf16(self) -> None:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.engine.device import pays_to_compile
 from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
 from rlcore.errors import ConfigError
+from rlcore.model_folder import model_path
 from rlcore.ops import chunked_log_probs, token_log_probs
 
 log = logging.getLogger(__name__)
@@ -101,11 +102,12 @@ class CausalLM(PackedModel):
     """A causal language model.
 
     `fused_head`: compute logits chunk by chunk from the last hidden state; otherwise the model computes all of them.
+    `compiled`: the passes over these chunks are compiled.
     """
 
-    def __init__(self, hf: Any, *, packed: bool, fused_head: bool, chunk: int) -> None:
+    def __init__(self, hf: Any, *, packed: bool, fused_head: bool, chunk: int, compiled: bool = False) -> None:
         super().__init__(hf, packed=packed)
-        self.fused_head, self.chunk = fused_head, chunk
+        self.fused_head, self.chunk, self.compiled = fused_head, chunk, compiled
 
     def _vocabulary(self) -> int:
         return self.hf.get_output_embeddings().weight.shape[0]
@@ -132,6 +134,7 @@ class CausalLM(PackedModel):
             bias=None if head.bias is None else head.bias.to(hidden.dtype),
             temperature=temperature,
             chunk=self.chunk,
+            compiled=self.compiled,
         )
         return {name: value for name, value in (("log_probs", log_probs), ("entropy", entropy)) if name in needs}
 
@@ -163,11 +166,14 @@ class ScalarModel(PackedModel):
 Model = TypeVar("Model", bound=PackedModel)
 
 
-def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device) -> CausalLM:
+def load_causal_lm(
+    config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device, compiles: bool = False
+) -> CausalLM:
     """Load the model folder in fp32 and choose the form of its forward.
 
     A fast form is used only if it agrees with the model's own forward on a probe of two short rows; otherwise one line
-    in the log gives the reason. Raises ConfigError for a folder that does not load as a causal LM.
+    in the log gives the reason. `compiles`: try compiled passes over logits where they pay. Raises ConfigError for a
+    folder that does not load as a causal LM.
     """
     from transformers import AutoModelForCausalLM
 
@@ -178,14 +184,15 @@ def load_causal_lm(config: ModelConfig, *, padding_free: bool, chunk: int, devic
 
     plain = CausalLM(hf, packed=False, fused_head=False, chunk=chunk)
     expected = _probe(plain, log_probs)
-    fused = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
-    fused_head = _agrees("computing logits in chunks", fused, log_probs, expected)
-    packed = CausalLM(hf, packed=True, fused_head=fused_head, chunk=chunk)
-    return (
-        _pack(packed, log_probs, expected)
-        if padding_free and _packing_applies(hf)
-        else (CausalLM(hf, packed=False, fused_head=fused_head, chunk=chunk))
-    )
+    model = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
+    model.fused_head = _agrees("computing logits in chunks", model, log_probs, expected)
+    if compiles and model.fused_head and pays_to_compile(device, hf.num_parameters()):
+        model.compiled = True
+        model.compiled = _agrees("compiling the passes over logits", model, log_probs, expected)
+    if padding_free and _packing_applies(hf):
+        model.packed = True
+        return _pack(model, log_probs, expected)
+    return model
 
 
 def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device) -> ScalarModel:

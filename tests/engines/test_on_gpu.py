@@ -1,0 +1,154 @@
+"""Each engine on a GPU: sampling, update, weights, resume and offload, against the CPU or the plain form."""
+
+import os
+
+import pytest
+import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
+
+from rlcore.config import EngineConfig, ModelConfig
+from rlcore.engine.collectives import Ranks
+from rlcore.engine.rollout import Request, Sampling
+from rlcore.engine.train import TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engines.hf.rollout import HFRollout
+from rlcore.engines.torch.config import TorchConfig
+from rlcore.engines.torch.engine import TorchEngine
+from rlcore.ops import chunked_log_probs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # the compiler's own, which differ from version to version
+]
+
+GPU = torch.device("cuda", 0)
+
+
+def rollout(folder, dtype="fp32", graphs="auto", shared=None):
+    model = ModelConfig(path=str(folder), dtype=dtype)
+    made = HFRollout(model, batch_size=32, graphs=graphs, device=GPU, shared=shared)
+    made.version = 0
+    return made
+
+
+def sampled(engine, sampling, count=48):
+    """Return rows by id; a few of the requests wait for a slot."""
+    engine.add([Request(str(i), tuple(range(5, 8 + i % 9)), 7919 * i + 1, sampling) for i in range(count)])
+    rows = {}
+    while engine.in_flight:
+        rows.update((row.id, row) for row in engine.step())
+    return rows
+
+
+def trained(folder, device=GPU, dtype="fp32", **options):
+    setup = TrainSetup(
+        ModelConfig(path=str(folder), dtype=dtype),
+        EngineConfig(lr=1e-3, **options),
+        TorchConfig(),
+        ranks=Ranks(device=device),
+        trains=True,
+    )
+    return TorchEngine(setup)
+
+
+def update(engine, batch):
+    return engine.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig())], epochs=1, step=0)
+
+
+def weights(engine):
+    return {name: tensor.cpu().clone() for name, tensor in engine.export(torch.float32)}
+
+
+@pytest.fixture(autouse=True)
+def reasons(caplog):
+    """A failed test shows which form of decoding was chosen, and why."""
+    caplog.set_level("INFO", "rlcore")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+def test_graphs_sample_what_the_plain_step_samples(model_folder, kind):
+    sampling = Sampling(max_tokens=60)
+    by_graphs = rollout(model_folder(kind))
+    assert by_graphs._slots is not None, "the log says why not"
+    got, want = sampled(by_graphs, sampling), sampled(rollout(model_folder(kind), graphs="off"), sampling)
+    assert [got[name].tokens for name in want] == [row.tokens for row in want.values()]
+    for name, row in want.items():
+        assert got[name].log_probs == pytest.approx(row.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}, {"min_tokens": 20}])
+def test_graphs_serve_every_way_to_sample(model_folder, options):
+    sampling = Sampling(max_tokens=40, **options)
+    got = sampled(rollout(model_folder()), sampling)
+    want = sampled(rollout(model_folder(), graphs="off"), sampling)
+    assert [got[name].tokens for name in want] == [row.tokens for row in want.values()]
+
+
+def test_log_probs_in_bf16_are_near_those_of_the_trainer(model_folder, random_batch):
+    """Also after an update: graphs that were captured before see the weights that came since."""
+    train = trained(model_folder(), dtype="bf16")
+    own = rollout(model_folder(), dtype="bf16", shared=train.shared_module)
+    assert own._slots is not None
+    for _ in range(2):
+        update(train, random_batch())
+        rows = sampled(own, Sampling(max_tokens=30))
+        for row in list(rows.values())[:8]:
+            prompt = list(range(5, 8 + int(row.id) % 9))
+            ids = torch.tensor([[*prompt, *row.tokens]], device=GPU)
+            with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+                train.shared_module.config._attn_implementation, before = (
+                    "sdpa",
+                    train.shared_module.config._attn_implementation,
+                )
+                logits = train.shared_module(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+                train.shared_module.config._attn_implementation = before
+            expected = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+            assert (expected.cpu() - torch.tensor(row.log_probs)).abs().mean() < 2e-2
+
+
+def test_an_update_is_that_of_the_cpu(model_folder, random_batch):
+    here, there = trained(model_folder()), trained(model_folder(), device=torch.device("cpu"))
+    for seed in range(2):
+        got, want = update(here, random_batch(seed=seed)), update(there, random_batch(seed=seed))
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
+    apart = [(weights(here)[name] - tensor).abs().max() for name, tensor in weights(there).items()]
+    assert max(apart) < 1e-4
+
+
+def test_training_goes_on_after_a_save_and_after_an_offload(model_folder, random_batch, tmp_path):
+    straight, resumed = trained(model_folder()), trained(model_folder())
+    update(straight, random_batch(seed=1))
+    straight.save(tmp_path)
+    resumed.restore(tmp_path)
+    resumed.offload()
+    for engine in (straight, resumed):
+        update(engine, random_batch(seed=2))
+    want = weights(straight)
+    assert all(torch.allclose(want[name], tensor, atol=1e-6) for name, tensor in weights(resumed).items())
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_compiled_passes_over_logits_give_the_plain_ones(used):
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(4096, 64, device=GPU) * 0.2).requires_grad_()
+    labels = torch.randint(4096, (700,), device=GPU)
+    found = []
+    for compiled in (True, False):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = chunked_log_probs(hidden, weight, labels, chunk=256, compiled=compiled)[used]
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), [hidden, weight])])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).float().norm() < 1e-2 * want.float().norm()
+
+
+def test_a_run_in_bf16_trains_on_the_gpu(tmp_path):
+    from rlcore.cli import main
+
+    folder = tmp_path / "run"
+    settings = ["cluster=in_process", "cluster.gpus_per_worker=1", "model.dtype=bf16", "trainer.total_steps=3"]
+    argv = ["train", "experiment=quickstart", *settings, "trainer.eval_every=0", "tracker=none", f"run.dir={folder}"]
+    assert not main(argv)
+    assert (folder / "summary.json").exists()
+    assert os.listdir(folder / "checkpoints")
