@@ -208,7 +208,7 @@ class OnlineDPO(Algorithm):
         chosen, rejected = compared.pairs()
         usable = len(group[chosen].unique()) / len(groups)
         ties = len(compared.first) - len(chosen)
-        run.log(**{"dpo/pairs": len(chosen), "dpo/ties": ties, "dpo/usable_prompts": usable})
+        run.log({"dpo/pairs": len(chosen), "dpo/ties": ties, "dpo/usable_prompts": usable})
         return chosen, rejected
 
     def _compare(self, run: Run, batch: DataProto, first: list[int], second: list[int]) -> Comparisons:

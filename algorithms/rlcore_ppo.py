@@ -223,7 +223,7 @@ class PPO(Algorithm):
         batch = batch.union(batch.map(to_scale, reads=["ppo_advantages", "response_mask"]))
         spread = batch.masked_moments("returns", "response_mask").var
         # For every lambda, returns - values equals the GAE advantages.
-        run.log(**{"critic/explained_variance": 1 - moments.var / spread if spread > 0 else 0.0})
+        run.log({"critic/explained_variance": 1 - moments.var / spread if spread > 0 else 0.0})
         if config.uses_kl:
             batch["ppo_kl_coef"] = torch.full((len(batch),), self.kl_coef)  # for kl_in=loss, which sees no controller
             self._steer(run, batch)
@@ -233,7 +233,7 @@ class PPO(Algorithm):
         """Log the mean KL per response and its weight, and let the controller choose the next step's weight."""
         moments = batch.masked_moments("ppo_kl", "response_mask")
         kl = moments.mean * moments.count / len(batch) if moments.count else 0.0
-        run.log(**{"ppo/kl": kl, "ppo/kl_coef": self.kl_coef})
+        run.log({"ppo/kl": kl, "ppo/kl_coef": self.kl_coef})
         if self.config.kl_controller == "adaptive":
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self.config.kl_target, gain=self.config.kl_gain)
 

@@ -166,9 +166,12 @@ class Run:
     def _encoder(self) -> ResponseEncoder:
         return ResponseEncoder(load_tokenizer(self.config.model), self.config.rollout.response_len)
 
-    def log(self, **metrics: float) -> None:
-        """Add numbers to the step's metrics. Raises DataError for what is not a number."""
-        for name, value in metrics.items():
+    def log(self, metrics: Mapping[str, float] | None = None, /, **named: float) -> None:
+        """Add numbers to the step's metrics: `log({"dpo/pairs": 3})`, or `log(pairs=3)` for a plain name.
+
+        Raises DataError for what is not a number.
+        """
+        for name, value in {**(metrics or {}), **named}.items():
             if not isinstance(value, Real):
                 raise DataError(f"run.log: {name}={value!r} is a {type(value).__name__}, not a number")
             self._logged[name] = float(value)

@@ -1,17 +1,19 @@
 """Small random models of several architectures, and batches to train them on."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.train import TrainSetup
+from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.protocol import DataProto, Ragged
 
-OWN = set(TorchConfig.__dataclass_fields__)
+PLAIN = Path(__file__).parent / "fixtures" / "engines" / "rlcore-plugin-plain"
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -59,20 +61,47 @@ def write_random(config: type, options: dict, folder: Path) -> Path:
     return folder
 
 
-def torch_engine(folder: Path, *, trains: bool = True, temperature: float = 1.0, **options) -> TorchEngine:
-    """Create an engine in this process; options are keys of `engine` and of `engine.torch`, lr and clip_grad 0."""
+def setup_of(
+    folder: Path,
+    config_class: type,
+    *,
+    trains: bool = True,
+    temperature: float = 1.0,
+    dtype: str = "fp32",
+    **options,
+) -> TrainSetup:
+    """Return the setup of an engine in this process.
+
+    `options` are keys of `engine` and of its own section; lr and clip_grad are 0 unless given.
+    """
     options = {"lr": 0.0, "clip_grad": 0.0, **options}
-    return TorchEngine(
-        TrainSetup(
-            ModelConfig(path=str(folder)),
-            EngineConfig(**{name: value for name, value in options.items() if name not in OWN}),
-            TorchConfig(**{name: value for name, value in options.items() if name in OWN}),
-            ranks=Ranks(),
-            trains=trains,
-            temperature=temperature,
-            total_steps=10,
-        )
+    own = {name: value for name, value in options.items() if name in config_class.__dataclass_fields__}
+    return TrainSetup(
+        ModelConfig(path=str(folder), dtype=dtype),
+        EngineConfig(**{name: value for name, value in options.items() if name not in own}),
+        config_class(**own),
+        ranks=Ranks(),
+        trains=trains,
+        temperature=temperature,
+        total_steps=10,
     )
+
+
+def torch_engine(folder: Path, **options) -> TorchEngine:
+    """Create the torch engine; see `setup_of`."""
+    return TorchEngine(setup_of(folder, TorchConfig, **options))
+
+
+def plain_engine(folder: Path, **options) -> TrainEngine:
+    """Create the engine of tests/fixtures/engines/rlcore-plugin-plain; see `setup_of`."""
+    if str(PLAIN) not in sys.path:
+        sys.path.insert(0, str(PLAIN))
+    plugin = importlib.import_module("rlcore_plugin_plain")
+    return plugin.create(setup_of(folder, plugin.PlainConfig, **options))
+
+
+TRAIN_ENGINES = {"torch": torch_engine, "plain": plain_engine}
+"""Functions that create each train engine there is, by its name."""
 
 
 def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:
@@ -105,9 +134,10 @@ def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:
     )
 
 
-def gradients(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    """Return each parameter's gradient after an update."""
-    return {name: p.grad.clone() for name, p in engine.model.hf.named_parameters()}
+def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Return each parameter's gradient after an update, by any of TRAIN_ENGINES."""
+    module = engine.model.hf if isinstance(engine, TorchEngine) else engine.model
+    return {name: p.grad.clone() for name, p in module.named_parameters()}
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:

@@ -106,7 +106,7 @@ class DAPO(Algorithm):
         penalty = config.overlong_penalty * overlong_penalty(
             batch["response_length"], run.config.rollout.response_len, config.overlong_buffer
         )
-        run.log(**{"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
+        run.log({"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
         batch["advantages"] = group_advantages(batch["scores"] + penalty, batch["uid"])
         return run.actor.update(
             batch, loss=dapo_loss, epochs=config.epochs, mini_batches=config.mini_batches, keep_together="uid"
@@ -132,8 +132,8 @@ class DAPO(Algorithm):
                 "step %d trains on %d of %d groups: in %d rounds of sampling all other groups had equal scores",
                 *(run.step, groups, wanted, len(kept)),
             )
-        run.log(**{"dapo/rounds": len(kept), "dapo/dropped_groups": dropped})
-        run.log(**{"dapo/missing_groups": missing, "dapo/surplus_groups": max(groups - wanted, 0)})
+        run.log({"dapo/rounds": len(kept), "dapo/dropped_groups": dropped})
+        run.log({"dapo/missing_groups": missing, "dapo/surplus_groups": max(groups - wanted, 0)})
         return DataProto.concat(kept)[: wanted * self.config.group_size]
 
 

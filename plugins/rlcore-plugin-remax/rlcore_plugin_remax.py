@@ -83,7 +83,7 @@ class ReMax(Algorithm):
         batch = batch.union(run.reward(batch))
         # record=False: the step's reward and length metrics cover only the samples.
         baseline = run.reward(greedy, record=False)["scores"]
-        run.log(**{"remax/greedy_score": float(baseline.mean())})
+        run.log({"remax/greedy_score": float(baseline.mean())})
         batch["remax_baseline"] = baseline.repeat_interleave(self.config.samples)
         reads = ["scores", "remax_baseline", "response_mask"]
         if self.config.kl_coef > 0:

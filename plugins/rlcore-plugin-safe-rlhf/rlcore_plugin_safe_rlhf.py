@@ -240,7 +240,7 @@ class SafeRLHF(Algorithm):
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]
         mean_cost = float(batch["safe_rlhf_cost"].mean())
         self.log_lambda = next_log_lambda(self.log_lambda, mean_cost, self.config)
-        run.log(**{"safe_rlhf/cost": mean_cost, "safe_rlhf/lambda": math.exp(self.log_lambda)})
+        run.log({"safe_rlhf/cost": mean_cost, "safe_rlhf/lambda": math.exp(self.log_lambda)})
         return batch
 
     def _update(self, run: Run, batch: DataProto) -> dict[str, float]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlcore.assets import model_path
 from rlcore.config.schema import ModelConfig
 from rlcore.errors import ConfigError, DataError
+from rlcore.model_folder import model_path, read_tokenizer
 from rlcore.plugins import Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
@@ -84,13 +84,11 @@ def load_any_tokenizer(model: ModelConfig, setting: str = "model.path=") -> PreT
 
     `setting`, which named the folder, starts the message.
     """
-    from transformers import AutoTokenizer
-
     folder = model_path(model.path)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{setting}{model.path} holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+        return read_tokenizer(model)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{setting}{model.path}: its tokenizer cannot be loaded: {error}") from error
 

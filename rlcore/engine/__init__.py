@@ -10,12 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlcore.assets import model_path
     from rlcore.engine.collectives import Ranks
     from rlcore.engine.generators import random_state, set_random_state
     from rlcore.engine.model_folder import write_model_folder
     from rlcore.engine.parallel.layout import Layout, ShardSpec
-    from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of, load_model_config
+    from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of
     from rlcore.engine.responses import end_tokens, ends_with_stop
     from rlcore.engine.rollout import (
         Finished,
@@ -32,13 +31,14 @@ if TYPE_CHECKING:
     from rlcore.engine.update.updater import Updater
     from rlcore.engine.weights.generation import GenerationLayout
     from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
+    from rlcore.model_folder import load_model_config, model_path
 
 _MODULES = {
-    "rlcore.assets": ["model_path"],
     "rlcore.engine.collectives": ["Ranks"],
     "rlcore.engine.model_folder": ["write_model_folder"],
     "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
-    "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of", "load_model_config"],
+    "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of"],
+    "rlcore.model_folder": ["load_model_config", "model_path"],
     "rlcore.engine.generators": ["random_state", "set_random_state"],
     "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
     "rlcore.engine.rollout": [

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.errors import CheckpointError
+from rlcore.model_folder import read_tokenizer
 
 
 def write_model_folder(
@@ -27,16 +27,12 @@ def write_model_folder(
     """
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if ranks.rank == 0}
     if ranks.rank == 0:
-        from transformers import AutoTokenizer
-
         folder.mkdir(parents=True, exist_ok=True)
         try:
             save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
-        )
+        tokenizer = read_tokenizer(model)
         if hasattr(hf, "score") and hf.config.pad_token_id is None:
             hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a row by it
         hf.config.save_pretrained(folder)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.errors import DataError
+from rlcore.model_folder import read_tokenizer
 from rlcore.protocol import DataProto, Ragged
 
 if TYPE_CHECKING:
@@ -33,13 +33,7 @@ class TextEncoder:
     @staticmethod
     def of(model: ModelConfig) -> TextEncoder:
         """Load the tokenizer of a model folder."""
-        from transformers import AutoTokenizer
-
-        return TextEncoder(
-            AutoTokenizer.from_pretrained(
-                model_path(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
-            )
-        )
+        return TextEncoder(read_tokenizer(model))
 
     def encode(self, batch: DataProto) -> DataProto:
         """Return `prompts`, which holds the whole text of each row, and empty `responses`: Ragged int64.

@@ -22,6 +22,7 @@ from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.updater import Updater
 from rlcore.engine.weights.transfer import Shapes
+from rlcore.model_folder import model_dtype
 from rlcore.ops import Need
 from rlcore.plugins import POLICY, RoleKind
 from rlcore.protocol import DataProto, Ragged
@@ -90,7 +91,7 @@ class TrainEngine(ABC):
         self.kind = setup.kind
         self.temperature = setup.temperature if setup.temperature > 0 else 1.0
         self.total_steps = setup.total_steps
-        self.dtype = torch.bfloat16 if setup.model.dtype == "bf16" else torch.float32
+        self.dtype = model_dtype(setup.model)
         self.mesh = TrainMesh(setup.ranks, layout or Layout(dp=setup.ranks.world_size), shard if layout else 1)
 
     # Compute

@@ -13,6 +13,7 @@ from rlcore.config import Config
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
 from rlcore.errors import DataError, NoRoleError, did_you_mean
+from rlcore.model_folder import model_dtype
 from rlcore.ops import Loss
 from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
@@ -193,7 +194,7 @@ class PolicyHandle(RoleHandle):
         super().__init__(name, role, group, config, clock, leader=leader)
         self._pool: RolloutPool | None = None
         if rollout is not None:
-            forward = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+            forward = model_dtype(config.model)
             self._pool = RolloutPool(rollout, WeightExporter(group, forward), config.trainer.rollouts_ahead)
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
+from rlcore.model_folder import load_model_config
 from rlcore.protocol import DataProto
 
 LENGTHS = ("prompt_length", "response_length")
@@ -34,14 +33,6 @@ def row_costs(lengths: Sequence[int], hidden: int) -> list[int]:
     return [length * (12 * hidden + length) for length in lengths]
 
 
-@cache
-def _hidden_size(path: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
-    return int(config.get_text_config().hidden_size)
-
-
 def hidden_size(model: ModelConfig) -> int:
     """Return the width of a model's layers. Reads its config.json only, once."""
-    return _hidden_size(model.path, model.trust_remote_code)
+    return int(load_model_config(model.path, model.trust_remote_code).get_text_config().hidden_size)

@@ -73,6 +73,11 @@ class CheckSuite:
         """Return the names of all plugins of the kind."""
         raise NotImplementedError
 
+    @property
+    def manager(self) -> PluginManager:
+        """The plugins; loaded once, because each load of a local file gives other classes."""
+        return self.once("manager", lambda: PluginManager.load(self.plugins))
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,20 +1,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlcore.assets import TINY, make_tiny, model_path
+from rlcore.assets import TINY, make_tiny
 from rlcore.data.arithmetic import problems
-
-
-def test_model_path() -> None:
-    assert model_path("tiny") == TINY
-    assert model_path("/models/x") == Path("/models/x")
-    assert model_path("~/x") == Path.home() / "x"
 
 
 def test_the_shipped_model_is_what_its_script_makes() -> None:

@@ -278,7 +278,7 @@ def rlcore_algorithm():
     [
         ("nan loss", r"the loss is not finite: term 'loss' is nan over rows uid=0:\d+ sample=0"),
         ("text", "a metric must be a number"),
-        ("number", "must return metrics by name"),
+        ("number", "must return a mapping of metrics"),
     ],
 )
 def test_an_algorithm_that_misbehaves_ends_the_run_with_a_clear_error(train_here, tmp_path, returns, message):

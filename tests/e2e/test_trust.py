@@ -6,7 +6,7 @@ import logging
 import pytest
 from safetensors.torch import load_file
 
-from rlcore.assets import model_path
+from rlcore.model_folder import model_path
 
 pytestmark = pytest.mark.e2e
 SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.eval_size=4", "trainer.eval_every=0"]

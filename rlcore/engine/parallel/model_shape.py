@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from typing import Any
 
-from rlcore.assets import model_path
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.parallel.layout import Layout
 from rlcore.errors import ConfigError
+from rlcore.model_folder import load_model_config
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Supported entries of transformers' tensor-parallel plans; embeddings stay whole on every rank."""
@@ -109,17 +108,6 @@ class ModelShape:
         pairs = [(pp, tp) for pp, tp in product(counts, counts) if workers % (pp * tp) == 0]
         layouts = [Layout(pp, tp, workers // (pp * tp)) for pp, tp in pairs]
         return [layout for layout in layouts if not self.problem(layout)]
-
-
-@cache
-def load_model_config(path: str, trust_remote_code: bool) -> Any:
-    """Return the transformers config of a model folder (`tiny`: the shipped one). Reads config.json and no weights.
-
-    Raises OSError or ValueError for a folder whose config.json cannot be read.
-    """
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def check_model_layout(model: ModelConfig, layout: Layout) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.responses import end_tokens
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
@@ -22,6 +21,7 @@ from rlcore.engines.hf.rows import DecodingRows, Row
 from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
+from rlcore.model_folder import loading_options, model_dtype, model_path, read_tokenizer
 
 
 class HFRollout(RolloutEngine):
@@ -44,20 +44,21 @@ class HFRollout(RolloutEngine):
         shared: nn.Module | None,
         tensor_group: Group | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         self.slots, self.device = batch_size, device
-        self.dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+        self.dtype = model_dtype(model)
         self.exact = self.dtype is torch.float32
         self.attention = "sdpa" if model.attention == "auto" else model.attention
-        folder = model_path(model.path)
-        options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
         self.shares_module = shared is not None
         self.adopts = not self.shares_module
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=self.dtype, attn_implementation=self.attention, **options
+                model_path(model.path),
+                dtype=self.dtype,
+                attn_implementation=self.attention,
+                **loading_options(model),
             )
             # Parameters go on requiring a gradient, though none is ever made: torch chooses kernels by that, and the
             # log-probs are to be, to the last bit, those of a trained module that is shared.
@@ -68,7 +69,7 @@ class HFRollout(RolloutEngine):
         if tensor_group is None:
             with self._decoding_mode():
                 self._fused = FusedDecodeStep.of(self.hf, self.dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        self.tokenizer = read_tokenizer(model)
         ends = end_tokens(self.hf.generation_config, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self._in_flight: dict[str, Request] = {}

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.device import pays_to_compile
 from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
 from rlcore.errors import ConfigError
+from rlcore.model_folder import model_path
 from rlcore.ops import chunked_log_probs, token_log_probs
 
 log = logging.getLogger(__name__)

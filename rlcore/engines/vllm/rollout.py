@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.assets import model_path
 from rlcore.config import ModelConfig
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.parallel.tensor_parallel import shard_dims
@@ -27,6 +27,7 @@ from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
 from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
+from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
 
 REASONS: dict[str, Reason] = {"stop": "end", "length": "length", "abort": "abort"}
 """Our reasons by vLLM's; stop strings are not left to vLLM."""
@@ -59,13 +60,10 @@ class VLLMRollout(RolloutEngine):
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
     ) -> None:
-        from transformers import AutoTokenizer
-
         folder = model_path(model.path)
-        options = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        self.tokenizer = read_tokenizer(model)
         ranks = 1 if tensor_group is None else len(tensor_group.ranks)
-        self.shapes, self.shard_shapes, generation_config = _describe(str(folder), options, ranks)
+        self.shapes, self.shard_shapes, generation_config = _describe(model, ranks)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
         self._joined = dist.is_initialized()  # vLLM makes its groups in a default group that is there, or makes one
@@ -82,7 +80,7 @@ class VLLMRollout(RolloutEngine):
             self.llm: Any = LLM(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
-                dtype="bfloat16" if model.dtype == "bf16" else "float32",
+                dtype=str(model_dtype(model)).removeprefix("torch."),
                 load_format="dummy",  # all weights come by `sync`, before the first token
                 generation_config="vllm",  # each request names its end tokens; no other default applies
                 max_model_len=-1,  # as long as the model and the cache allow
@@ -220,18 +218,18 @@ class VLLMRollout(RolloutEngine):
         return Finished(request_id, *response, reason, self.version)
 
 
-def _describe(folder: str, options: dict[str, Any], ranks: int) -> tuple[Shapes, Shapes, Any]:
+def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
     """Return the shapes of the parameters by Hugging Face name, tied ones once, and the generation config.
 
     Whole, and as so many tensor-parallel ranks have them.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(folder, **options)
+    config = copy.deepcopy(load_model_config(model.path, model.trust_remote_code))
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=options["trust_remote_code"])
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     try:
-        generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation_config = GenerationConfig.from_pretrained(model_path(model.path), local_files_only=True)
     except OSError:  # there is no such file
         generation_config = GenerationConfig.from_model_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

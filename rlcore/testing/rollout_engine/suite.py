@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rlcore.assets import model_path
 from rlcore.config import Config, compose
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, RolloutSetup, Sampling
 from rlcore.errors import DataError
+from rlcore.model_folder import model_path
 from rlcore.ops import noise_key
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
@@ -45,7 +45,6 @@ class RolloutEngineSuite(CheckSuite):
 
     def __init__(self, name: str, *args: Any, **options: Any) -> None:
         super().__init__(name, *args, **options)
-        self.manager = PluginManager.load(self.plugins)
         self.spec = self.manager.rollout_engines()[name]
         self.newest = 0
         self.had_weights = self.closed = False

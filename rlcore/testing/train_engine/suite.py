@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from rlcore.assets import model_path
 from rlcore.config import Config, compose
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
+from rlcore.model_folder import model_path
 from rlcore.plugins import POLICY, PluginManager, RoleKind
 from rlcore.testing.report import CheckFailed, CheckSuite
 from rlcore.testing.train_engine import problem
@@ -41,7 +41,6 @@ class TrainEngineSuite(CheckSuite):
 
     def __init__(self, name: str, folder: Path, checks: Mapping[str, Callable[[Any], str]], **options: Any) -> None:
         super().__init__(name, folder, checks, **options)
-        self.manager = PluginManager.load(self.plugins)
         self.spec = self.manager.train_engines()[name]
 
     @classmethod

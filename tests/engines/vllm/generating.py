@@ -173,8 +173,7 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
             worker.take_weights(sent)
         found["rounds"].append(answers(worker, hf))
     if not copy:
-        assert worker._reshard is not None
-        meter, cuts = worker._reshard.meter, worker._reshard.shard_specs.values()
+        meter, cuts = worker.route.meter, worker.train.shard_specs.values()
         divided = 4 * sum(torch.Size(cut.shape).numel() for cut in cuts if cut.dim is not None)
         found.update(held=meter.held, share=meter.received / 2 / divided, **refusals(worker))
     worker.shutdown()

@@ -93,8 +93,8 @@ def test_a_poisoned_update_is_refused_and_a_broken_one_leaves_an_engine_that_doe
         assert "model.layers.1.self_attn.k_proj.weight is missing" in case["missing"]
         assert "q_proj.weight has shape [128, 128], not [" in case["whole"]
         assert case["kept"]
-        assert "were announced and did not come" in case["broken"]
-        assert "sync comes before generate" in case["after"]
+        assert "weights are missing" in case["broken"]
+        assert "sync comes before the first request" in case["after"]
         assert case["mended"]
 
 
