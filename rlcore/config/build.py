@@ -55,11 +55,7 @@ def build_config(
     for them are checked; of engines the Config keeps only the sections of those that it uses.
     """
     sections = sections or {}
-    core = {field.name: field for field in dataclasses.fields(Config) if field.name != "sections"}
-    allowed = list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))
-    for key in values:
-        if key not in allowed:
-            raise ConfigError(_unknown(str(key), allowed, ""))
+    _check_sections(values, sections)
     _check_moved(values, sections)
     plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     own: dict[str, Any] = {path: build(cls, _taken(plain, path), path) for path, cls in sections.items()}
@@ -69,12 +65,24 @@ def build_config(
     if algorithm_config is None and algo:
         raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
+    return dataclasses.replace(config, sections=_used_sections(config, own))
+
+
+def _check_sections(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
+    """Raise ConfigError for a top-level key that is neither the core's nor a plugin's."""
+    core = [field.name for field in dataclasses.fields(Config) if field.name != "sections"]
+    allowed = list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))
+    for key in values:
+        if key not in allowed:
+            raise ConfigError(_unknown(str(key), allowed, ""))
+
+
+def _used_sections(config: Config, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plugins' sections without those of engines that no role uses."""
     used = {f"rollout.{config.rollout.name}", f"engine.{config.engine.name}"}
     for role in config.roles.values():
         used |= {f"rollout.{role.rollout.get('name')}", f"engine.{role.engine}"}
-    return dataclasses.replace(
-        config, sections={path: section for path, section in own.items() if "." not in path or path in used}
-    )
+    return {path: section for path, section in own.items() if "." not in path or path in used}
 
 
 def _taken(plain: dict[str, Any], path: str) -> Any:

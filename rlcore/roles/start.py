@@ -35,33 +35,54 @@ def start_roles(
     extra: further processes to start at the same time. Their groups are returned too, by name. A worker class of theirs
     may have a method `start` that does not block: it runs while the models load, and its errors come first.
     """
-    leaders = {role.follows for role in roles.values()}
-    setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
-    if sampled is not None:
-        setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
-        setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
-    process_sets = [(pool, names) for planned, pool in pools for names in planned.process_sets]
+    setups = _setups(roles, config, plugins, sampled)
+    process_sets: list[tuple[ResourcePool, Sequence[str]]] = []
+    for planned, pool in pools:
+        process_sets += [(pool, names) for names in planned.process_sets]
     requests = [*extra, *(_process_request(pool, names, setups) for pool, names in process_sets)]
     groups: dict[str, WorkerGroup] = {}
     for started in executor.worker_groups(requests):
         groups.update(started)
     _load(requests, groups)
-    process_mates = {name: names for _, names in process_sets for name in names}
+    process_mates: dict[str, Sequence[str]] = {}
+    for _, names in process_sets:
+        process_mates |= dict.fromkeys(names, names)
     handles = {}
     for name, role in roles.items():
-        follows_elsewhere = role.follows is not None and role.follows not in process_mates[name]
         handles[name] = _handle(
             name,
             role,
             groups[name],
             role_config(config, name, role),
             clock,
-            leader=groups[role.follows] if role.follows is not None and follows_elsewhere else None,
+            leader=_remote_leader(role, process_mates[name], groups),
             rollout=groups[ROLLOUT] if name == sampled else None,
             reads_text=setups[name].reads_text,
         )
-    return handles, {name: groups[name] for request in extra for name in request.classes}
+    further: dict[str, WorkerGroup] = {}
+    for request in extra:
+        further |= {name: groups[name] for name in request.classes}
+    return handles, further
+
+
+def _setups(
+    roles: Mapping[str, Role], config: Config, plugins: PluginManager, sampled: str | None
+) -> dict[str, RoleSetup]:
+    """Return each role's setup. `sampled`: the role that a rollout pool samples for, which then does not itself."""
+    leaders = {role.follows for role in roles.values()}
+    setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
+    if sampled is not None:
+        setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
+        setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
+    return setups
+
+
+def _remote_leader(role: Role, mates: Sequence[str], groups: Mapping[str, WorkerGroup]) -> WorkerGroup | None:
+    """Return the workers of the role that this one follows, if they are in other processes than its `mates`."""
+    if role.follows is None or role.follows in mates:
+        return None
+    return groups[role.follows]
 
 
 def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup]) -> None:
