@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
+
+from rlcore.errors import DeviceMemoryError
 
 COMPILED_FROM = 100_000_000
 """Parameters from which on faster kernels are worth tens of seconds of compiling at start."""
@@ -24,3 +29,24 @@ def prepare_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Sequence[str]) -> Iterator[None]:
+    """Turn torch.OutOfMemoryError into a DeviceMemoryError that names the call, its batch and what lowers its memory.
+
+    `tokens` are those of the batch's prompts and responses, as far as they are known.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used = ""
+        if torch.cuda.is_available():
+            figures = (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+            allocated, reserved = (measure(device) / 1e9 for measure in figures)
+            total = torch.cuda.get_device_properties(device).total_memory / 1e9
+            used = f": {allocated:.1f} GB are allocated and {reserved:.1f} GB reserved of {total:.1f} GB"
+        raise DeviceMemoryError(
+            f"{call} of {rows} rows with {tokens} tokens does not fit into the memory of {device}{used}. "
+            f"Try one of these: {'; '.join(remedies)}"
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.device import prepare_device
+from rlcore.engine.device import explains_memory, prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
@@ -58,6 +58,7 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 class RoleSetup:
     """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
 
+    `slots_key`: the key for the rows that decode at once. `recompute_key`: the key that recomputes activations.
     `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
     `frozen`: the weights are only read by forwards: they are not trained, followed, sent or sampled with.
     `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
@@ -77,6 +78,8 @@ class RoleSetup:
     frozen: bool = False
     reads_text: bool = False
     samples_only: bool = False
+    slots_key: str | None = None
+    recompute_key: str | None = None
 
 
 class ModelWorker(Worker):
@@ -163,6 +166,17 @@ class ModelWorker(Worker):
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def _fits(self, call: str, batches: Sequence[DataProto]) -> AbstractContextManager[None]:
+        """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
+        setup, remedies = self.setup, ["engine.offload=true"]
+        if call == "generate":
+            remedies += [f"half of {setup.slots_key}"] if setup.slots_key else []
+        else:
+            remedies.insert(0, f"engine.micro_batch_tokens={setup.engine.micro_batch_tokens // 2 or 8192}")
+            remedies += [f"{setup.recompute_key}=true"] if setup.recompute_key else []
+        tokens = sum(int(batch.view(name).lengths.sum()) for batch in batches for name in TOKENS if name in batch)
+        return explains_memory(call, sum(map(len, batches)), tokens, self.device, remedies)
+
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each kind of work since the last call, and reset them."""
@@ -179,7 +193,7 @@ class ModelWorker(Worker):
                 self.route.bring()
         if self.setup.engine.offload:
             self._offload_all()
-        with self._timed("generate"):
+        with self._timed("generate"), self._fits("generate", [batch]):
             out = self.rollout.generate(batch, sampling)
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
@@ -207,7 +221,8 @@ class ModelWorker(Worker):
         with self._timed("log_probs"):
             if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
                 return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
-            columns = self.train.compute(batch, ["log_probs", "entropy"] if entropy else ["log_probs"])
+            with self._fits("log_probs", [batch]):
+                columns = self.train.compute(batch, ["log_probs", "entropy"] if entropy else ["log_probs"])
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
 
@@ -276,7 +291,7 @@ class ModelWorker(Worker):
     @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on the rows of this rank's place along dp."""
-        with self._timed("update"):
+        with self._timed("update"), self._fits("update", [item.batch for item in items]):
             return self.train.update(items, epochs=epochs, step=step)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -92,6 +92,8 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
         total_steps=own.trainer.total_steps,
         frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
+        slots_key=rollout.capabilities.slots_key,
+        recompute_key=train.capabilities.settings.get("recompute"),
     )
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rlcore.engine.device import prepare_device
+from rlcore.engine.device import explains_memory, pays_to_compile, prepare_device
+from rlcore.errors import DeviceMemoryError
 
 
 @pytest.mark.parametrize(("device", "allowed"), [("cpu", True), ("cuda:0", False)])
@@ -14,3 +15,29 @@ def test_cudnn_attention_is_off_in_a_process_with_a_gpu(device, allowed):
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_a_call_that_does_not_fit_says_which_and_what_to_lower():
+    remedies = ["engine.micro_batch_tokens=8192", "engine.offload=true"]
+    with (
+        pytest.raises(DeviceMemoryError) as caught,
+        explains_memory("update", 128, 78_336, torch.device("cpu"), remedies),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert str(caught.value) == (
+        "update of 128 rows with 78336 tokens does not fit into the memory of cpu. "
+        "Try one of these: engine.micro_batch_tokens=8192; engine.offload=true"
+    )
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "pays"), [("cuda", 10**9, True), ("cuda", 10**6, False), ("cpu", 10**9, False)]
+)
+def test_compiling_pays_for_large_models_on_a_gpu_and_never_with_deterministic_algorithms(device, parameters, pays):
+    assert pays_to_compile(torch.device(device), parameters) is pays
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not pays_to_compile(torch.device(device), parameters)
+    finally:
+        torch.use_deterministic_algorithms(False)
