@@ -19,9 +19,9 @@ from rlcore.engine.weights.meter import Group
 def in_engine_order(order: Sequence[int]) -> Iterator[None]:
     """While vLLM starts, have it create its groups from the ranks `order[i]` instead of i.
 
-    It cuts the default group into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the ranks
-    of a group, so `order` must ascend within a tensor group. Engines send each other no messages, so groups get no
-    message queue, which would take 24 MiB of shared memory each.
+    It cuts the default group into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the
+    ranks of a group, so `order` must ascend within a tensor group. Engines send each other no messages, so groups get
+    no message queue, which would take 24 MiB of shared memory each.
     """
     from vllm.distributed import parallel_state
 
@@ -41,9 +41,9 @@ def in_engine_order(order: Sequence[int]) -> Iterator[None]:
 def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
     """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
 
-    vLLM's own reads the rank from the environment, where torchrun sets it. This one uses the rank's index in `order`. It
-    also names the shared memory in which ranks on a CPU add their results: the name is unique to the group, and differs
-    between machines, so that vLLM uses torch's group across machines.
+    vLLM's own reads the rank from the environment, where torchrun sets it. This one uses the rank's index in `order`.
+    It also names the shared memory in which ranks on a CPU add their results: the name is unique to the group, and
+    differs between machines, so that vLLM uses torch's group across machines.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 

@@ -14,8 +14,8 @@ def with_shards(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Yield weights to `module.load_weights`, which cuts its rank's part from full weights and takes shards uncut.
 
-    A weight is a shard if its shape differs from that in `whole`. vLLM's loaders read from a parameter which part to cut:
-    while a shard is loaded, the parameter names the first part, or says that the weight is cut already. Close the
+    A weight is a shard if its shape differs from that in `whole`. vLLM's loaders read from a parameter which part to
+    cut: while a shard is loaded, the parameter names the first part, or says that the weight is cut already. Close the
     generator, which sets the parameters back.
     """
     own = [(parameter, getattr(parameter, "tp_rank", None)) for parameter in module.parameters()]
