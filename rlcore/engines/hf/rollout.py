@@ -91,7 +91,7 @@ class HFRollout(RolloutEngine):
             self.version = -1  # until all are there
             with torch.no_grad():
                 for name, tensor in checked(weights, shapes):
-                    own[name].copy_(tensor if self._shards is None else self._shards.part(name, tensor))
+                    own[name].copy_(tensor if self._shards is None else self._shards.shard_of(name, tensor))
         self.version = version
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:

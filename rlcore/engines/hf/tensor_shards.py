@@ -1,8 +1,8 @@
-"""A Hugging Face module of which each rank of a group has a shard: plain tensors, and sums in the forward.
+"""A Hugging Face module sharded over the ranks of a group: plain tensors, and all-reduces in the forward.
 
-The forward of Megatron-LM (arXiv 1909.08053, section 3) by the model's own `base_model_tp_plan`: column-parallel layers
-give each rank the outputs of its heads and of its share of the feed-forward width, row-parallel ones take those in, and
-their results are added up. Everything else is whole on every rank, and computed alike there.
+The forward of Megatron-LM (arXiv 1909.08053, section 3) by the model's own `base_model_tp_plan`. Column-parallel layers
+compute the outputs of the rank's heads and of its share of the feed-forward width. Row-parallel layers read those
+outputs, and their results are summed. Every rank holds and computes everything else in full.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rlcore.engine.weights.meter import Group
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which this rank has a shard of the inputs; the bias is added once, to the sum."""
+    """A linear layer sharded along its inputs; the bias is added once, to the sum."""
 
     def __init__(self, whole: nn.Linear, group: Any) -> None:
         super().__init__()
         self.weight, self.bias, self._group = whole.weight, whole.bias, group
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the whole output [..., out] from this rank's inputs [..., in / ranks] (collective)."""
+        """Return the full output [..., out] from this rank's inputs [..., in / ranks] (collective)."""
         out = linear(inputs, self.weight)
         dist.all_reduce(out, group=self._group)
         return out if self.bias is None else out + self.bias
 
 
 class TensorShards:
-    """Cuts a module in place into the shard of this rank of `group`, in the group's order of ranks.
+    """Cuts a module in place to this rank's shard; shards follow the order of ranks in `group`.
 
-    Raises ConfigError for a model that so many ranks cannot divide.
+    Raises ConfigError for a model that this number of ranks does not divide.
     """
 
     def __init__(self, hf: Any, group: Group) -> None:
@@ -45,9 +45,9 @@ class TensorShards:
             if style == "rowwise" and isinstance(module, nn.Linear):
                 hf.set_submodule(name, RowParallelLinear(module, group.handle))
         for name, parameter in hf.named_parameters():
-            parameter.data = self.part(name, parameter.data).clone()
+            parameter.data = self.shard_of(name, parameter.data).clone()
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter, a view."""
+    def shard_of(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a full parameter, as a view."""
         dim = self._dims.get(name)
         return whole if dim is None else whole.chunk(self._count, dim)[self._index]

@@ -17,15 +17,15 @@ OPTIONS: dict[str, Any] = {
 
 @contextmanager
 def starting_on_cpu() -> Iterator[None]:
-    """Have vLLM keep weights as they are, and the process its threads, while it starts.
+    """While vLLM starts, keep it from packing weights and from changing the process's threads.
 
-    It would pack the weights of linear layers for oneDNN when it loads them, after which they cannot be loaded again:
-    the layers' parameters are empty, and a tied head goes on computing from the packed copy of old weights. It would
-    compile with a C++ compiler, for half a minute, functions that take no time; bind OpenMP's threads to cores, by the
-    same rule in every process; and take torch.set_num_threads away.
+    By default it packs the weights of linear layers for oneDNN when it loads them. Afterwards they cannot be loaded
+    again: the layers' parameters are empty, and a tied head goes on computing from the packed copy of old weights. It
+    also compiles small functions with a C++ compiler for half a minute, binds OpenMP threads to cores, by the same rule
+    in every process, and replaces torch.set_num_threads.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about what is turned off here on purpose
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about features that are off here on purpose
     import vllm._custom_ops as custom_ops
     from vllm.platforms import current_platform
 

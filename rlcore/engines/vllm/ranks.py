@@ -1,4 +1,4 @@
-"""vLLM among processes that have torch.distributed's default group already: the train engine's, in its own order."""
+"""vLLM in processes that already have torch.distributed's default group: the train engine's, in its own order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlcore.engine.weights.meter import Group
 
 
 @contextmanager
-def numbered(order: Sequence[int]) -> Iterator[None]:
-    """Have vLLM, which starts meanwhile, make its groups of the ranks `order[i]` where it says i.
+def in_engine_order(order: Sequence[int]) -> Iterator[None]:
+    """While vLLM starts, have it create its groups from the ranks `order[i]` instead of i.
 
-    It cuts the default group into tensor groups of consecutive ranks, all made by all ranks. torch has the ranks of a
-    group in ascending order whatever order they are named in, so `order` has to ascend within a tensor group.
-    Nothing is told to an engine by another, so groups get no queue for it, which is 24 MiB of shared memory each.
+    It cuts the default group into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the
+    ranks of a group, so `order` must ascend within a tensor group. Engines send each other no messages, so groups get
+    no message queue, which would take 24 MiB of shared memory each.
     """
     from vllm.distributed import parallel_state
 
@@ -41,9 +41,9 @@ def numbered(order: Sequence[int]) -> Iterator[None]:
 def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
     """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
 
-    vLLM's own takes the rank from the environment, as torchrun sets it. Here it is the rank's number in `order`. With
-    it goes a name for the shared memory in which ranks on a CPU add up their results: no other group on the machine has
-    it, and ranks on several machines differ in it, so that vLLM lets them use torch's group.
+    vLLM's own reads the rank from the environment, where torchrun sets it. This one uses the rank's index in `order`.
+    It also names the shared memory in which ranks on a CPU add their results: the name is unique to the group, and
+    differs between machines, so that vLLM uses torch's group across machines.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -54,9 +54,9 @@ def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
 
 
 def unlink_shared_memory() -> None:
-    """Take away the name of this rank's shared memory, which all ranks of its tensor group have mapped by now.
+    """Unlink this rank's shared memory, which all ranks of its tensor group have mapped by now.
 
-    vLLM would do so when its process ends, and what is left by a process that is killed, as Ray's are, would stay.
+    vLLM unlinks it when its process ends, so a killed process, as Ray's are, would leave it behind.
     """
     from vllm.distributed import get_tp_group
 
@@ -67,7 +67,7 @@ def unlink_shared_memory() -> None:
 
 @contextmanager
 def keeping_default_group() -> Iterator[None]:
-    """Have vLLM, which is shut down meanwhile, destroy the groups that it made, and not the process's default group."""
+    """While vLLM shuts down, have it destroy the groups that it created, but not the process's default group."""
     from vllm.distributed import parallel_state
 
     destroy = parallel_state.destroy_distributed_environment

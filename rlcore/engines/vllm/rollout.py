@@ -24,7 +24,7 @@ from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
-from rlcore.engines.vllm.ranks import executor, keeping_default_group, numbered, unlink_shared_memory
+from rlcore.engines.vllm.ranks import executor, in_engine_order, keeping_default_group, unlink_shared_memory
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
@@ -66,7 +66,7 @@ class VLLMRollout(RolloutEngine):
         self.shapes, self.shard_shapes, generation_config = _describe(model, ranks)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
-        self._joined = dist.is_initialized()  # vLLM makes its groups in a default group that is there, or makes one
+        self._joined = dist.is_initialized()  # vLLM uses an existing default group, or creates one
         with ExitStack() as stack:
             stack.enter_context(_starting(on_cpu=on_cpu))
             LLM = _import_vllm()
@@ -74,7 +74,7 @@ class VLLMRollout(RolloutEngine):
 
             sharded: dict[str, Any] = {}
             if tensor_group is not None:
-                stack.enter_context(numbered(engine_order))
+                stack.enter_context(in_engine_order(engine_order))
                 backend = executor(tensor_group, engine_order, device)
                 sharded = {"tensor_parallel_size": ranks, "distributed_executor_backend": backend}
             self.llm: Any = LLM(
@@ -83,7 +83,7 @@ class VLLMRollout(RolloutEngine):
                 dtype=str(model_dtype(model)).removeprefix("torch."),
                 load_format="dummy",  # all weights come by `sync`, before the first token
                 generation_config="vllm",  # each request names its end tokens; no other default applies
-                max_model_len=-1,  # as long as the model and the cache allow
+                max_model_len=-1,  # the model's and the cache's limit
                 max_num_seqs=config.batch_size,
                 kv_cache_memory_bytes=config.kv_cache_mb << 20,
                 enable_prefix_caching=True,

@@ -1,4 +1,4 @@
-"""Weights for vLLM's loaders of which each rank has only its shard already."""
+"""Weights for vLLM's loaders when each rank already holds only its shard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rlcore.engine.weights.transfer import Shapes
 def with_shards(
     module: nn.Module, weights: Iterable[tuple[str, Tensor]], whole: Shapes
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield weights to `module.load_weights`, which takes its rank's part of whole ones, and shards as they are.
+    """Yield weights to `module.load_weights`, which cuts its rank's part from full weights and takes shards uncut.
 
-    A weight is a shard if its shape is not that of `whole`. vLLM's loaders read from a parameter which part is its own:
-    while a shard is loaded it says the first, which is all there is, or that it is cut already. Close the generator.
+    A weight is a shard if its shape differs from that in `whole`. vLLM's loaders read from a parameter which part to
+    cut: while a shard is loaded, the parameter names the first part, or says that the weight is cut already. Close the
+    generator, which sets the parameters back.
     """
     own = [(parameter, getattr(parameter, "tp_rank", None)) for parameter in module.parameters()]
 
