@@ -41,7 +41,7 @@ BENCHMARKS = {
     "gpu": lambda: doctor.main([]),
 }
 ON_CPU = [name for name in BENCHMARKS if name != "gpu"]
-"""Those that `all` stands for."""
+"""The benchmarks that `all` runs."""
 
 
 def main(argv: list[str]) -> int:

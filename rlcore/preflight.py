@@ -65,7 +65,7 @@ class Preflight:
 
 
 def preflight(config: Config, plugins: PluginManager, purpose: Purpose = "train") -> Preflight:
-    """Run the checks of a purpose in order and return what they made.
+    """Run the checks of a purpose in order and return their results.
 
     purpose: "train"; "evaluate", which needs no algorithm; or "plan", for other machines than this one.
     Raises ConfigError for the first fault, with the key, its value and a remedy.
@@ -202,7 +202,7 @@ def _plugins(flight: Preflight) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and what it is made for. What depends on this machine is no question for a plan of another."""
+    """A check and its purposes. A plan for another machine skips the checks of this one."""
 
     function: Callable[[Preflight], None]
     purposes: tuple[Purpose, ...] = ALWAYS

@@ -1,1 +1,1 @@
-"""One GPU: what it does at most, what rlcore does on it, and what is wrong."""
+"""One GPU: the card's ceilings, rlcore's figures on it, and faults."""

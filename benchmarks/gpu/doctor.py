@@ -1,4 +1,4 @@
-"""`make bench B=gpu`: what one card does, and what is wrong with it, in at most eight minutes.
+"""`make bench B=gpu`: the figures and faults of one card, in at most eight minutes.
 
 `python -m benchmarks.gpu.doctor [PART...] [--small] [--keep FOLDER]` runs the named parts, or all. Each part is a
 process with a limit of its own; one that fails gives its traceback, and the others go on.
@@ -32,7 +32,7 @@ MOST_SECONDS = 480.0
 
 @dataclass
 class Findings:
-    """What the parts measured, and which were left out or failed, and why."""
+    """The figures of the parts, and the parts left out or failed, with the reason."""
 
     figures: list[Figure] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def _has_card() -> bool:
 def environment(scratch: Path) -> dict[str, str]:
     """Return an environment in which rlcore is installed: as it is, or from this checkout, without a network.
 
-    The parts run in `scratch`: in the checkout its sources would hide what is installed.
+    The parts run in `scratch`: in the checkout its sources would hide the installed package.
     """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     try:
@@ -148,7 +148,7 @@ def run_parts(
 
 
 def _one(name: str, size: str, out: Path) -> bool:
-    """Run a part here and write what it found to `out`, beside which the folder of models is."""
+    """Run a part in this process and write its figures to `out`, which lies beside the folder of models."""
     answer: dict[str, object]
     try:
         answer = {"figures": [asdict(each) for each in PARTS[name][0](SIZES[size], out.parent)]}
@@ -165,7 +165,7 @@ GENERATING = "sampled tokens while generating"
 
 
 def bars(found: Findings) -> list[Bar]:
-    """Return the bars of what was measured; a figure that is lacking has none."""
+    """Return the bars of the measured figures; a missing figure has no bar."""
     made: list[Bar] = []
 
     def bar(name: str, value: float | None, bound: float, *, at_least: bool = True) -> None:
@@ -204,7 +204,7 @@ def bars(found: Findings) -> list[Bar]:
 
 
 def notes(found: Findings, size: str) -> str:
-    """Return what the report says before its table."""
+    """Return the report's text before its table."""
     lines = [
         f"One card: {card()}. Random weights of the named shapes, {SIZES[size].dtype}, GRPO without a reference on"
     ]

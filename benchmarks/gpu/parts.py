@@ -33,7 +33,7 @@ def models(size: Size, folder: Path) -> list[Figure]:
 
 
 def ceilings(size: Size, folder: Path) -> list[Figure]:
-    """Measure what the device does at most: a matrix product and a copy."""
+    """Measure the device's ceilings: a matrix product and a copy."""
     import torch
 
     side, device = size.matrix, size.device

@@ -1,4 +1,4 @@
-"""What the parts measure: the shapes of the models, and how many rows and tokens, on a card and in the tests."""
+"""The sizes of the parts: model shapes, rows and tokens, on a card and in the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shape:
 
     @property
     def decoder_parameters(self) -> int:
-        """Weights of all decoder layers' matrices, each of which takes part in one multiplication per token."""
+        """Weights of all decoder layers' matrices; each takes one multiplication per token."""
         head_size = self.hidden // self.heads
         attention = self.hidden * head_size * (2 * self.heads + 2 * self.key_heads)
         return self.layers * (attention + 3 * self.hidden * self.feed_forward)

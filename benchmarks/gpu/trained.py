@@ -1,4 +1,4 @@
-"""A run of rlcore in a process of its own, and what it wrote down."""
+"""A run of rlcore in a process of its own, and its files."""
 
 from __future__ import annotations
 

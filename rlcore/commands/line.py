@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CommandLine:
-    """What a command's `run` gets: its parsed options, and from them the plugins and the config.
+    """The argument of a command's `run`: its parsed options, and from them the plugins and the config.
 
     `options` holds rlcore's options and the command's own; `overrides` the words GROUP=OPTION and KEY=VALUE.
     """
@@ -63,7 +63,7 @@ class CommandLine:
 
     @staticmethod
     def show(text: str) -> None:
-        """Print to stdout; a reader that closes the pipe early (`| head`) is no error."""
+        """Print to stdout; a reader may close the pipe early (`| head`)."""
         try:
             print(text, flush=True)
         except BrokenPipeError:

@@ -16,7 +16,7 @@ COMPILED_FROM = 100_000_000
 def pays_to_compile(device: torch.device, parameters: int) -> bool:
     """Return whether torch.compile is used for a model of so many parameters: on a GPU, from `COMPILED_FROM` on.
 
-    Not with deterministic algorithms: what the compiler chooses by timing kernels differs from process to process.
+    Not with deterministic algorithms: the compiler times kernels and may choose others in another process.
     """
     return device.type == "cuda" and parameters >= COMPILED_FROM and not torch.are_deterministic_algorithms_enabled()
 

@@ -1,4 +1,4 @@
-"""The plugins that are installed: their entry points, and what is known of each."""
+"""The installed plugins: their entry points, and the facts about each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PluginInfo:
 
     `kind` is "algorithm", the part of the entry point's name before the dot, or "local" for a file; `file` is None for
     a plugin that was not imported; `gives` are the specs by kind and name, as "reward gsm8k"; `sha256` (hex) is that of
-    a local file; `faults` say what is wrong with a broken plugin.
+    a local file; `faults` lists the faults of a broken plugin.
     """
 
     name: str
@@ -70,7 +70,7 @@ def distribution_of(entry: EntryPoint) -> tuple[str, str]:
 
 
 def info_of(entry: EntryPoint) -> PluginInfo:
-    """Return what is known of an installed plugin before it is imported."""
+    """Return the facts about an installed plugin before its import."""
     distribution, version = distribution_of(entry)
     kind = entry.name.partition(".")[0] if "." in entry.name else "algorithm"
     return PluginInfo(entry.name, kind, distribution, version, None)

@@ -57,7 +57,7 @@ def own_engines() -> PluginManager:
 
 @dataclass
 class _Registry:
-    """What the plugins gave: the specs of each class by name, and who gave each."""
+    """The specs that plugins gave, by class and name, with the plugin that gave each."""
 
     specs: dict[type, dict[str, Any]] = field(default_factory=lambda: {kind.spec: {} for kind in PLUGIN_KINDS})
     givers: dict[tuple[type, str], str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class _Registry:
 class PluginManager:
     """The plugins of one command, loaded and checked. Make one with `PluginManager.load`.
 
-    `specs` returns what the registration hooks gave, by name, in the order of loading; the methods named after kinds
+    `specs` returns the specs of the registration hooks, by name, in the order of loading; the methods named after kinds
     are short for it. Those named after life-cycle hooks call them; see `rlcore.plugins.hookspecs` for order and errors.
     """
 
@@ -140,7 +140,7 @@ class PluginManager:
         return [*self._infos.values()]
 
     def specs(self, kind: type[S]) -> Mapping[str, S]:
-        """Return what the plugins gave of one kind, by name: `specs(RewardSpec)`."""
+        """Return the plugins' specs of one kind, by name: `specs(RewardSpec)`."""
         return self._given.specs[kind]
 
     def algorithm(self, name: str) -> AlgorithmSpec:
@@ -290,7 +290,7 @@ class PluginManager:
     # Loading.
 
     def _load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]], *, blocked: bool) -> None:
-        """Import a plugin and register its hooks; note what is wrong with it."""
+        """Import a plugin and register its hooks; note its faults."""
         other = self._infos.get(info.name)
         if other is not None:
             fault = f"{other} has the same name; rename or uninstall one of them"
@@ -324,7 +324,7 @@ class PluginManager:
             _log.info("loaded %s, sha256 %s", info, sha256)
 
     def _register(self, kind: PluginKind) -> None:
-        """Take in what the plugins give of one kind."""
+        """Collect the plugins' specs of one kind."""
         for info, call in list(self._calls(kind.hook)):
             try:
                 given = _specs_of(call())
@@ -341,7 +341,7 @@ class PluginManager:
                 self._given.add(spec, info.name)
 
     def _finish(self, info: PluginInfo) -> None:
-        """Note what a plugin gave, and check it against the entry point's name: `--help` lists names without import."""
+        """Record a plugin's spec, and check it against the entry point's name: `--help` lists names without import."""
         if info.state != "loaded":
             return
         given = self._given.of(info.name)
@@ -359,7 +359,7 @@ class PluginManager:
                 return
 
     def _break(self, info: PluginInfo, *faults: str) -> None:
-        """Note a plugin's faults, and take out what it brought."""
+        """Record a plugin's faults, and remove its specs."""
         self._infos[info.name] = self._infos[info.name].broken(*faults)
         self._given.remove(info.name)
         if self._modules.pop(info.name, None) is not None:

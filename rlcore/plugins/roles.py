@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rlcore.ops import Need
 
 Head = Literal["vocabulary", "number"]
-"""What a model's last layer gives for each token: a logit for each token of the vocabulary, or one number."""
+"""The output of a model's last layer for each token: a logit for each token of the vocabulary, or one number."""
 
 
 @dataclass(frozen=True, repr=False)
 class RoleKind:
-    """A kind of role: POLICY, CRITIC or REWARD. Compare kinds by what they say here, or with `==`.
+    """A kind of role: POLICY, CRITIC or REWARD. Ask its fields, or compare kinds with `==`.
 
     `noun`: the kind in a message. `head`: the last layer, which also decides how the model is loaded. `gives`: the
     outputs that a loss may need. `scores_rows`: one output for each row, at its last token, instead of one for each
@@ -52,9 +52,9 @@ KINDS = (POLICY, CRITIC, REWARD)
 
 @dataclass(frozen=True)
 class Role:
-    """A model that an algorithm needs, by what is done with it.
+    """A model that an algorithm needs, described by its use.
 
-    `kind` says what it computes: a POLICY gives `log_probs`; a CRITIC gives `values`, one for each response token; a
+    `kind` decides its outputs: a POLICY gives `log_probs`; a CRITIC gives `values`, one for each response token; a
     REWARD model gives `scores`, one for each row. `trains`: it has an optimizer and `update`. `generates`: it has a
     rollout engine and `generate`. Neither: it is frozen. `follows` names the role whose weights it can take over with
     `follow`.

@@ -84,7 +84,7 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """What a rollout engine can do.
+    """The capabilities of a rollout engine.
 
     tensor_shards: several ranks can sample the same rows together, each with its shard of the layers (`rollout.tp`).
     continuous_batching: a waiting row takes the place of a finished one while the others go on decoding.
@@ -104,7 +104,7 @@ class RolloutCapabilities:
 
 @dataclass(frozen=True)
 class TrainCapabilities:
-    """What a train engine can do.
+    """The capabilities of a train engine.
 
     kinds: the kinds of role that it can hold.
     layouts: it spreads a model over pipeline stages, tensor shards and data-parallel ranks (`engine.pp`, `tp`, `dp`).
@@ -227,7 +227,7 @@ class Chooser(Protocol):
     """What `PluginKind.chosen` may ask of the plugins."""
 
     def specs(self, kind: type[S]) -> Mapping[str, S]:
-        """Return what the plugins gave of one kind, by name."""
+        """Return the plugins' specs of one kind, by name."""
 
 
 def _nothing(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Checks of a run's pools, before anything starts: what they list, their places, layouts, and the sampling copy."""
+"""Checks of a run's pools, before anything starts: their roles, their places, layouts, and the sampling copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools: places for worker processes, and what is on them."""
+"""Pools: places for worker processes, and the roles on them."""
 
 # ruff: noqa: RUF009  (`option` declares a config field)
 

@@ -1,4 +1,4 @@
-"""The rows that decode together: what is known of each, and how rows join and leave between two steps.
+"""The rows that decode together: the state of each, and how rows join and leave between two steps.
 
 All rows share columns: their newest tokens are in the same column, so that a step writes one column of everything. A
 row that is shorter than others begins at a later column, and the columns before it are masked.

@@ -94,7 +94,7 @@ class StepWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy what the parameters are now."""
+        """Copy the current parameters."""
         for copy, parameter in self._copies:
             copy.copy_(parameter)
 

@@ -1,4 +1,4 @@
-"""The engine that the checks of a rollout engine share, its rows, and what they are compared with."""
+"""The engine that the checks of a rollout engine share, its rows, and the reference for them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RolloutEngineSuite(CheckSuite):
 
     @property
     def reference(self) -> Reference:
-        """What the engine has to equal; it has the weights that the engine was given last."""
+        """The reference that the engine has to equal; it has the weights of the engine's last sync."""
         return self.once("reference", lambda: Reference(model_path(self.config.model.path)))
 
     @property
