@@ -1,11 +1,12 @@
 """What a role holds on a device: weights, gradients, moments, activations, generating weights, keys and values.
 
-A trained parameter is 16 bytes in fp32: weight, gradient and AdamW's two moments; a frozen one is 4. All are divided by
-pipeline stages, tensor shards and the data-parallel places that share a copy; embeddings not by tensor shards. While it
-works a role also holds the weights that are gathered, in the forward's precision and, going backward, their gradients
-in fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an element
-(Korthikanti et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep), with
-recomputation 2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
+A trained parameter is 16 bytes in fp32: weight, gradient and AdamW's two moments; a frozen one is 4. Of a bf16 role
+whose weights are only read by forwards it is 2; where the model is not sharded, embeddings stay at 4. All are divided
+by pipeline stages, tensor shards and the data-parallel places that share a copy; embeddings not by tensor shards. While
+it works a role also holds the weights that are gathered, in the forward's precision and, going backward, their
+gradients in fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an
+element (Korthikanti et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep),
+with recomputation 2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ class Held:
     working: float
 
 
-def role_held(size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload) -> Held:
-    """Return what a role holds, generating weights aside."""
+def role_held(
+    size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload, *, frozen: bool = False
+) -> Held:
+    """Return what a role holds, generating weights aside. `frozen`: its weights are only read by forwards."""
     shards = shard_of(work, layout)
     weights = stage_weights(size, layout) / layout.tp
     resident = (TRAINED_BYTES if trains else FROZEN_BYTES) * weights / shards
-    working = max((_working(size, layout, call, work) for call in calls), default=0.0)
+    rounded = frozen and work.dtype_bytes == 2
+    if rounded:
+        kept = size.embeddings if is_whole(layout, work) else 0.0
+        resident = (2 * (weights - kept) + FROZEN_BYTES * kept) / shards
+    working = max((_working(size, layout, call, work, rounded=rounded) for call in calls), default=0.0)
     return Held(resident, working)
 
 
-def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> float:
+def _working(size: ModelSize, layout: Layout, call: Call, work: Workload, *, rounded: bool) -> float:
     backward, width = call.method in UPDATE, work.dtype_bytes
     rows = work.rows(call) / call.mini_batches / layout.dp
     count, cut = work.micro_batches(rows, layout.pp)
@@ -47,7 +54,7 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
     layers = -(-size.layers // layout.pp)
     gathered = 0.0
     sharded = not is_whole(layout, work)
-    if sharded or width == 2:
+    if sharded or (width == 2 and not rounded):
         whole = stage_weights(size, layout) / layout.tp
         layerwise = size.parameters > work.layerwise_above and layout.pp == 1
         unit = 2 * size.layer / layout.tp + size.embeddings if layerwise else whole
@@ -65,15 +72,18 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
     return gathered + kept + logits
 
 
-def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device's generating weights; where each device has the whole model, the trained ones."""
-    if is_whole(layout.training, work) and not work.continuous:
+def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload, *, apart: bool = False) -> float:
+    """Return the bytes of a device's generating weights: 0 where it samples with the trained ones.
+
+    `apart`: the role is trained on another pool.
+    """
+    if is_whole(layout.training, work) and work.shares_module and not apart:
         return 0.0
     return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
 
 
 def cache_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device for the keys and values of one row, as long as the longest."""
-    longest = work.lengths.prompt + (work.lengths.response if work.continuous else work.lengths.most)
+    """Return the bytes of a device for the keys and values of a row: the mean one of a pool, otherwise the longest."""
+    tokens = work.lengths.prompt + (work.lengths.response if work.pooled_cache else work.lengths.most)
     ways = layout.pp * min(layout.tp, size.kv_heads)
-    return work.dtype_bytes * size.cache_elements(longest) / ways
+    return work.dtype_bytes * size.cache_elements(tokens) / ways
