@@ -84,16 +84,16 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
         what = "nothing" if value is None else f"{type(value).__name__} {value!r}"
         return f"{hook}() returned {what}; it must return {expected.__name__}, or a list of them"
     name = value.name  # type: ignore[attr-defined]
-    command = isinstance(value, CommandSpec)
-    pattern = r"\w[\w-]*( \w[\w-]*)*" if command else r"\w[\w.-]*"
+    allowed, pattern = "letters, digits, '_', '-' and '.'", r"\w[\w.-]*"
+    if isinstance(value, CommandSpec):
+        allowed, pattern = "words of letters, digits, '_' and '-'", r"\w[\w-]*( \w[\w-]*)*"
     if not isinstance(name, str) or not re.fullmatch(pattern, name, re.ASCII):
-        allowed = "words of letters, digits, '_' and '-'" if command else "letters, digits, '_', '-' and '.'"
         return f"{hook}() gave the name {name!r}; a name is made of {allowed}"
     if isinstance(value, AlgorithmSpec):
         return _algorithm_fault(value)
     if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):
         return _section_fault(value)
-    if command and (value.main is None) == (value.run is None):
+    if isinstance(value, CommandSpec) and (value.main is None) == (value.run is None):
         return f"the command {value.name!r} needs one function: main(argv), or run(line) for one that takes a config"
     return None
 

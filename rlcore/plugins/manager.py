@@ -356,8 +356,8 @@ class PluginManager:
                 self._break(
                     info,
                     f"by its entry point's name, {kind.hook}() gives {_quoted(promised)}; it gave {_quoted(names)}. "
-                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is command.NAME, "
-                    "with a dot for each space",
+                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is "
+                    "command.NAME, with a dot for each space",
                 )
                 return
 

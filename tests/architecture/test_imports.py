@@ -31,7 +31,7 @@ ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
 
 KIT = ROOT / "plugins" / "rlcore-plugin-testing"
 KIT_USES = {
-    *("assets", "checkpoint", "preflight", "trainer", "config", "config.schema", "data.arithmetic", "data.chat"),
+    *("assets", "checkpoint", "preflight", "trainer", "config", "data.arithmetic", "data.chat"),
     *("engine.update.loss_accumulator", "engine.update.microbatch", "plugins"),
     *("protocol.dataproto", "protocol.row_groups", "roles.handles", "roles.metrics"),
 }

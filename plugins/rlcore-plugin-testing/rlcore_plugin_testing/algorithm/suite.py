@@ -14,8 +14,7 @@ from typing import Any
 
 from rlcore import Config, PluginManager, RLCoreError, Role, RoleKind, Run
 from rlcore.checkpoint import STATE
-from rlcore.config import compose, to_yaml
-from rlcore.config.schema import ClusterConfig
+from rlcore.config import ClusterConfig, compose, to_yaml
 from rlcore.data.chat import load_tokenizer
 from rlcore.plugins import KINDS
 from rlcore.trainer import train
