@@ -27,8 +27,9 @@ def run(line: CommandLine) -> int:
     options = line.options
     if options.words:
         raise ConfigError(
-            f"unknown words {' '.join(options.words)!r}: rlcore plugins takes none. rlcore plugins test NAME is "
-            "in a distribution of its own: pip install rlcore-plugin-testing (in a checkout: pip install -e plugins/rlcore-plugin-testing)"
+            f"unknown words {' '.join(options.words)!r}: rlcore plugins takes none. rlcore plugins test NAME is in a "
+            "distribution of its own: pip install rlcore-plugin-testing (in a checkout: "
+            "pip install -e plugins/rlcore-plugin-testing)"
         )
     found = PluginManager.inspect(options.plugin, trace=options.trace_hooks).list()
     broken = [info for info in found if info.faults]
