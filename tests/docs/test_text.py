@@ -94,7 +94,7 @@ def test_config_keys_exist(page):
     for text in quoted(page):
         match = re.match(rf"({'|'.join(GROUPS)})\.(?!py|json|NAME)(\w+(?:\.\w+)*)(?![\w(])", text)
         first = match[2].partition(".")[0] if match else ""
-        if match and match[1] == "run" and (hasattr(Run, first) or first in ("actor", "ref", "config", "dir")):
+        if match and match[1] == "run" and (hasattr(Run, first) or first in {*Run.__annotations__, "config", "dir"}):
             continue  # the run that an algorithm's step gets
         assert not match or match[0] in known_keys() or match[2].endswith((".NAME", ".md")), text
 
