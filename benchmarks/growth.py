@@ -23,9 +23,10 @@ NOTES = f"""\
 GRPO without a reference on the long-tail workload's model (8 layers, hidden 256) with responses of exactly the length
 given, fp32, two cores, Ray with two workers unless workers are what grows; where an axis is not the one that grows: 8
 prompts x 8 samples, 64 new tokens. Micro-batches of 2,048 tokens, as on the long tail. Work: the floating-point
-operations of the matrices and of causal attention (see rlcore/roles/row_cost.py) of the tokens that have to be computed,
-which of a prompt are those of one row of its group. Seconds: the median of {STEPS - 1} steps of one run; of two runs of
-the point in which the axes meet. A plot of each axis is beside this table. There is no other side."""
+operations of the matrices and of causal attention (see rlcore/roles/row_cost.py) of the tokens that have to be
+computed, which of a prompt are those of one row of its group. Seconds: the median of {STEPS - 1} steps of one run; of
+two runs of the point in which the axes meet. A bar is the largest growth between any two points of an axis. A plot of
+each axis is beside this table. There is no other side."""
 
 
 @dataclass(frozen=True)

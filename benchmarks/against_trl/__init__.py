@@ -286,9 +286,9 @@ LONG_TAIL = """\
 A random-weight Qwen2 of 8 layers, hidden 256, intermediate 1024, 8 heads, 2 key-value heads, 80 characters, so that
 response lengths are geometric with a mean near 64; 8 prompts of 8 to 64 tokens x 8 samples, at most 512 new tokens,
 {kind}, GRPO without a reference, one optimizer step a batch. Both sides on the same two cores with two threads, rlcore
-in process (and on Ray, for what a second worker gains); OMP_WAIT_POLICY is set for neither. TRL's micro-batches are of 16 rows, rlcore's of at most 2,048 tokens.
-Tokens/s: prompt and response tokens of the second of a run's two steps by its seconds. Memory: the most proportional
-set size of all processes of the run, seen twice a second."""
+in process (and on Ray, for the gain of a second worker); OMP_WAIT_POLICY is set for neither. TRL's micro-batches are of
+16 rows, rlcore's of at most 2,048 tokens. Tokens/s: prompt and response tokens of the second of a run's two steps by
+its seconds. Memory: the most proportional set size of all processes of the run, seen twice a second."""
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, str]]) -> None:
