@@ -20,7 +20,7 @@ from rlcore.model_folder import model_path
 from rlcore.ops import noise_key
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
-from rlcore.testing.report import CheckFailed, CheckSuite
+from rlcore.testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore.testing.rollout_engine.reference import Reference, Weights
 
 SLOTS = 6
@@ -62,7 +62,7 @@ class RolloutEngineSuite(CheckSuite):
         def make() -> Config:
             slots = self.spec.capabilities.slots_key
             few = [] if slots is None else [f"{slots}={SLOTS}"]
-            overrides = [f"rollout.name={self.name}", *few, *self.settings]
+            overrides = [f"rollout.name={self.name}", *few, *PLAIN, *self.settings]
             return compose(overrides, self.manager)
 
         return self.once("config", make)

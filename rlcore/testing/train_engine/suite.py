@@ -15,7 +15,7 @@ from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.model_folder import model_path
 from rlcore.plugins import POLICY, PluginManager, RoleKind
-from rlcore.testing.report import CheckFailed, CheckSuite
+from rlcore.testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore.testing.train_engine import problem
 from rlcore.testing.train_engine.reference import Reference, Weights, difference
 
@@ -55,7 +55,7 @@ class TrainEngineSuite(CheckSuite):
         def make() -> Config:
             folder = self.folder / "policy"
             problem.write_policy(folder)
-            overrides = [f"engine.name={self.name}", f"model.path={folder}", *self.settings]
+            overrides = [f"engine.name={self.name}", f"model.path={folder}", *PLAIN, *self.settings]
             return compose(overrides, self.manager)
 
         return self.once("config", make)
