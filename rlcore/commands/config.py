@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(line: CommandLine) -> int:
-    """Print the config as a run would save it."""
+    """Print the checked config in the form that a run saves."""
     if line.options.keys:
         from rlcore.config.reference import CORE_SECTIONS, text
 

@@ -13,7 +13,7 @@ RLCORE_API = 1
 
 
 def run(line: CommandLine) -> int:
-    """Evaluate the run or model that the first word names."""
+    """Evaluate the run or model folder given as the first word."""
     if not line.overrides or "=" in line.overrides[0]:
         raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
     target, *overrides = line.overrides

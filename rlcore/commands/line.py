@@ -1,4 +1,4 @@
-"""The command line of a command, as `rlcore.cli` has read it."""
+"""The parsed command line of a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CommandLine:
-    """The argument of a command's `run`: its parsed options, and from them the plugins and the config.
+    """The argument of a command's `run`: its parsed options, and the plugins and the config that follow from them.
 
     `options` holds rlcore's options and the command's own; `overrides` the words GROUP=OPTION and KEY=VALUE.
     """
@@ -29,7 +29,7 @@ class CommandLine:
 
     @cached_property
     def plugins(self) -> PluginManager:
-        """The plugins, loaded when they are first asked for. Raises PluginError for a broken one."""
+        """The plugins, loaded at first use. Raises PluginError for a broken one."""
         from rlcore.plugins import PluginManager
 
         return PluginManager.load(self.options.plugin, trace=self.options.trace_hooks)
@@ -37,8 +37,8 @@ class CommandLine:
     def compose(self, overrides: Sequence[str] | None = None, *, base: dict[str, Any] | None = None) -> Config:
         """Return the config of `--config`, `--config-dir` and the overrides, not yet checked.
 
-        overrides: in place of those of the command line. base: plain values to start from, in place of `--config`.
-        Raises PluginError where the run of `--config` needs a plugin that is not there.
+        overrides: replace those of the command line. base: plain values to start from; replaces `--config`.
+        Raises PluginError when the run of `--config` needs a plugin that is not installed.
         """
         from rlcore.config import compose
         from rlcore.workers.gpus import find_gpus
@@ -52,7 +52,7 @@ class CommandLine:
         return compose(overrides, self.plugins, base=self.saved() if base is None else base, find_gpus=find_gpus)
 
     def saved(self) -> dict[str, Any] | None:
-        """Return the plain values of the file of `--config`, None without one."""
+        """Return the plain values of the file `--config`, None without that option."""
         if not self.options.config:
             return None
         from rlcore.config.files import read_values

@@ -13,10 +13,12 @@ RLCORE_API = 1
 
 
 def main(argv: list[str]) -> int:
-    """Write the folder and say what comes next."""
+    """Write the folder and print the next commands."""
     parser = argparse.ArgumentParser(prog="rlcore new-plugin", allow_abbrev=False, description=SUMMARIES["new-plugin"])
     parser.add_argument("name", metavar="NAME", help="the algorithm's name, such as my-algo: then algo=my_algo")
-    parser.add_argument("--dir", default=".", help="where to write the folder rlcore-plugin-NAME; here if not given")
+    parser.add_argument(
+        "--dir", default=".", help="parent of the new folder rlcore-plugin-NAME (default: the current folder)"
+    )
     options = parser.parse_args(argv)
     from rlcore.plugins.new import new_plugin
 

@@ -45,7 +45,7 @@ def run(line: CommandLine) -> int:
 
 
 def _require_plugins(line: CommandLine) -> None:
-    """Check the plugins of the run that is resumed, as its config may not compose without them."""
+    """Check the plugins of a resumed run first: without them its config may not compose."""
     from rlcore.folder import require_plugins
 
     for word in line.overrides:
@@ -61,11 +61,12 @@ def _train(config: Config, plugins: PluginManager) -> int:
     try:
         return 130 if train(config, plugins)["status"] == "interrupted" else 0
     finally:
-        gc.unfreeze()  # the next job of a sweep has models of its own
+        # Let the collector free this run's models before the next job of a sweep makes its own.
+        gc.unfreeze()
 
 
 def _sweep(line: CommandLine) -> int:
-    """Compose and check all jobs of a sweep, then run them in turn, each in its own run folder."""
+    """Compose and check all jobs of a sweep before the first one starts; then run each in a folder of its own."""
     from rlcore.config.compose import sweep
     from rlcore.preflight import preflight
 

@@ -1,4 +1,4 @@
-"""From plain nested values to the frozen dataclasses, with every key, type and range checked."""
+"""Turns plain nested values into the frozen dataclasses, and checks every key, type and range."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlcore.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 REQUIRED = "???"
-"""Stands for a value that must be given, as in hydra."""
+"""Marks a required value, as in hydra."""
 
 _SCALARS = (bool, int, float, str, types.NoneType)
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the frozen dataclass `cls` from plain values; what is not given takes the field's default.
+    """Build the frozen dataclass `cls` from plain values; a missing key takes the field's default.
 
-    `path` is the dotted key of the whole, for messages. Raises ConfigError, with the key, the value, what is allowed
-    and the nearest name, for an unknown or missing key, a wrong type, or a number out of bounds.
+    `path` is the dotted key of the whole, for messages. Raises ConfigError for an unknown or missing key, a wrong type,
+    or a number out of bounds; the message has the key, the value, the allowed ones and the nearest name.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path or 'the config'} = {values!r} must be a mapping of keys to values")
@@ -51,8 +51,8 @@ def build_config(
     """Build a whole Config.
 
     algorithm_config: the class of `algo`, None for a config without an algorithm.
-    sections: the classes of the sections that plugins bring, by dotted name (`judge`, `rollout.NAME`). All values given
-    for them are checked; of engines the Config keeps only the sections of those that it uses.
+    sections: the config classes of plugins, by dotted name (`judge`, `rollout.NAME`). All their values are checked; the
+    Config keeps the section of an engine only if a role uses the engine.
     """
     sections = sections or {}
     _check_sections(values, sections)
@@ -63,7 +63,7 @@ def build_config(
         _check_engine_keys(top, plain.get(top), cls, sections)
     algo = plain.pop("algo", None) or {}
     if algorithm_config is None and algo:
-        raise ConfigError(f"algo.{next(iter(algo))} is given, but no algorithm; choose one with algo=NAME")
+        raise ConfigError(f"algo.{next(iter(algo))} needs an algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
     return dataclasses.replace(config, sections=_used_sections(config, own))
 
@@ -86,7 +86,7 @@ def _used_sections(config: Config, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(plain: dict[str, Any], path: str) -> Any:
-    """Take the values of a section out of those of the whole config."""
+    """Remove a section's values from the whole config, and return them."""
     top, _, name = path.partition(".")
     if not name:
         return plain.pop(top, {})
@@ -104,7 +104,11 @@ def _check_engine_keys(top: str, given: Any, cls: type, sections: Mapping[str, t
 
 
 def _check_moved(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
-    for path, cls in sections.items():
+    """Raise ConfigError for a key that has another name today, with the new name; `was` of `option` has the old one."""
+    core = {field.name: field.default_factory for field in dataclasses.fields(Config)}
+    for path, cls in {**core, **sections}.items():
+        if not dataclasses.is_dataclass(cls):
+            continue
         for field in dataclasses.fields(cls):
             top, _, name = (field.metadata.get("was") or "").partition(".")
             given = values.get(top)
@@ -127,9 +131,9 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """Return a whole config as plain nested values, each section at its keys; `build_config` takes them back.
+    """Return a whole config as plain nested values, each section at its keys: the input of `build_config`.
 
-    A plugin's section whose values are all defaults is left out, so that the config can be read without the plugin.
+    A plugin's section with default values only is left out, so that the config can be read without the plugin.
     """
     plain = to_plain(dataclasses.replace(config, sections={}))
     del plain["sections"]
@@ -173,7 +177,7 @@ def check_schema(cls: type) -> None:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type in words as short as they are written in the dataclass."""
+    """Return a type as short text, such as `int | null`."""
     if hint is Any:
         return "any"
     if hint is types.NoneType:
@@ -247,6 +251,7 @@ def _union(value: Any, members: tuple[Any, ...], hint: Any, key: str) -> Any:
             return None
         return _convert(value, next(member for member in members if member is not types.NoneType), key)
     for member in members:
+        # The first member that fits decides, in the order of the annotation.
         try:
             return _convert(value, member, key)
         except ConfigError:

@@ -1,10 +1,10 @@
-"""Overrides and YAML groups to a Config, through hydra.
+"""Composes a Config from overrides and YAML groups, through hydra.
 
-hydra composes plain nodes: `schema` holds every default of the dataclasses, also of those that plugins bring (`judge`,
-`rollout.NAME`), and a group's option holds the values that it changes. A YAML file takes the place of the option that
-an installed plugin's name gives.
-Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. Keys and types are
-checked afterwards, by `rlcore.config.build`; hydra itself is told to accept any key.
+hydra composes plain nodes. The node `schema` holds every default of the dataclasses, plugins' own (`judge`,
+`rollout.NAME`) included, and a group's option holds the values that it changes. A YAML file replaces the option of an
+installed plugin with the same name.
+Nodes made from dataclasses and plugins are in hydra's (global) ConfigStore for one composition only. hydra accepts any
+key; `rlcore.config.build` checks keys and types afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECTIONS: dict[str, type] = {
     for field in dataclasses.fields(Config)
     if dataclasses.is_dataclass(field.default_factory)
 }
-"""The dataclass of each part of the config with core keys, by name. Plugins bring further ones."""
+"""The dataclass of each part of the config with core keys, by name. Plugins add further parts."""
 
 GROUPS = ("algo", *SECTIONS, "experiment")
 """The config groups: `GROUP=NAME` chooses one of a group's options. A plugin's section is one more."""
@@ -75,7 +75,7 @@ def compose(
             raise ConfigError(f"the config cannot be composed: {error}") from error
     if base is not None and base.get("algorithm", values["algorithm"]) != values["algorithm"]:
         raise ConfigError(
-            f"the saved config is one of algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
+            f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
         )
     return _build(resolve_auto(values, find_gpus), plugins)
 
@@ -116,9 +116,9 @@ def parse(override: str) -> Any:
 
 @contextmanager
 def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequence[str] = ()) -> Iterator[Hydra]:
-    """Give a hydra that sees configs/ and `nodes` ((group, name) -> plain values); remove the nodes afterwards.
+    """Yield a hydra with configs/ and `nodes` ((group, name) -> plain values); remove the nodes afterwards.
 
-    A node is left out where a file has its name: hydra would take the node for the file's schema.
+    A node with the name of a file is left out: hydra would take the node for the file's schema.
     """
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
@@ -127,7 +127,7 @@ def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequen
     with initialize_config_module("rlcore.configs", version_base="1.3", job_name="rlcore"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        # hydra's own nodes are in the store by now, so what is added below is all that has to go again.
+        # hydra has added its own nodes by now, so only the nodes added below have to be removed again.
         store = ConfigStore.instance()
         before = store.repo
         files = {group: _options(hydra, group, search_path) for group in {group for group, _ in nodes} if group}
@@ -189,7 +189,7 @@ def _nodes(plugins: Installed, base: Mapping[str, Any] | None) -> dict[tuple[str
 
 
 def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str], list[str]]) -> list[str]:
-    """Check each override's form and group option, and let a value override pass whatever its key.
+    """Check each override's form and group option. A value override passes with any key; `build` checks keys.
 
     own: the groups of plugins' sections, which the defaults list of configs/config.yaml lacks.
     """
@@ -209,7 +209,9 @@ def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str]
             options = options_of(key)
             if parsed.value() not in options:
                 raise ConfigError(_unknown_option(key, parsed.value(), options))
+        # `++` sets a key whether or not a node has it: unknown keys must reach `build`, whose error names the nearest.
         as_given = is_group or override.startswith(("hydra.", "+", "~"))
+        # `+` adds a group to the defaults list.
         if key in own and override.startswith(key) and isinstance(parsed.value(), str):
             prepared.append(f"+{override}")
         else:

@@ -19,11 +19,11 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-6` as text; people and Python mean a number."""
+    """Reads `1e-6` as a number, as Python does; YAML 1.1 reads it as text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that _Loader would read as a number, and escapes what only YAML holds for line breaks."""
+    """Quotes text that _Loader would read as a number, and escapes characters that only YAML treats as line breaks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         """Return the node of a text."""
@@ -38,12 +38,12 @@ for _class in (_Loader, _Dumper):
 
 
 def to_yaml(config: Config) -> str:
-    """Return the whole config as YAML; `from_yaml` gives back an equal one."""
+    """Return the whole config as YAML; `from_yaml` reads it back."""
     return yaml.dump(config_values(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, plugins: Installed) -> Config:
-    """Build the config that `to_yaml` wrote; raises ConfigError, also where its algorithm is not installed."""
+    """Build the config that `to_yaml` wrote. Raises ConfigError for invalid values or an algorithm not installed."""
     values = _mapping(text, "the config")
     name = values.get("algorithm") or ""
     spec = plugins.algorithms().get(name)
@@ -80,15 +80,15 @@ def begun_values(folder: Path) -> dict[str, Any]:
 def same_run(a: Config, b: Config) -> list[str]:
     """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
 
-    Left out are the incidental keys (see `option`), which change nothing that is computed, or no more than the order in
-    which sums are rounded; and all of `run` and `tracker`.
+    Incidental keys (see `option`) are not compared, as they change at most the rounding order of sums, nor are `run`
+    and `tracker`.
     """
     left, right = dict(_identity(a)), dict(_identity(b))
     return [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
 
 
 def _identity(config: Config) -> Iterator[tuple[str, Any]]:
-    """Give the dotted keys and values that make a run the run it is."""
+    """Yield the dotted keys and values that identify a run: those that change its numbers."""
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
         if field.name in ("run", "tracker", "sections"):

@@ -1,4 +1,4 @@
-"""What composing and reading a config needs of the installed plugins. `rlcore.plugins.PluginManager` has it."""
+"""The interface through which configs see the installed plugins; `rlcore.plugins.PluginManager` implements it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Installed(Protocol):
         """Return the algorithms by name; `.algorithm.config_class` is the class of `algo`."""
 
     def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-        """Return the options that plugins add to config groups: what GROUP=NAME sets, by group and name."""
+        """Return the options that plugins add to config groups: the values that GROUP=NAME sets, by group and name."""
 
     def sections(self) -> Mapping[str, type]:
         """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""

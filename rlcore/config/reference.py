@@ -25,8 +25,9 @@ instead. -->
 A run's config is composed from the defaults below, the chosen options of the groups, and the overrides of the command
 line, in this order. `rlcore config algo=NAME ...` composes and checks a config and prints it.
 
-- `GROUP=OPTION` chooses an option of a group: `data=gsm8k`. Besides those listed below, each installed algorithm is an
-  option of `algo`, and each installed data set, reward, rollout engine, train engine and tracker one of its group.
+- `GROUP=OPTION` chooses an option of a group: `data=gsm8k`. In addition to the options below, each installed algorithm
+  is an option of `algo`, and each installed data set, reward, rollout engine, train engine and tracker is an option of
+  its group.
 - `GROUP.KEY=VALUE` sets one value: `trainer.total_steps=10`, `rollout.stop=["</answer>"]`, `data.path=null`. A text
   with a comma, a brace or a leading digit is quoted twice: `'data.system_prompt="Hello, you"'`. `${trainer.seed}` takes
   another key's value; `\\${` is a plain `${`.
@@ -37,9 +38,9 @@ line, in this order. `rlcore config algo=NAME ...` composes and checks a config 
 - `--config RUN/config.yaml` repeats a run: it starts from the saved values, in a new run folder, and overrides may
   follow.
 
-The algorithm's own keys are under `algo`, an engine's under `rollout.NAME` or `engine.NAME`, and other plugins bring
-sections of their own. A run has the sections of the engines that it uses and those of all installed plugins;
-`rlcore train algo=NAME --help` shows them all.
+The algorithm's own keys are under `algo`, an engine's under `rollout.NAME` or `engine.NAME`; other plugins have
+sections of their own. A run has the sections of its engines and of all installed plugins; `rlcore train algo=NAME
+--help` shows them all.
 """
 
 
@@ -58,7 +59,7 @@ class Key:
 
 
 def keys(section: str, cls: type) -> Iterator[Key]:
-    """Give the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
+    """Yield the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
     hints, values = get_type_hints(cls), core_values()[section] if section in SECTIONS else defaults(cls)
     for field in dataclasses.fields(cls):
         limits = [(sign, field.metadata.get(end)) for end, sign in (("min", ">="), ("max", "<="))]
@@ -73,7 +74,7 @@ def keys(section: str, cls: type) -> Iterator[Key]:
 
 
 def group_options() -> dict[str, list[str]]:
-    """Return the options that configs/ holds as YAML, by group; a group without any is left out."""
+    """Return the options with a YAML file in configs/, by group; a group without options is left out."""
     found = {}
     for group in GROUPS:
         folder = files("rlcore.configs").joinpath(group)

@@ -1,7 +1,7 @@
 """The typed configuration: one frozen dataclass a group. The reference in docs/configuration.md is made from these.
 
-A field's comment becomes its description; `metadata["min"]`/`["max"]` bound a number. Hydra composes plain values,
-`rlcore.config.build` turns them into these objects and checks them, and below the CLI only these objects travel.
+`option` declares a field with its description and bounds. Hydra composes plain values, and `rlcore.config.build`
+checks them and turns them into these objects. Below the CLI only these objects travel.
 """
 
 # ruff: noqa: RUF009  (`option` copies a mutable default for each object)
@@ -65,15 +65,13 @@ class DataConfig:
     """The prompts: where they come from and how they become batches."""
 
     name: str = option("arithmetic", "data set: one of the installed ones (`rlcore plugins`)")
-    path: str | None = option(None, "file or folder that the data set is read from, where it needs one")
+    path: str | None = option(None, "file or folder of the data set, if it needs one")
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
     answer_key: str = option("answer", "column that holds the reference answer")
     system_prompt: str | None = option(None, "system message put before every string prompt")
     batch_size: int = option(16, "prompts per step", min=1)
     prompt_len: int = option(512, "longest prompt, in tokens", min=1)
-    overlong: Literal["filter", "cut", "error"] = option(
-        "filter", "what happens to a longer prompt; `cut` keeps its end"
-    )
+    overlong: Literal["filter", "cut", "error"] = option("filter", "treatment of longer prompts; `cut` keeps the end")
     shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
     drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
     eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
@@ -81,14 +79,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How responses are scored, and what bounds the code that does it."""
+    """How responses are scored, and the limits of reward code."""
 
     functions: dict[str, float] = option(
         {}, "weights by reward: installed names, or FILE.py:FUNCTION; empty: the data set's own"
     )
     path: str | None = option(None, "FILE.py:FUNCTION, used alone and in place of `functions`")
     model: str | None = option(
-        None, "folder of a reward model, which scores alone, or is added to `functions` where those are given"
+        None, "folder of a reward model; its score is added to that of `functions`, if there are any"
     )
     model_weight: float = option(1.0, "weight of the reward model's score")
     timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
@@ -114,22 +112,18 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How models are trained: optimizer, and how a batch is cut to fit into memory."""
+    """How models are trained: the optimizer, and the cuts of a batch that fit into memory."""
 
     name: str = option("", "train engine: one of the installed ones, whose own keys are `engine.NAME.*`")
-    pp: int = option(1, "pipeline stages, each with a run of the decoder layers", min=1, incidental=True)
+    pp: int = option(1, "pipeline stages, each with consecutive decoder layers", min=1, incidental=True)
     tp: int = option(
         1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1, incidental=True
     )
-    dp: int = option(
-        0, "data-parallel places, each with rows of its own; 0: workers / (pp * tp)", min=0, incidental=True
-    )
+    dp: int = option(0, "data-parallel size; 0: workers / (pp * tp)", min=0, incidental=True)
     layouts: dict[str, list[int]] = option(
-        {}, "[pp, tp] of single roles, as {critic: [1, 2]}; the others have `pp` and `tp`", incidental=True
+        {}, "[pp, tp] of single roles, as {critic: [1, 2]}; other roles use `pp` and `tp`", incidental=True
     )
-    offload: bool = option(
-        False, "weights and optimizer state leave the GPU for main memory while responses are sampled"
-    )
+    offload: bool = option(False, "move weights and optimizer state to main memory while responses are sampled")
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
     warmup_steps: int = option(0, "steps of linear warm-up", min=0)
@@ -144,13 +138,15 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Settings of one of the algorithm's roles, in place of those that all roles share."""
+    """Settings of one of the algorithm's roles; they replace the shared ones."""
 
     model: str | None = option(None, "the role's own model folder (default: the algorithm's choice, else model.path)")
     dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision, or `auto` (default: model.dtype)")
     lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
     engine: str | None = option(None, "the role's own train engine (default: engine.name)")
-    rollout: dict[str, Any] = option({}, "rollout settings of its own, as {temperature: 0.7}; the rest is `rollout`'s")
+    rollout: dict[str, Any] = option(
+        {}, "the role's own rollout settings, as {temperature: 0.7}; the others come from `rollout`"
+    )
 
 
 @dataclass(frozen=True)
@@ -171,19 +167,25 @@ class TrainerConfig:
         0, "steps that sampling may run ahead of training, on a pool `rollout` of its own; 0: in turn", min=0, max=1
     )
     importance: Literal["auto", "off", "token", "sequence", "mask"] = option(
-        "auto", "weights for what another policy sampled than is trained; auto: `token` with rollouts_ahead, else off"
+        "auto",
+        "importance weights where another policy sampled than is trained; auto: `token` with rollouts_ahead, else off",
     )
-    importance_cap: float = option(2.0, "importance weights are at most this; a mask's band ends here", min=0.0)
-    importance_floor: float = option(0.5, "a mask's band of importance ratios begins here", min=0.0)
+    importance_cap: float = option(2.0, "upper bound of importance weights, and of a mask's band", min=0.0)
+    importance_floor: float = option(0.5, "lower bound of a mask's band of importance ratios", min=0.0)
     train_rollout_logprob_diff: float = option(
-        0.05, "mean difference of the two engines' log-probs, in nats, from which on a step warns; 0: never", min=0.0
+        0.05,
+        "a step warns from this mean difference of the two engines' log-probs on, in nats; 0: never",
+        min=0.0,
+        was="trainer.log_prob_gap",
     )
-    trace: bool = option(False, "write timeline.json, which shows who ran when in Perfetto or chrome://tracing")
+    trace: bool = option(
+        False, "write timeline.json, the calls of all processes over time, for Perfetto or chrome://tracing"
+    )
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Which processes the run uses."""
+    """The processes of the run."""
 
     executor: Literal["ray", "in_process"] = option("ray", "worker processes on Ray, or everything in this process")
     address: str | None = option(
@@ -191,8 +193,8 @@ class ClusterConfig:
     )
     workers: int = option(
         2,
-        "processes of the actor (and of what shares its pool): pp * tp * dp. `auto`: one for each GPU that is used; "
-        "without a GPU 2 on Ray, and 1 in process",
+        "processes of the actor and of the roles that share its pool: pp * tp * dp. `auto`: one for each GPU that is "
+        "used; without a GPU 2 on Ray, and 1 in process",
         min=1,
         incidental=True,
         auto=True,
@@ -204,13 +206,15 @@ class ClusterConfig:
     pools: Literal["auto"] | dict[str, Any] = option(
         {},
         "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md); "
-        "`auto`: as `rlcore plan` finds best (docs/plan.md)",
+        "`auto`: the best pools that `rlcore plan` finds (docs/plan.md)",
     )
     colocate: Literal["fused", "fractional"] = option(
-        "fused", "roles of one pool share a process, or are processes that share its places and take turns"
+        "fused",
+        "fused: roles of one pool share a process; fractional: each has a process of its own, and they take turns",
     )
     inline_kb: float = option(
-        100.0, "columns of a result up to this many kB travel in the call's reply; larger ones stay where they are made"
+        100.0,
+        "columns of a result up to this size, in kB, travel in the call's reply; larger ones stay with their producer",
     )
     start_timeout: float = option(
         120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True
@@ -219,7 +223,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Who is told about metrics and samples."""
+    """Where metrics and samples are reported."""
 
     use: list[str] = option(
         ["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one"
@@ -241,12 +245,12 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `algo` is the algorithm's own frozen dataclass; `algorithm` is its name.
+    """The config of a whole run.
 
-    An evaluation may have no algorithm: then `algorithm` is "" and `algo` None. `roles` holds the settings of single
-    roles by name. `sections` holds, by dotted name, the
-    config objects that plugins brought: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and those of
-    installed plugins (see ConfigSpec); read one with `section`.
+    `algo` is the algorithm's own frozen dataclass; `algorithm` is its name. An evaluation may have no algorithm: then
+    `algorithm` is "" and `algo` None. `roles` holds the settings of single roles by name. `sections` holds plugins'
+    config objects by dotted name: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and the sections
+    of installed plugins (see ConfigSpec). `section` returns one of them.
     """
 
     algorithm: str
@@ -264,7 +268,7 @@ class Config:
     sections: Mapping[str, Any] = field(default_factory=dict)
 
     def section(self, cls: type[C]) -> C:
-        """Return the section of that class. Raises ConfigError when the run has none."""
+        """Return the section of this class. Raises ConfigError when the run has none."""
         for value in self.sections.values():
             if isinstance(value, cls):
                 return value

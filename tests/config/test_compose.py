@@ -130,7 +130,7 @@ def test_no_algorithm(plugins):
     preflight(config, plugins, "evaluate")
     with pytest.raises(ConfigError, match="no algorithm is chosen: add algo=NAME, one of echo"):
         preflight(config, plugins)
-    with pytest.raises(ConfigError, match=r"algo.group_size is given, but no algorithm"):
+    with pytest.raises(ConfigError, match=r"algo.group_size needs an algorithm"):
         compose(["algo.group_size=3"], plugins)
 
 

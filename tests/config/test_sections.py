@@ -69,6 +69,11 @@ def test_a_folder_of_ones_own_may_have_options_of_a_plugins_section(make, classe
         (["inspectr.name=x"], r"unknown key 'inspectr'. Did you mean 'inspector'\?"),
         (["rollout.slow.batch_size=0"], "rollout.slow.batch_size = 0 is out of bounds"),
         (["rollout.slo.batch_size=1"], r"unknown key 'rollout.slo'. Did you mean 'rollout.slow'\?"),
+        (
+            ["trainer.log_prob_gap=0.1"],
+            "the key trainer.log_prob_gap is now trainer.train_rollout_logprob_diff: "
+            "write trainer.train_rollout_logprob_diff=0.1",
+        ),
         (["engine.chunk=5"], "the key engine.chunk is now engine.plain.chunk: write engine.plain.chunk=5"),
         (["cluster.inspector=Ann"], "the key cluster.inspector is now inspector.name: write inspector.name=Ann"),
         (["sections=1"], r"unknown key 'sections'"),

@@ -95,6 +95,8 @@ class Reader:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        # A test before this one may have imported another module of the name, as those of tests/fixtures/engines.
+        self.monkeypatch.delitem(sys.modules, path.stem, raising=False)
 
     def run(self, line: str) -> None:
         if any(re.fullmatch(pattern, line) for pattern in NOT_RUN):

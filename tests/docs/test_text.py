@@ -19,7 +19,7 @@ from rlcore.run import Run
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FOREIGN = {"InvalidAuthToken", "init_device_mesh"}
+FOREIGN = {"InvalidAuthToken", "clip_grad_norm_", "init_device_mesh"}
 """Names that belong to others and that our code does not hold."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -94,7 +94,7 @@ def test_config_keys_exist(page):
     for text in quoted(page):
         match = re.match(rf"({'|'.join(GROUPS)})\.(?!py|json|NAME)(\w+(?:\.\w+)*)(?![\w(])", text)
         first = match[2].partition(".")[0] if match else ""
-        if match and match[1] == "run" and (hasattr(Run, first) or first in ("actor", "ref", "config", "dir")):
+        if match and match[1] == "run" and (hasattr(Run, first) or first in {*Run.__annotations__, "config", "dir"}):
             continue  # the run that an algorithm's step gets
         assert not match or match[0] in known_keys() or match[2].endswith((".NAME", ".md")), text
 

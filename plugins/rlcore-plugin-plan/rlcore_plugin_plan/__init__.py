@@ -50,7 +50,7 @@ def rlcore_configs() -> ConfigSpec[PlanConfig]:
 
 @hookimpl
 def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config:
-    """Plan for the devices that are found, print the plan, and return the config that runs it."""
+    """Plan for the configured or detected devices, print the plan, and return the config that runs it."""
     from rlcore_plugin_plan.overrides import values
     from rlcore_plugin_plan.plans import make_plans
     from rlcore_plugin_plan.report import text

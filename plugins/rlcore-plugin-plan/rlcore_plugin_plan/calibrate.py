@@ -1,9 +1,9 @@
-"""`rlcore plan --calibrate`: a profile of the machine at hand, from short runs of a role on one and on two devices.
+"""`rlcore plan --calibrate`: a profile of this machine, from short runs of a role on one and on two devices.
 
-Each figure is solved from the models that it goes into: with few rows a call is the host's time, with many the
-device's. Two roles run at the same time on a device each, so that what they share, as memory's bandwidth, is shared;
-then one role runs on both, under each of three layouts, whose messages are what its time differs by. A machine of one
-device has no links to measure, and keeps those of the shipped profile.
+Each figure is solved from the cost model that uses it: the time of a call with few rows is the host's, with many rows
+the device's. First two roles run at the same time, on one device each, so that shared resources, such as memory
+bandwidth, are shared as in a run. Then one role runs on both devices, under three layouts; the differences are the time
+of their messages. A machine with one device has no links to measure; their figures come from the shipped profile.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ if TYPE_CHECKING:
 FEW, MANY = 2, 32
 """Rows of the short runs."""
 ROUNDS = 5
-"""Times that each short run is timed; the median is taken. One more comes before them."""
+"""Timed repetitions of each short run, after one to warm up; the median counts."""
 SQUARE = 1024
 COPIED = 2**26
 """Width of a matrix, and bytes of a copy."""
 SMALL, LARGE = 2**10, 2**24
-"""Bytes of a message whose time is its latency, and of one whose time is its bandwidth."""
+"""Bytes of a message that measures latency, and of one that measures bandwidth."""
 
 
 def calibrate(config: Config, plugins: PluginManager) -> Path:
-    """Measure this machine with `model.path` and rows as the config has them; return the file that holds the profile.
+    """Measure this machine with the config's model and row lengths; return the profile's file.
 
-    The profile is called `plan.device`, or `here`. Figures that are not measured are those of the shipped profile.
+    The profile is named `plan.device`, or `here`. Figures that are not measured come from the shipped profile.
     """
     name = config.section(PlanConfig).device or devices.HERE
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"plan.device = {name!r} cannot be a profile's name: use letters, digits, - and _")
-    (found,) = devices.devices(config.with_values({"plan.device": None, "plan.gpus": None}))  # all of this machine
+    # Without plan.device and plan.gpus: all devices of this machine.
+    (found,) = devices.devices(config.with_values({"plan.device": None, "plan.gpus": None}))
     measured = measure(config, plugins, found)
     path = STORED.expanduser() / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
 
 
 def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
-    """Return the profile of the devices found, measured."""
+    """Return the profile of these devices with measured figures."""
     both = found.count > 1
     size, work = size_of(config.model.path, config.model.trust_remote_code), Workload.of(config, plugins)
     profile = replace(found.profile, per_machine=found.count)
@@ -104,7 +105,7 @@ def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
 def _start(
     executor: Executor, config: Config, plugins: PluginManager, workers: Mapping[str, int]
 ) -> list[PolicyHandle]:
-    """Start an actor of each name on a pool of its own, beside those that were started before, which are idle."""
+    """Start an actor of each name on a pool of its own. Actors of an earlier start stay, and are idle."""
     pools = {name: {"roles": [name], "workers": count} for name, count in workers.items()}
     roles = dict.fromkeys(workers, Role(trains=True, generates=True))
     handles = start_roles(config.with_values({"cluster.pools": pools}), plugins, roles, executor)
@@ -112,11 +113,11 @@ def _start(
 
 
 class _Prober(Worker):
-    """Times what a device and its links do by themselves."""
+    """Measures the rates of a device and of its links by themselves."""
 
     @register(Dispatch.ONE_TO_ALL)
     def rates(self, width: int) -> tuple[float, float]:
-        """Return operations a second of matrix products of elements of `width` bytes, and bytes a second of copies."""
+        """Return FLOP/s of matrix products with elements of `width` bytes, and bytes/s of copies."""
         device, dtype = self.device, torch.bfloat16 if width == 2 else torch.float32
         a = torch.randn(SQUARE, SQUARE, device=device, dtype=dtype)
         b = torch.empty(COPIED // 4, device=device)
@@ -160,7 +161,7 @@ def _median(call: Callable[[], Any]) -> float:
 
 
 def _with_rates(profile: Profile, executor: Executor, both: bool, gpus: float, work: Workload) -> Profile:
-    """Return the profile with the peaks of products, copies and messages."""
+    """Return the profile with the peak rates of matrix products, copies and messages."""
     pool = executor.resource_pool(2 if both else 1, gpus_per_worker=gpus)
     group = executor.worker_group(pool, ClassWithInitArgs(_Prober), name="probe")
     rates = group.rates(work.dtype_bytes)
@@ -180,7 +181,7 @@ def _likelihood(out: Outputs, batch: Mapping[str, Any], config: Any) -> dict[str
 
 
 def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, float]:
-    """Return the median seconds of each kind of call with FEW and with MANY rows a role, all roles at the same time."""
+    """Return the median seconds of each kind of call with FEW and with MANY rows, of all roles at the same time."""
     times: dict[str, float] = {}
     runs: dict[str, Callable[[PolicyHandle, DataProto], Any]] = {
         "generate": lambda handle, batch: handle.generate(batch.select(["prompts"], ["uid"], [])),
@@ -198,7 +199,7 @@ def _short_runs(handles: Sequence[PolicyHandle], config: Config) -> dict[str, fl
                         seen.setdefault(f"{kind} {rows}", []).append(seconds)
                     seen.setdefault(f"call {name} {rows}", []).append(whole)
             times.update({kind: statistics.median(values) for kind, values in seen.items()})
-        # The updates made new weights: the next call brings them to the rollout engine.
+        # The updates changed the weights, so the next call syncs them to the rollout engine.
         for handle, batch in zip(handles, batches, strict=True):
             dict(handle.seconds())
             handle.generate(batch.select(["prompts"], ["uid"], [])).materialize()
@@ -221,7 +222,7 @@ def _timed(
 ) -> tuple[float, dict[str, float]]:
     """Call all roles at the same time.
 
-    Returns the seconds outside the workers, and the seconds of each kind of work, of the slowest role.
+    Returns the seconds outside the workers, and the slowest role's seconds of each kind of work.
     """
     for handle in handles:
         dict(handle.seconds())
@@ -259,13 +260,13 @@ def _with_role_figures(
         return size.layers * size.layer_flops(tokens, work.lengths.context) + size.head_flops(answers)
 
     def growth(method: str) -> float:
-        """Seconds that more rows took. Noise and what a call takes anyhow can hide them, but never most of them."""
+        """Seconds that more rows added. Noise and fixed costs can hide some of them, but at most half."""
         few, many = (times[f"{method} {rows}"] for rows in (FEW, MANY))
         return max(many - few, many * (1 - FEW / MANY) / 2)
 
     span = flops(MANY) - flops(FEW)
     forward, trained = span / growth("log_probs"), 3 * span / growth("update")
-    # What products of one size reached is no bound for all.
+    # Products of another size can be faster than the measured peak.
     peak = max(profile.flops(work.dtype_bytes), forward, trained)
     host = max(times[f"log_probs {FEW}"] - flops(FEW) / forward, 0.0) / size.layers
     profile = replace(
@@ -279,7 +280,7 @@ def _with_role_figures(
     )
     few = training.update_seconds(size, alone, _call("update", FEW, work), work, profile)
     profile = replace(profile, optimizer_seconds=max(times[f"update {FEW}"] - few, 0.0))
-    # Decoding: what is left of a step when its products run as fast as those of a forward.
+    # Decoding: the rest of a step's time, if its matrix products ran as fast as those of a forward.
     replicas = GenerationLayout(alone)
     nothing = replace(
         profile, decoding=profile.forward, decode_layer_seconds=0.0, decode_step_seconds=0.0, decode_row_seconds=0.0
@@ -303,17 +304,17 @@ def _call(method: str, rows: int, work: Workload) -> Call:
 def _with_links(
     profile: Profile, size: ModelSize, work: Workload, times: Mapping[Layout, Mapping[str, float]]
 ) -> Profile:
-    """Return the profile with what layouts of two devices add: messages, a pipeline's host time, the transition."""
+    """Return the profile with the figures of two devices: messages, a pipeline's host time, the transition."""
 
     def missing(layout: Layout, rows: int, with_profile: Profile) -> float:
-        """Seconds of an update and a forward that the profile does not account for."""
+        """Seconds of an update and a forward beyond the profile's prediction."""
         found = times[layout][f"update {rows}"] + times[layout][f"log_probs {rows}"]
         told = training.update_seconds(size, layout, _call("update", rows, work), work, with_profile)
         return found - told - forward_seconds(size, layout, _call("log_probs", rows, work), work, with_profile)
 
     tensor, pipeline, data = Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2)
     if tensor in times:
-        # 6 all-reduces a layer, of a reduce-scatter and a gather each.
+        # 6 all-reduces a layer, each a reduce-scatter and a gather.
         over = missing(tensor, FEW, profile) / (12 * size.layers)
         profile = replace(profile, link_latency=profile.link_latency + max(over, 0.0))
         moved = 12 * size.layers * (MANY - FEW) * work.lengths.row * size.hidden * work.dtype_bytes / 2

@@ -35,7 +35,7 @@ def run(line: CommandLine) -> int:
 
 
 def read_lengths(spelled: str, most: int) -> list[int]:
-    """Read response lengths: numbers with commas between, or a file of them. Raises ConfigError for anything else."""
+    """Read response lengths: comma-separated numbers, or a file of numbers. Raises ConfigError for anything else."""
     text = spelled
     if not spelled.replace(",", "").replace(" ", "").isdigit():
         try:
@@ -45,20 +45,20 @@ def read_lengths(spelled: str, most: int) -> list[int]:
     parts = text.replace(",", " ").split()
     wrong = [part for part in parts if not part.isdigit() or not 1 <= int(part) <= most]
     if wrong or not parts:
-        what = repr(wrong[0]) if wrong else "nothing"
+        given = repr(wrong[0]) if wrong else "an empty text"
         raise ConfigError(
-            f"--lengths {spelled}: {what} is no response length; they are whole numbers from 1 to "
+            f"--lengths {spelled}: {given} is not a response length; give whole numbers from 1 to "
             f"rollout.response_len={most}"
         )
     lengths = sorted(map(int, parts))
-    # A hundred quantiles say as much.
+    # The search evaluates every length; 100 quantiles give practically the same means.
     if len(lengths) > 100:
         lengths = [lengths[math.floor((index + 0.5) * len(lengths) / 100)] for index in range(100)]
     return lengths
 
 
 def experiment_file(name: str) -> Path:
-    """Return the path of an experiment to be written. Raises ConfigError for one that is no YAML file."""
+    """Return the path of the experiment to write. Raises ConfigError for a name without the ending .yaml."""
     if Path(name).suffix != ".yaml":
         raise ConfigError(f"--save {name}: an experiment is a file NAME.yaml, as configs/experiment/big.yaml")
     return Path(name)

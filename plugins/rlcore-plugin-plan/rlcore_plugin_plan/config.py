@@ -14,10 +14,10 @@ class PlanConfig:
     device: str | None = option(
         None,
         "device profile to plan for: a name or a file, or several with counts, as h100:8+a100-80g:16 (default: the "
-        "devices that are found)",
+        "detected devices)",
         was="cluster.device",
         incidental=True,
     )
     gpus: int | None = option(
-        None, "number of devices to plan for (default: all that are found)", min=1, was="cluster.gpus", incidental=True
+        None, "number of devices to plan for (default: all detected)", min=1, was="cluster.gpus", incidental=True
     )

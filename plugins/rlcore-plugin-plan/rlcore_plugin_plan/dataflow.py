@@ -1,4 +1,4 @@
-"""The dataflow of one step: the calls of the roles, their rows, and the calls that each waits for."""
+"""The dataflow of one step: the calls of the roles, their rows, and the dependencies between calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORK = (*GENERATION, *FORWARD, *UPDATE, *WEIGHTS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a role's workers, for each prompt of the step's batch.
+    """One call of a role's workers. Row numbers are per prompt of the step's batch.
 
-    `rows`: the rows that it gets. `prompts`: different prompts among them, 0 where unknown. `share`: the longest
-    response, as a share of `rollout.response_len`. `epochs` and `mini_batches`: of an update. `needs`: numbers of the
-    calls that must end before this one. `together`: rows of one prompt are on one device and in one micro-batch.
-    `works`: False for calls without device time, such as reward functions and arithmetic beside the data. `served`: it
-    does not work because it handed back numbers that it was sent, the rollout's own log-probs.
+    `rows`: number of rows. `prompts`: number of distinct prompts, 0 if unknown. `share`: the longest response, as a
+    share of `rollout.response_len`. `epochs` and `mini_batches`: of an update. `needs`: numbers of the calls that must
+    end before this one. `together`: rows of one prompt are on one device and in one micro-batch. `works`: False for
+    calls without device time, such as reward functions and `map`. `served`: it has no device time because it returned
+    numbers from its input: the rollout's own log-probs.
     """
 
     role: str
@@ -52,11 +52,11 @@ class Dataflow:
 
     @cached_property
     def stages(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls that work, by stage. Calls of one stage wait only for calls of earlier stages.
+        """The working calls by stage. Calls of one stage wait only for calls of earlier stages.
 
-        A call's stage is the length of the longest chain of working calls before it. So calls of one stage may run at
-        the same time when their roles are on different pools. For PPO the stages are the paper's three: generation,
-        preparation, training.
+        A call's stage is the length of the longest chain of working calls before it. Calls of one stage may run at the
+        same time when their roles are on different pools. PPO has the paper's three stages: generation, preparation,
+        training.
         """
         level: list[int] = []
         for call in self.calls:
@@ -70,12 +70,12 @@ class Dataflow:
 
     @property
     def working(self) -> list[Call]:
-        """The calls that work, stage by stage."""
+        """The working calls, stage by stage."""
         return list(chain.from_iterable(self.stages))
 
     @property
     def names(self) -> list[str]:
-        """A word for each stage."""
+        """The name of each stage."""
         return [_name(calls) for calls in self.stages]
 
 

@@ -1,4 +1,4 @@
-"""The devices to plan for: those that `plan.device` and `plan.gpus` name, or those that are found."""
+"""The devices to plan for: from `plan.device` and `plan.gpus`, or detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlcore_plugin_plan.problem import Devices
 from rlcore_plugin_plan.profile import load, shipped, stored
 
 HERE = "here"
-"""The profile that `rlcore plan --calibrate` makes of this machine unless it is given another name."""
+"""Default name of the profile that `rlcore plan --calibrate` writes."""
 
 
 def devices(config: Config) -> tuple[Devices, ...]:
@@ -44,7 +44,7 @@ def _devices(name: str, count: int | None, asked: PlanConfig) -> Devices:
     profile = load(name)
     if count is None:
         raise ConfigError(
-            f"plan.device = {asked.device}: there is no {name} here, so its number must be given: plan.gpus=8, or "
+            f"plan.device = {asked.device}: this machine has no {name} to count; give a number, as plan.gpus=8 or "
             f"plan.device={name}:8"
         )
     return Devices(profile, count)
@@ -66,7 +66,7 @@ def _parsed(text: str) -> dict[str, int | None]:
 
 
 def _found_here(config: Config) -> dict[str, int]:
-    """Return the devices that the run would find, by profile; one in process."""
+    """Return the number of detected devices by profile; 1 for the in-process executor."""
     found = _found_on_cluster(config) if config.cluster.address is not None else _found_on_machine(config)
     return dict.fromkeys(found, 1) if config.cluster.executor == "in_process" else found
 
@@ -77,8 +77,8 @@ def _found_on_cluster(config: Config) -> dict[str, int]:
     known = {load(name).node: name for name in shipped()}
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(
-            f"the cluster at {config.cluster.address} has {unknown[0]}, for which there is no device profile: measure "
-            "it there with `rlcore plan --calibrate`, and name it with plan.device=FILE.yaml"
+            f"the cluster at {config.cluster.address} has {unknown[0]}, which has no device profile: measure "
+            "it there with `rlcore plan --calibrate`, and name the file with plan.device=FILE.yaml"
         )
     if kinds:
         return {known[kind]: count for kind, count in kinds.items()}
@@ -107,6 +107,6 @@ def _named(name: str, gigabytes: float) -> str:
         if part in name and gigabytes > 70:
             return kind
     raise ConfigError(
-        f"there is no device profile for the GPU here, {name} with {gigabytes:.0f} GB: measure it with `rlcore plan "
-        f"--calibrate`, or name one of these with plan.device: {', '.join(shipped())}"
+        f"this machine's GPU has no device profile: {name} with {gigabytes:.0f} GB. Measure it with `rlcore plan "
+        f"--calibrate`, or choose a profile with plan.device: {', '.join(shipped())}"
     )

@@ -1,7 +1,7 @@
-"""What sampling takes on replicas of p_g stages x t_g tensor shards, and the way there from the training shards.
+"""The seconds of sampling on replicas of p_g stages x t_g tensor shards, and of the transition from training shards.
 
-A replica with B rows decodes them in rounds of at most C, as many as its memory has keys and values for. A decoding
-step of b live rows takes on the device and on the host, which work at the same time where a device is a GPU,
+A replica with B rows decodes them in rounds of at most C rows, the number whose keys and values fit into its memory. A
+decoding step of b live rows takes time on the device and on the host; a GPU and its host work at the same time:
 
     device   max( 2 P b / (p_g t_g) / (peak * decoding),
                   (bytes of weights + keys and values) / (p_g t_g) / (bandwidth * share) )
@@ -9,10 +9,9 @@ step of b live rows takes on the device and on the host, which work at the same 
     host     layers decode_layer_seconds + decode_step_seconds + b decode_row_seconds
 
 since each step reads all weights and all keys and values once (Pope et al., arXiv 2211.05102, 2; DistServe, arXiv
-2401.09670, 3.1, for prefill and decoding apart). Prefill is a forward over the different prompts. With p_g stages a
-token passes all of them, and rounds of rows fill them. The steps end with the longest response of all replicas; of
-responses of unequal length the live rows get fewer. Where a finished row's place is taken at once, rounds need not be
-whole.
+2401.09670, 3.1, on separating prefill from decoding). Prefill is a forward over the distinct prompts. With p_g stages a
+token passes all of them, and rounds of rows fill them. Decoding ends with the longest response of all replicas; the
+number of live rows falls as shorter responses end. With continuous batching the number of rounds need not be whole.
 
 The transition: inside micro-DP groups each rank gathers (t p - t_g p_g) / (t_g p_g t p) M, M bytes being the model's
 (HybridFlow, arXiv 2409.19256, Table 2), after the shards along dp are gathered, (d - 1) / (t p d) M.
@@ -30,13 +29,13 @@ from rlcore_plugin_plan.training import is_whole, shard_of
 from rlcore_plugin_plan.workload import Workload
 
 POINTS = 4
-"""Points at which a run of decoding steps is looked at; in between a step's time is taken as linear."""
+"""Sample points of a run of decoding steps; the midpoint rule, as a step's time is almost linear in its context."""
 
 
 def generate_seconds(
     size: ModelSize, layout: GenerationLayout, call: Call, work: Workload, slots: int, profile: Profile
 ) -> float:
-    """Return the seconds of sampling a call's rows, of which each replica decodes at most `slots` at a time."""
+    """Return the seconds of sampling a call's rows; each replica decodes at most `slots` rows at a time."""
     replicas = layout.replicas
     rows = math.ceil(work.rows(call) / replicas)
     most = max(1, min(rows, slots))
@@ -50,7 +49,7 @@ def generate_seconds(
     decoding = 0.0
     for start, end, share in work.lengths.runs:
         start, end = round(start * call.share), round(end * call.share)
-        # With few rows some step of this run may have none left; of all replicas one most likely has.
+        # Probability that some replica still has a live row; with few rows this run of steps may have none.
         alive = 1 - (1 - share) ** (at_once * replicas)
         live = max(1.0, at_once * share)
         points = [start + (end - start) * (point + 0.5) / POINTS for point in range(POINTS)]
@@ -62,7 +61,7 @@ def generate_seconds(
 def step_seconds(
     size: ModelSize, layout: GenerationLayout, rows: float, context: float, work: Workload, profile: Profile
 ) -> float:
-    """Return the seconds of one decoding step of so many rows, which have `context` tokens each."""
+    """Return the seconds of one decoding step of `rows` rows with `context` tokens each."""
     ways = layout.pp * layout.tp
     flops = size.layers * size.layer_flops(rows, context) + size.head_flops(rows)
     compute = flops / ways / (profile.flops(work.dtype_bytes) * profile.decoding)
@@ -80,7 +79,7 @@ def step_seconds(
 
 
 def transition_seconds(size: ModelSize, layout: GenerationLayout, work: Workload, profile: Profile) -> float:
-    """Return the seconds from training shards to generating shards."""
+    """Return the seconds of the transition from training shards to generating shards."""
     training = layout.training
     if training.world_size == 1 or (is_whole(training, work) and not work.continuous):
         return 0.0
@@ -92,7 +91,7 @@ def transition_seconds(size: ModelSize, layout: GenerationLayout, work: Workload
 
 
 def send_seconds(size: ModelSize, training: Layout, copies: int, work: Workload, profile: Profile) -> float:
-    """Return the seconds of sending the weights to another pool, of which every rank reads the whole model."""
+    """Return the seconds of sending the weights to another pool, where every rank reads the full model."""
     nbytes = work.dtype_bytes * size.parameters
     gathered = profile.gather_seconds(nbytes, training.world_size, 1)
     return gathered + nbytes / min(profile.link, profile.network / min(profile.per_machine, copies))

@@ -1,7 +1,7 @@
 """The seconds of a forward without gradient (log-probs, values, scores), and of moving weights between roles.
 
-A forward is the one of `training`: a third of an update's operations, two all-reduces a layer with tensor shards, one
-gather of sharded weights, and the pipeline's bubble.
+The cost model of a forward is that of `training`: a third of an update's operations, two all-reduces a layer with
+tensor shards, one gather of sharded weights, and the pipeline's bubble.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def forward_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload,
 def weights_seconds(size: ModelSize, layout: Layout, profile: Profile, *, apart: bool) -> float:
     """Return the seconds of taking over another role's weights, in fp32.
 
-    In one process each rank copies its part. `apart`: from another pool, where every rank reads the whole model, at the
-    rate of the network.
+    In one process each rank copies its shard. `apart`: the weights come from another pool, and every rank reads the
+    full model at the rate of the network.
     """
     if not apart:
         return 3 * 4 * size.parameters / layout.world_size / profile.memory_rate

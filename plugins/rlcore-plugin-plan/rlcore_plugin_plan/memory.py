@@ -1,11 +1,14 @@
-"""What a role holds on a device: weights, gradients, moments, activations, generating weights, keys and values.
+"""The bytes of a role on a device: weights, gradients, moments, activations, generating weights, keys and values.
 
-A trained parameter is 16 bytes in fp32: weight, gradient and AdamW's two moments; a frozen one is 4. All are divided by
-pipeline stages, tensor shards and the data-parallel places that share a copy; embeddings not by tensor shards. While it
-works a role also holds the weights that are gathered, in the forward's precision and, going backward, their gradients
-in fp32; the activations of the micro-batches under way, s b h (10 + 24 / t) bytes a layer at two bytes an element
-(Korthikanti et al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep), with
-recomputation 2 s b h and one layer's; and logits in fp32 of one chunk, with their gradient and their softmax.
+A trained parameter takes 16 bytes in fp32 (weight, gradient and AdamW's two moments), a frozen one 4. Pipeline stages,
+tensor shards and the data-parallel ranks of one copy divide them; tensor shards do not divide embeddings. A working
+role also holds
+
+- gathered weights in the forward's precision, and in backward their gradients in fp32;
+- activations of the micro-batches under way: s b h (10 + 24 / t) bytes a layer at two bytes an element (Korthikanti et
+  al., arXiv 2205.05198, 4.1, without the attention matrix, which fused attention does not keep); with recomputation
+  2 s b h, and one layer's activations;
+- the logits of one chunk in fp32, with their gradient and their softmax.
 """
 
 from __future__ import annotations
@@ -19,19 +22,19 @@ from rlcore_plugin_plan.training import is_whole, shard_of, stage_weights
 from rlcore_plugin_plan.workload import Workload
 
 TRAINED_BYTES, FROZEN_BYTES = 16, 4
-"""Bytes of a parameter at rest."""
+"""Resident bytes of a parameter."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on the device with the most: always, and besides while the role computes."""
+    """Bytes on the fullest device: `resident` always, `working` in addition while the role computes."""
 
     resident: float
     working: float
 
 
 def role_held(size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload) -> Held:
-    """Return what a role holds, generating weights aside."""
+    """Return the bytes of a role without its generating weights."""
     shards = shard_of(work, layout)
     weights = stage_weights(size, layout) / layout.tp
     resident = (TRAINED_BYTES if trains else FROZEN_BYTES) * weights / shards
@@ -66,14 +69,14 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
 
 
 def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device's generating weights; where each device has the whole model, the trained ones."""
+    """Return the bytes of a device's generating weights; 0 if it generates with the trained ones."""
     if is_whole(layout.training, work) and not work.continuous:
         return 0.0
     return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
 
 
 def cache_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device for the keys and values of one row, as long as the longest."""
+    """Return a device's bytes for the keys and values of one row of the longest length."""
     longest = work.lengths.prompt + (work.lengths.response if work.continuous else work.lengths.most)
     ways = layout.pp * min(layout.tp, size.kv_heads)
     return work.dtype_bytes * size.cache_elements(longest) / ways

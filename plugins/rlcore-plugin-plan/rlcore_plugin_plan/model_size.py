@@ -1,4 +1,4 @@
-"""How large a model is: its parameters and what a token costs, from its config.json alone."""
+"""The size of a model: its parameters and the operations of a token, from config.json only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ModelSize:
     """A decoder of `layers` equal layers of `layer` parameters each, and embeddings of `vocab` times `hidden`.
 
     `heads` query heads and `kv_heads` key and value heads of `head_size`. `head`: the last layer gives a logit for each
-    token, or one number. `shape` says which layouts it can take.
+    token, or one number. `shape` decides the possible layouts.
     """
 
     layers: int
@@ -43,28 +43,27 @@ class ModelSize:
         return self.layers * self.layer + self.embeddings
 
     def layer_flops(self, tokens: float, context: float) -> float:
-        """Floating-point operations of one layer's forward over so many tokens that see `context` others on average.
+        """Floating-point operations of one layer's forward over `tokens` that attend to `context` others on average.
 
-        2 for each parameter and token, and 4 heads head_size for each token that a token sees: its product with the
-        queries and with the values (Kaplan et al., arXiv 2001.08361, section 2.1). Causal attention over n tokens sees
-        n / 2.
+        2 for each parameter and token, and 4 heads head_size for each attended token: the products with queries and
+        with values (Kaplan et al., arXiv 2001.08361, section 2.1). In causal attention over n tokens the mean is n / 2.
         """
         return tokens * (2.0 * self.layer + 4.0 * self.heads * self.head_size * context)
 
     def head_flops(self, tokens: float) -> float:
-        """Floating-point operations of the head over so many tokens."""
+        """Floating-point operations of the head over `tokens`."""
         return 2.0 * tokens * self.hidden * (self.vocab if self.head == "vocabulary" else 1)
 
     def cache_elements(self, tokens: float) -> float:
-        """Keys and values of so many tokens, in all layers."""
+        """Elements of the keys and values of `tokens`, in all layers."""
         return 2.0 * self.layers * self.kv_heads * self.head_size * tokens
 
 
 def size_of(path: str, trust_remote_code: bool = False, head: Head = "vocabulary") -> ModelSize:
     """Return the size of a model folder's model, with `head` in place of its own.
 
-    Reads config.json and no weights. Raises ConfigError for a folder that cannot be read, and for a mixture of experts,
-    whose tokens do not all use the same parameters.
+    Reads config.json and no weights. Raises ConfigError for a folder that cannot be read, and for a mixture of experts:
+    its tokens do not all use the same parameters.
     """
     return replace(_size_of(path, trust_remote_code), head=head)
 
@@ -79,15 +78,15 @@ def _size_of(path: str, trust_remote_code: bool) -> ModelSize:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.path = {path!r}: its config.json, which a plan is made from, cannot be read: {reason}. Give a "
-            "folder of a Hugging Face model; its weights need not be there"
+            f"model.path = {path!r}: config.json cannot be read, and a plan needs it: {reason}. Give the folder of a "
+            "Hugging Face model; weights are not needed"
         ) from error
     text = config.get_text_config()
     experts = next((name for name in ("num_experts", "num_local_experts") if getattr(text, name, 0)), None)
     if experts is not None:
         raise ConfigError(
-            f"model.path = {path!r} is a mixture of {getattr(text, experts)} experts, which a plan has no model of: "
-            "its tokens use other parameters each. Lay it out by hand, see docs/placement.md"
+            f"model.path = {path!r} is a mixture of {getattr(text, experts)} experts, for which the planner has no "
+            "cost model: each token uses other parameters. Choose pools by hand, see docs/placement.md"
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)

@@ -1,6 +1,6 @@
 """The options of each set of roles on a number of devices: layouts, seconds in each stage, and memory.
 
-An option is kept unless another beats it in all stages and in memory, so no optimum is lost.
+An option is dropped only if another beats it in all stages and in memory, so no optimum is lost.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlcore_plugin_plan.training import shard_of, update_seconds
 T = TypeVar("T")
 
 UNITS = 256
-"""Parts of a device's memory in which needs are counted, rounded up."""
+"""Units that a device's memory is divided into; needs are counted in units, rounded up."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A role on a pool: its layout, what it takes in each stage, and the units of memory that it holds.
+    """A role on a pool: its layout, its seconds in each stage, and the units of memory that it holds.
 
-    `generation`: its replicas, of which each decodes `slots` rows at once.
+    `generation`: its replicas; each decodes `slots` rows at once.
     """
 
     role: str
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """All of a generating layout that decoding depends on, as numbers."""
+        """The numbers of a generating layout that the time of decoding depends on."""
         if self.generation is None:
             return ()
         replicas = self.generation
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Joined:
-    """Layouts of roles that share devices: sums of their stages and of what they hold, the most that one works with."""
+    """Layouts of roles that share devices: sums of stages and resident memory, the maximum of working memory."""
 
     parts: tuple[Part, ...]
     stages: tuple[float, ...]
@@ -68,7 +68,7 @@ class Joined:
     generating: int
 
     def with_part(self, part: Part) -> Joined:
-        """Return the layouts with one more role's."""
+        """Return the layouts together with the layout of one more role."""
         return Joined(
             (*self.parts, part),
             tuple(map(add, self.stages, part.stages)),
@@ -80,7 +80,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Option:
-    """Roles together on `count` devices of a kind: the sum of their stages, the units held at most."""
+    """Roles together on `count` devices of a kind: the sum of their stages, and the peak memory in units."""
 
     parts: tuple[Part, ...]
     stages: tuple[float, ...]
@@ -96,9 +96,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why roles do not fit on so many devices: bytes that a device needs and has, for the way that needs least.
+    """The reason why roles do not fit on `count` devices: bytes of the smallest option, and of a device.
 
-    `needed` None: there is no layout at all.
+    `needed` is None when there is no layout at all.
     """
 
     roles: tuple[str, ...]
@@ -109,14 +109,14 @@ class Shortage:
 
 
 class Options:
-    """The options of every set of roles, each worked out once."""
+    """The options of every set of roles, each computed once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.entries = len(problem.stage_names)
         self.shortages: dict[tuple[tuple[str, ...], int], Shortage] = {}
         self.least: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[float, ...] | None] = {}
-        # Not shared between problems, so not on the class.
+        # A cache for each problem: @cache on the methods would mix problems and keep them alive.
         self.of_role = cache(self._of_role)
         self.of_pool = cache(self._of_pool)
         self.best_up_to = cache(self._best_up_to)
@@ -131,9 +131,9 @@ class Options:
         return profile.memory * profile.usable / UNITS
 
     def _of_role(self, role: str, kind: int, count: int, apart: bool) -> tuple[Part, ...]:
-        """Return every layout of a role that its model can take, with its stages but for decoding.
+        """Return every layout that a role's model allows, with its stages except decoding.
 
-        `apart`: the role that it follows is on another pool.
+        `apart`: the followed role is on another pool.
         """
         parts = []
         for layout in self._layouts(role, self.problem.devices[kind], count):
@@ -194,7 +194,7 @@ class Options:
         )
 
     def _entries(self) -> Iterable[tuple[int, tuple[Call, ...]]]:
-        """Give the calls of each entry of a vector of stages; with rollouts ahead those of sampling are the first."""
+        """Yield the calls of each entry of a vector of stages; with rollouts ahead, entry 0 is sampling."""
         for number, calls in enumerate(self.problem.dataflow.stages):
             if not self.problem.ahead:
                 yield number, calls
@@ -203,7 +203,7 @@ class Options:
                 yield number + 1, tuple(call for call in calls if call.role != ROLLOUT)
 
     def _seconds(self, call: Call, layout: Layout, kind: int, apart: bool) -> float:
-        """Return the seconds of a call, decoding aside."""
+        """Return the seconds of a call without decoding."""
         problem, profile = self.problem, self.problem.devices[kind].profile
         size = problem.sizes[call.role]
         if call.method in UPDATE:
@@ -235,7 +235,7 @@ class Options:
         return self._decoded[key]
 
     def _of_pool(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
-        """Return what roles that share `count` devices can do, as no other option beats it in every stage."""
+        """Return the options of roles that share `count` devices, without those that another beats in every stage."""
         together = self._joined(roles, kind, count)
         found = [option for joined in together if (option := self._option(joined, kind, count)) is not None]
         if found:
@@ -245,7 +245,7 @@ class Options:
         return tuple(front(found))
 
     def _join(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Joined, ...]:
-        """Return the layouts of all roles together, each role after those whose weights it follows."""
+        """Return the joint layouts of all roles; a role comes after the role whose weights it follows."""
         *earlier, role = roles
         leader = self.problem.leaders.get(role)
         nothing = Joined((), (0.0,) * self.entries, 0, 0, 0)
@@ -259,14 +259,15 @@ class Options:
         return tuple(self._kept(together, kind, count))
 
     def _go_together(self, parts: tuple[Part, ...], part: Part) -> bool:
-        """Whether a role that follows another of the pool has its layout."""
+        """Whether a role has the same layout as the role that it follows, if both are on the pool."""
         leader = self.problem.leaders.get(part.role)
         return all(part.layout == other.layout for other in parts if other.role == leader)
 
     def _kept(self, joined: Iterable[Joined], kind: int, count: int) -> list[Joined]:
-        """Leave out what another beats in every stage and in memory, where nothing else tells the two apart.
+        """Drop each joint layout that another beats in every stage and in memory.
 
-        Replicas do, as decoding is not counted yet, and the layouts of roles that follow or are followed.
+        Only layouts with the same replicas are compared, as decoding is not counted yet, and with the same layouts of
+        roles that follow or are followed, as these restrict the layouts of other roles.
         """
         leaders = self.problem.leaders
         tied = {*leaders, *leaders.values()}
@@ -285,9 +286,9 @@ class Options:
         return kept
 
     def _memory_is_counted(self, kind: int, count: int) -> tuple[bool, int]:
-        """Return whether what is resident can make a difference, and the units that are free to work with anyway.
+        """Return whether resident memory can decide between options, and the units that are free in any case.
 
-        With all roles on these devices, each in the layout that holds most.
+        Both for the worst case: all roles on these devices, each in the layout with the most memory.
         """
         parts = [self.of_role(role, kind, count, False) for role in self.problem.roles]
         if any(not own for own in parts):
@@ -301,7 +302,7 @@ class Options:
         return max(needed / self.unit(kind), working) > free, max(0, free)
 
     def _rows(self, part: Part) -> int:
-        """Return the most rows that each replica of a generating part gets in a call."""
+        """Return the largest number of rows that a replica of a generating part gets in a call."""
         assert part.generation is not None
         calls = [call for call in self.problem.calls(part.role) if call.method in GENERATION]
         return max(math.ceil(self.problem.work.rows(call) / part.generation.replicas) for call in calls)
@@ -312,7 +313,7 @@ class Options:
         return memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work)
 
     def _option(self, joined: Joined, kind: int, count: int) -> Option | None:
-        """Return the parts with the slots that memory leaves them; None if they do not fit."""
+        """Return the parts with as many slots as the remaining memory allows; None if they do not fit."""
         problem, parts = self.problem, joined.parts
         resident, generating = joined.resident, joined.generating
         held = resident + generating + joined.working
@@ -341,18 +342,18 @@ class Options:
         for joined in together:
             rows = [self._row_bytes(part) for part in joined.parts if part.generation is not None]
             needs.append((joined.resident + joined.generating) * unit + max(joined.working * unit, *rows, 0.0))
-        # The last that is asked of a set of roles has the most devices.
+        # Sizes are tried in rising order, so the kept shortage is that of the largest number of devices.
         needed = min(needs, default=None)
         self.shortages[roles, kind] = Shortage(roles, kind, count, needed, profile.memory * profile.usable)
 
     def smallest(self, roles: tuple[str, ...], kind: int) -> int | None:
-        """Return the fewest devices on which the roles fit, or what is fixed if that does; None if they fit on none."""
+        """Return the smallest number of devices on which the roles fit, None if there is none; a fixed size stays."""
         fixed = (self.problem.fixed.pools or {}).get(frozenset(roles))
         sizes = [n for n in self.problem.devices[kind].allocations if fixed in (None, n)]
         return next((n for n in sizes if self.of_pool(roles, kind, n)), None)
 
     def _best_up_to(self, roles: tuple[str, ...], kind: int, count: int) -> tuple[Option, ...]:
-        """Return the options on at most `count` devices, an allocation or 0; the others of them stay idle."""
+        """Return the options on at most `count` devices (an allocation, or 0); the remaining devices stay idle."""
         best: tuple[Option, ...] = ()
         for size in self.problem.devices[kind].allocations:
             if size <= count:
@@ -364,13 +365,13 @@ class Options:
 
 
 def front(options: Iterable[Option]) -> list[Option]:
-    """Return the options that no other beats in every stage; of equal ones the first."""
+    """Return the options that no other option beats in every stage; of equal ones the first."""
     scored = [(option.stages, option) for option in options]
     return [option for _, option in unbeaten(scored)]
 
 
 def unbeaten(scored: Sequence[tuple[tuple[float, ...], T]]) -> list[tuple[tuple[float, ...], T]]:
-    """Return the entries whose scores no other's are all at most; of equal ones the first."""
+    """Return the Pareto front: entries for which no other has scores that are all as low; of equal ones the first."""
     kept: list[tuple[tuple[float, ...], T]] = []
     for scores, thing in sorted(scored, key=lambda entry: entry[0]):
         for other, _ in kept:

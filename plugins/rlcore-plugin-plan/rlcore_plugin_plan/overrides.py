@@ -1,4 +1,4 @@
-"""A plan as the values of config keys, and as the words of a command line."""
+"""A plan as values of config keys, and as overrides of a command line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlcore_plugin_plan.search import Plan
 
 
 def pool_names(plan: Plan) -> list[str]:
-    """Return a name for each pool: `main`, or of several pools the first role of each."""
+    """Return a name for each pool: `main` for a single pool, else ROLE_pool with the pool's first role."""
     if len(plan.pools) == 1:
         return ["main"]
     return [f"{pool.parts[0].role}_pool" for pool in plan.pools]
 
 
 def values(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return the values, by dotted key, with which `rlcore train` runs the plan."""
+    """Return the config values, by dotted key, that make `rlcore train` run the plan; unchanged values are left out."""
     parts = list(chain.from_iterable(pool.parts for pool in plan.pools))
     found = {"cluster.pools": _pools(plan), **_layouts(parts)}
     for part in parts:
@@ -84,9 +84,9 @@ def _written(value: Any) -> str:
 
 
 def experiment(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return the content of an experiment file: the algorithm, the config's changes of the defaults, and the plan."""
+    """Return the content of an experiment file: the algorithm, the config's changed values, and the plan."""
     changed = changed_values(config)
-    changed.pop("plan", None)  # the devices of this plan are no part of a run
+    changed.pop("plan", None)  # a run does not need the planned devices
     content: dict[str, Any] = {"defaults": [{"override /algo": config.algorithm}], **changed}
     for key, value in values(plan, config).items():
         *path, name = key.split(".")

@@ -1,4 +1,4 @@
-"""From a config to plans, for `rlcore plan` and `cluster.pools=auto`."""
+"""Makes plans from a config, for `rlcore plan` and `cluster.pools=auto`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_plans(
 ) -> list[Plan]:
     """Return the best plan of each placement for a run of this config, the best first.
 
-    `lengths`: response lengths that are all as likely, in tokens; without any all have `rollout.response_len`. What
-    `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` say is kept. Raises ConfigError when
-    nothing fits, and for what cannot be planned.
+    `lengths`: equally likely response lengths, in tokens; default: `rollout.response_len` for all. Values of
+    `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` stay as they are. Raises ConfigError
+    when nothing fits, and for a config that cannot be planned.
     """
     if not config.algorithm:
         raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms())}")
@@ -67,12 +67,12 @@ def _size(role: Role, config: Config) -> ModelSize:
 
 
 def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """Return the roles with those that follow others after them; none follows a role that follows."""
+    """Return the roles, followers last. One pass is enough, as no role follows a follower."""
     return dict(sorted(roles.items(), key=lambda item: item[1].follows is not None))
 
 
 def _fixed(config: Config, problem: Problem) -> Fixed:
-    """Return the choices that the config has made. Raises ConfigError for choices that cannot be."""
+    """Return the choices that the config has made. Raises ConfigError for impossible choices."""
     pools = _fixed_pools(config, problem)
     if pools:
         _check_places(pools, problem)
@@ -92,7 +92,7 @@ def _fixed_layouts(config: Config, problem: Problem) -> dict[str, tuple[int, int
 
 
 def _fixed_pools(config: Config, problem: Problem) -> dict[frozenset[str], int | None]:
-    """Return the number of workers by the models of each pool, None where it is not given."""
+    """Return the number of workers by the models of each pool, None if the config leaves it open."""
     pools: dict[frozenset[str], int | None] = {}
     for name, pool in read_pools(config).items():
         unknown = [role for role in pool.roles if role not in (*problem.roles, REWARD_WORKERS)]
@@ -109,19 +109,19 @@ def _fixed_pools(config: Config, problem: Problem) -> dict[frozenset[str], int |
 def _check_places(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
     listed = frozenset().union(*pools)
     if missing := [role for role in problem.roles if role not in listed]:
-        raise ConfigError(f"cluster.pools has no place for {', '.join(missing)}; add each to a pool, or leave all out")
+        raise ConfigError(f"cluster.pools lacks {', '.join(missing)}; add each to a pool, or leave cluster.pools empty")
 
 
 def _check_sizes(pools: Mapping[frozenset[str], int | None], problem: Problem) -> None:
     total, asked = sum(each.count for each in problem.devices), sum(filter(None, pools.values()))
     if asked > total:
         raise ConfigError(
-            f"cluster.pools asks for {asked} devices, {asked - total} more than the {total} that are planned for: "
+            f"cluster.pools needs {asked} devices, {asked - total} more than the {total} to plan for: "
             f"make pools smaller, or set plan.gpus={asked}"
         )
     sizes = sorted(set().union(*(each.allocations for each in problem.devices)))
     if odd := [count for count in pools.values() if count is not None and count not in sizes]:
         raise ConfigError(
-            f"cluster.pools has a pool of {odd[0]} workers; a plan has pools of {', '.join(map(str, sizes))}: "
+            f"cluster.pools has a pool of {odd[0]} workers; possible sizes are {', '.join(map(str, sizes))}: "
             "powers of two below a machine, and whole machines"
         )

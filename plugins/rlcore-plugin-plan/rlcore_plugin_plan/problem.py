@@ -1,4 +1,4 @@
-"""A planning problem: the dataflow, the models of its roles, the step's rows, and the devices."""
+"""A planning problem: an algorithm's dataflow, the models of its roles, a step's rows, and the devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Devices:
 class Fixed:
     """Choices that the config has made: pools and their sizes, [pp, tp] of roles, and `rollout.tp`.
 
-    `pools`: number of devices by the roles of a pool (None: the planner chooses it); None: any placement.
+    `pools`: number of devices by the roles of a pool (a number of None: the planner chooses); None: any placement.
     """
 
     pools: Mapping[frozenset[str], int | None] | None = None
@@ -55,10 +55,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Problem:
-    """A planning problem. `trains`: the roles with an optimizer. `leaders`: whose weights a role follows.
+    """A planning problem. `trains`: the roles with an optimizer. `leaders`: the followed role of each follower.
 
-    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: least time of a step, or
-    least cost of one, where devices that stay unused cost nothing. `rollout`, `train`: what the engines can do.
+    `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: minimise the time or the
+    cost of a step; unused devices cost nothing. `rollout`, `train`: the engines' capabilities.
     """
 
     dataflow: Dataflow
@@ -75,11 +75,11 @@ class Problem:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that are placed."""
+        """The roles to place."""
         return tuple(self.sizes)
 
     def in_order(self, roles: Collection[str]) -> tuple[str, ...]:
-        """Return some of the roles in the order of all."""
+        """Return these roles in the problem's order."""
         return tuple(role for role in self.roles if role in roles)
 
     @cached_property
@@ -95,9 +95,9 @@ class Problem:
         return self._by_role[role]
 
     def sampled_apart(self, sampled: str) -> Problem:
-        """Return the problem with `sampled`'s sampling on a role of its own, one step ahead of training.
+        """Return the problem with the sampling of role `sampled` as a role of its own, one step ahead of training.
 
-        Log-probs that the rollout would have served are of older weights then, and are computed.
+        Log-probs that the rollout served come from older weights then, so they have to be computed.
         """
         calls = tuple(
             replace(call, role=ROLLOUT)
@@ -109,9 +109,9 @@ class Problem:
         return replace(self, dataflow=replace(self.dataflow, calls=calls), sizes=sizes, ahead=1)
 
     def seconds(self, stages: tuple[float, ...]) -> float:
-        """Return the time of a step from that of its stages.
+        """Return the time of a step: the sum of its stages.
 
-        It is their sum. With rollouts ahead the stages of sampling, which are the first entry, run beside the others.
+        With rollouts ahead, sampling (entry 0) overlaps the rest.
         """
         if self.ahead:
             return max(stages[0], sum(stages[1:]))

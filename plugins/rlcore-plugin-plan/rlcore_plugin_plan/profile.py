@@ -1,4 +1,4 @@
-"""Device profiles: every constant of the models, each with its source, in one YAML file for a kind of device."""
+"""Device profiles: every constant of the cost models with its source, in one YAML file for each kind of device."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import yaml
 from rlcore import ConfigError, did_you_mean
 
 STORED = Path("~/.cache/rlcore/profiles")
-"""Where `rlcore plan --calibrate` puts profiles; they are known by name."""
+"""Folder of the profiles that `rlcore plan --calibrate` writes; plan.device names them."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device and the machines that it comes in. Rates are of one device, in units a second.
+    """A kind of device and its machines. Rates are those of one device, per second.
 
-    `memory`: bytes of a device; of them a share `usable` is planned with. `flops_bf16`, `flops_fp32`: peak of matrix
-    products. `training`, `forward`, `decoding`: the share of that peak which large products of that work reach.
-    `bandwidth`: bytes from and to its memory; `bandwidth_share` of that is reached. `link`: bytes that it sends to
-    another device of its machine at a time, `network`: bytes that a whole machine sends to another; their latencies in
-    seconds. `overlap`: the share of compute time behind which gathers of sharded weights hide. `layer_seconds`: time of
-    the host for one layer's forward, `decode_layer_seconds` in a decoding step, `decode_step_seconds` and
-    `decode_row_seconds`: for each decoding step and each row in it. `optimizer_seconds`: of the host for an optimizer
-    step. `call_seconds`: from the controller's call until workers are at work, and back. `transition_seconds`: what a
-    change from training to generation takes at least. `pipeline_seconds`: of the host for setting up a pipeline's step
-    and for each micro-batch on each stage. `dollars`: price of a device for an hour. `per_machine`: devices of a
-    machine. `node`: the resource by which Ray knows such machines. `cpu`: devices are processor cores.
+    Device: `memory` (bytes; a plan uses the share `usable`); `flops_bf16`, `flops_fp32` (peak of matrix products);
+    `training`, `forward`, `decoding` (share of that peak that large products reach in this work); `bandwidth` (bytes
+    from and to memory; the share `bandwidth_share` is reached); `dollars` (price of an hour); `cpu` (devices are
+    processor cores).
+    Links: `link` (bytes from a device to another of its machine); `network` (bytes from a machine to another);
+    `link_latency`, `network_latency` (seconds); `overlap` (share of compute time that hides gathers of sharded
+    weights).
+    Host seconds: `layer_seconds` (one layer's forward); `decode_layer_seconds` (one layer of a decoding step);
+    `decode_step_seconds` and `decode_row_seconds` (each decoding step, and each row in it); `optimizer_seconds` (an
+    optimizer step); `pipeline_seconds` (set-up of a pipeline's step, and each micro-batch on each stage).
+    Run: `call_seconds` (from the controller's call to the workers and back); `transition_seconds` (least time of a
+    change from training to generation).
+    Machines: `per_machine` (devices of a machine); `node` (the resource that marks such machines in Ray).
     """
 
     name: str
@@ -64,24 +66,24 @@ class Profile:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def flops(self, dtype_bytes: int) -> float:
-        """Peak of matrix products of elements of so many bytes."""
+        """Peak FLOP/s of matrix products with elements of `dtype_bytes` bytes."""
         return self.flops_bf16 if dtype_bytes == 2 else self.flops_fp32
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second that are reached from and to memory."""
+        """Reached bytes/s from and to memory."""
         return self.bandwidth * self.bandwidth_share
 
     def together(self, device: float, host: float) -> float:
-        """Seconds of a device's work and of the host's for it: a GPU's host runs ahead of it, a core is both."""
+        """Seconds of a device's work and its host's: a GPU and its host overlap, a core does both in turn."""
         return device + host if self.cpu else max(device, host)
 
     def gather_seconds(self, nbytes: float, ranks: int, stride: int) -> float:
-        """Seconds until each of `ranks` devices, `stride` apart, has all of `nbytes`, of which each had its share.
+        """Seconds of an all-gather of `nbytes` in total over `ranks` devices that are `stride` apart.
 
-        A ring: each sends (ranks - 1) / ranks of the bytes (Thakur, Rabenseifner, Gropp 2005, section 4.1), over the
-        links of a machine if the group is inside one. Otherwise the machine's network is the narrow place, which all
-        the groups that begin there share.
+        A ring: each device sends (ranks - 1) / ranks of the bytes (Thakur, Rabenseifner, Gropp 2005, section 4.1). A
+        group inside a machine uses its links. Otherwise the machine's network is the bottleneck, and all groups that
+        begin in the machine share it.
         """
         if ranks == 1 or nbytes == 0:
             return 0.0
@@ -93,27 +95,27 @@ class Profile:
         return volume / rate + self.network_latency * math.ceil(math.log2(ranks))
 
     def reduce_seconds(self, nbytes: float, ranks: int, stride: int) -> float:
-        """Seconds until each of the devices has the sum of all their `nbytes`: a reduce-scatter and a gather."""
+        """Seconds of an all-reduce of `nbytes` over `ranks` devices: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(nbytes, ranks, stride)
 
     def send_seconds(self, nbytes: float, stride: int) -> float:
-        """Seconds until `nbytes` are at a device `stride` further."""
+        """Seconds to send `nbytes` to the device that is `stride` further."""
         if stride < self.per_machine:
             return nbytes / self.link + self.link_latency
         return nbytes / min(self.link, self.network / self.per_machine) + self.network_latency
 
 
 def load(name: str) -> Profile:
-    """Return the profile of this name, a shipped or a stored one, or of this YAML file.
+    """Return a shipped or stored profile by name, or the profile in a YAML file.
 
-    Raises ConfigError for an unknown name and a file that is no profile.
+    Raises ConfigError for an unknown name, and for a file that is not a profile.
     """
     path = Path(name).expanduser()
     if path.suffix not in (".yaml", ".yml"):
         known = {**shipped(), **stored()}
         if name not in known:
             raise ConfigError(
-                f"plan.device = {name!r} is no device profile.{did_you_mean(name, known)} There are "
+                f"plan.device = {name!r} is not a device profile.{did_you_mean(name, known)} Available: "
                 f"{', '.join(known)}; measure this machine with `rlcore plan --calibrate`, or name a file NAME.yaml"
             )
         path = known[name]
@@ -124,23 +126,24 @@ def load(name: str) -> Profile:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the profiles that come with the planner, by name."""
+    """Return the planner's own profiles, by name."""
     folder = Path(str(files("rlcore_plugin_plan").joinpath("profiles")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def stored() -> dict[str, Path]:
-    """Return the profiles that were measured here, by name."""
+    """Return the profiles measured on this machine, by name."""
     return {path.stem: path for path in sorted(STORED.expanduser().glob("*.yaml"))}
 
 
 def parse(values: Any, where: str) -> Profile:
-    """Build a profile from `{name, figures: {NAME: {value, source}}}`, and `node` and `cpu` where they differ.
+    """Build a profile from `{name, figures: {NAME: {value, source}}}`; `node` and `cpu` are optional.
 
-    Raises ConfigError for a figure that is unknown, missing, without a source, or no number above 0.
+    Raises ConfigError for an unknown or missing figure, one without a source, and one that is not a number of at
+    least 0 (per_machine, memory, flops_fp32, bandwidth and link: above 0).
     """
     if not isinstance(values, Mapping) or not isinstance(values.get("figures"), Mapping):
-        raise ConfigError(f"{where} is no device profile: it must hold `name` and `figures`")
+        raise ConfigError(f"{where} is not a device profile: it must hold `name` and `figures`")
     figures = values["figures"]
     wanted = [each.name for each in fields(Profile) if each.name not in ("name", "node", "cpu", "sources")]
     _check_figures(figures, wanted, where)

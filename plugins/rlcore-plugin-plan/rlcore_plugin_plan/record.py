@@ -1,8 +1,8 @@
-"""The dataflow of an algorithm, recorded: its step runs once, in this process, on the shipped tiny model.
+"""Records the dataflow of an algorithm: its step runs once, in this process, on the shipped tiny model.
 
-The planner knows nothing of the algorithm but the calls of its roles. Every column that a call returns remembers the
-call, in whatever batch it ends up; a call waits for the calls whose columns it is sent. A read on the controller holds
-up all calls that follow it, as it does in a real run.
+The planner knows only the calls of an algorithm's roles. A column carries the mark of the call that made it, through
+every batch; a call depends on the calls that made its input columns. A read on the controller delays all later calls,
+as in a real run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKENS = 4
 def record(config: Config, plugins: PluginManager) -> Dataflow:
     """Return the dataflow of a step of `config.algorithm`, the last of the run.
 
-    Prompts, scores and the answers of plugins' workers are made up, all different; of the user's code only the
-    algorithm runs. Raises ConfigError when the step cannot run this way, with its error.
+    Prompts, scores and the results of plugins' workers are made up, all different; only the algorithm itself runs.
+    Raises ConfigError, with the step's error, when the step cannot run this way.
     """
     roles = run_roles(config, plugins)
     # The tiny model has no head of a critic or reward model; a role that trains or follows gets a new one.
@@ -41,7 +41,7 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     try:
         with rehearse(_small(config, plugins), plugins, tiny, _MADE_UP, tape) as run, tape.recording():
             algorithm.step(run, run.next_prompts())
-    except Exception as error:  # whatever a plugin raises
+    except Exception as error:  # a plugin may raise any error
         raise ConfigError(
             f"the step of algo={config.algorithm} cannot be recorded on made-up prompts, so it cannot be planned: "
             f"{type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def _small(config: Config, plugins: PluginManager) -> Config:
 
 
 class Tape(WorkerObserver):
-    """Records the calls of a step, and which of them the controller has waited for."""
+    """Records the calls of a step, and the controller's reads of their results."""
 
     def __init__(self, roles: Mapping[str, Any], passing: float) -> None:
         """`roles` are those with models; `passing` is the score from which a sample counts as correct."""
@@ -96,7 +96,7 @@ class Tape(WorkerObserver):
 
     @contextmanager
     def _inside_worker(self) -> Iterator[None]:
-        """Mark reads as those of a worker, which hold up no later call."""
+        """Mark reads as a worker's: they delay no later call."""
         self._inside += 1
         try:
             yield
@@ -107,7 +107,7 @@ class Tape(WorkerObserver):
         """See WorkerObserver: the mark of a result is the number of its call."""
         number = self._begin(call) if self._on else None
         with self._inside_worker():
-            # Methods of rlcore's own, as those that read and map rows, run in every worker.
+            # rlcore's own methods (reads and maps of rows) run for real in every worker.
             runs = call.worker in self._roles or call.method.startswith("_")
             result = call.run() if runs else self._made_up(call)
             if number is not None and _hands_back(result, call.arguments):
@@ -120,12 +120,13 @@ class Tape(WorkerObserver):
             self._waited.add(mark)
 
     def _begin(self, call: WorkerCall) -> int | None:
-        """Record a call and return its number; None for a read that the data plane makes."""
+        """Record a call and return its number; None for a read of the data plane."""
         if call.method.startswith("_read"):
             return None
         batches = list(_batches(call.arguments))
         needs: set[Any] = self._waited.union(*map(marks_of, batches))
-        if call.method in WEIGHTS:  # it has no columns, but the weights that all earlier calls used or made
+        if call.method in WEIGHTS:
+            # It has no columns; it depends on all earlier calls, as they used or made the weights.
             needs = set(range(len(self.calls)))
         rows = sum(len(batch) for batch in batches)
         with self._inside_worker():
@@ -145,7 +146,7 @@ class Tape(WorkerObserver):
         return len(self.calls) - 1
 
     def _made_up(self, call: WorkerCall) -> DataProto | None:
-        """Return a result in place of that of reward functions or of a plugin's worker, which do not run."""
+        """Return a made-up result: reward functions and plugins' workers do not run."""
         if not self._on:
             return None
         if call.declared is None:
@@ -211,7 +212,7 @@ def _prompts(batch: DataProto) -> set[tuple[int, ...]]:
 
 
 def _hands_back(result: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether a call returned a batch of nothing but numbers that it was sent."""
+    """Return whether a call returned only numbers from its input."""
     return isinstance(result, DataProto) and any(_is_part_of(result, batch) for batch in _batches(arguments))
 
 

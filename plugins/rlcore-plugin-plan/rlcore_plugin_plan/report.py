@@ -17,7 +17,10 @@ RUNNERS_UP = 4
 
 
 def text(plans: Sequence[Plan], config: Config, given: Sequence[str]) -> str:
-    """Return the best plan in full, the next ones in a line each, and what runs the best: `given` and its overrides."""
+    """Return the best plan in full, a line for each of the next ones, and the command that runs the best.
+
+    given: the overrides of the command line, which the command repeats.
+    """
     best = plans[0]
     devices = " + ".join(map(str, best.problem.devices))
     work = best.problem.work
@@ -78,7 +81,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def picture(plan: Plan) -> list[str]:
-    """Return the step as a line for each pool, from left to right in time; dots are devices that wait."""
+    """Return the step as a line for each pool, from left to right in time; dots are idle devices."""
     total = sum(plan.stages)
     wide = max(len(name) for name in pool_names(plan))
     lines = []
@@ -101,7 +104,7 @@ def picture(plan: Plan) -> list[str]:
 
 
 def _marks(plan: Plan) -> dict[str, str]:
-    """Return a letter for each role, its first where no other has it."""
+    """Return a letter for each role: the first of its letters that no earlier role has."""
     marks: dict[str, str] = {}
     for role in plan.problem.roles:
         letters = [*role.upper(), *"0123456789"]
@@ -121,7 +124,7 @@ def _runners_up(plans: Sequence[Plan]) -> list[str]:
 
 
 def as_json(plans: Sequence[Plan], config: Config) -> dict[str, Any]:
-    """Return the plans as plain values: the best placement of each kind, the best first."""
+    """Return the plans as plain values for JSON, the best first."""
     problem = plans[0].problem
     return {
         "algorithm": config.algorithm,

@@ -1,8 +1,8 @@
-"""The best placement: set partitions of the roles, sizes of their pools, and for each role the best layout there.
+"""Searches the best placement: set partitions of the roles, pool sizes, and a layout for each role.
 
-HybridFlow's Algorithms 1 and 2 (arXiv 2409.19256, section 6), made exact: a pool has all options that none beats in
-every stage, not the fastest layout of each role alone, and allocations are cut off by a bound that no completion can
-fall below: each pool still to come takes at least its best time in each stage with all the devices that are left.
+HybridFlow's Algorithms 1 and 2 (arXiv 2409.19256, section 6), made exact. The algorithms keep the fastest layout of
+each role; here a pool keeps every option that no other option beats in all stages. Branch and bound cuts off
+allocations. The lower bound gives each remaining pool all remaining devices, and its best time in each stage.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlcore_plugin_plan.shortage import does_not_fit
 
 Roles = tuple[str, ...]
 Left = tuple[int, ...]
-"""Devices that are left, of each kind."""
+"""Number of remaining devices of each kind."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement: its pools, one option of each."""
+    """A placement: its pools, with the chosen option of each."""
 
     problem: Problem
     pools: tuple[Option, ...]
 
     @cached_property
     def stages(self) -> tuple[float, ...]:
-        """Seconds of each stage: of the pool that takes longest."""
+        """Seconds of each stage: the time of the slowest pool."""
         return tuple(map(max, zip(*(pool.stages for pool in self.pools), strict=True)))
 
     @property
@@ -41,12 +41,12 @@ class Plan:
 
     @property
     def dollars_an_hour(self) -> float:
-        """The price of all devices that are used."""
+        """Price of all used devices for an hour."""
         return sum(pool.count * self.problem.devices[pool.kind].profile.dollars for pool in self.pools)
 
     @property
     def objective(self) -> float:
-        """What the search makes small: seconds of a step, or dollars for one."""
+        """The value that the search minimises: seconds or dollars of a step."""
         return self.seconds if self.problem.objective == "time" else self.seconds * self.dollars_an_hour / 3600
 
     @property
@@ -58,14 +58,14 @@ class Plan:
 
     @property
     def placement(self) -> tuple[Roles, ...]:
-        """Which roles share a pool."""
+        """The roles of each pool."""
         return tuple(sorted(pool.roles for pool in self.pools))
 
 
 def search(problem: Problem) -> list[Plan]:
     """Return the best plan of each placement that fits, the best first.
 
-    Raises ConfigError when none fits, with what is short by how much and the smallest change that would fit.
+    Raises ConfigError when no placement fits; the message has the missing bytes and the smallest change that would fit.
     """
     options = Options(problem)
     plans = []
@@ -79,7 +79,7 @@ def search(problem: Problem) -> list[Plan]:
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[Roles, ...]]:
-    """Give all ways to put roles into pools (as many as Bell's number: 5 for three roles, 15 for four)."""
+    """Yield all ways to put roles into pools. Bell's number counts them: 5 for three roles, 15 for four."""
     if not roles:
         yield ()
         return
@@ -91,7 +91,10 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[Roles, ...]]:
 
 
 def fewest(problem: Problem) -> int | None:
-    """Return on how few of its devices some placement fits, each pool on the kind that it needs least of; or None."""
+    """Return the smallest number of devices on which some placement fits, None if there is none.
+
+    Each pool takes the kind of device of which it needs the fewest.
+    """
     options = Options(problem)
     total, best = sum(each.count for each in problem.devices), None
     for sets in placements(problem):
@@ -106,11 +109,11 @@ def fewest(problem: Problem) -> int | None:
 
 
 def placements(problem: Problem) -> Iterator[tuple[Roles, ...]]:
-    """Give the placements that are searched: all, or the fixed one; a pool for sampling ahead has nothing else."""
+    """Yield the placements to search: all, or the fixed one. A pool that samples ahead has no other role."""
     fixed = problem.fixed.pools
     for sets in partitions(problem.roles):
         if any(ROLLOUT in roles and len(roles) > 1 for roles in sets):
-            continue  # what runs beside sampling would wait for it
+            continue  # another role on this pool would wait for sampling
         if fixed is None or {frozenset(roles) for roles in sets} == set(fixed):
             yield sets
 
@@ -123,7 +126,7 @@ class _Placement:
         self.by_cost = self.problem.objective == "cost"
         everything = tuple(devices.count for devices in self.problem.devices)
         order = {self.problem.in_order(roles) for roles in sets}
-        # Long ones first: what they take bounds the others soonest.
+        # Slow pools first: their times tighten the bound soonest.
         self.sets = sorted(order, key=lambda roles: (-sum(self._least(roles, everything) or ()), roles))
         self.everything = everything
         fixed = self.problem.fixed.pools or {}
@@ -142,7 +145,7 @@ class _Placement:
         return self.found
 
     def _choices(self, roles: Roles, kind: int, count: int) -> tuple[Option, ...]:
-        """Return the options of a pool on so many devices; for time also those that leave some idle."""
+        """Return the options of a pool on `count` devices; when minimising time, also options that leave some idle."""
         if self.by_cost:
             return self.options.of_pool(roles, kind, count)
         if self.sizes[roles] is not None:
@@ -150,7 +153,7 @@ class _Placement:
         return self.options.best_up_to(roles, kind, count)
 
     def _least(self, roles: Roles, left: Left) -> tuple[float, ...] | None:
-        """Return the least that the roles take in each stage, each by itself, with all devices that are left."""
+        """Return the least time of the roles in each stage by itself, with all remaining devices."""
         known = self.options.least
         key = (roles, left)
         if key not in known:
@@ -162,7 +165,7 @@ class _Placement:
         return known[key]
 
     def _extend(self, chosen: tuple[Option, ...], left: Left, stages: tuple[float, ...], price: float) -> None:
-        """Try every size and option of the next pool whose bound is below the best plan."""
+        """Try every size and option of the next pool whose lower bound is below the best plan."""
         index = len(chosen)
         if index == len(self.sets):
             self._keep(chosen)
@@ -181,13 +184,13 @@ class _Placement:
                     self._extend((*chosen, option), after, now, paid)
 
     def _sizes(self, index: int, left: Left) -> Iterator[tuple[int, int]]:
-        """Give the sizes that leave the pools after this one what they need; the last one takes all that is left."""
+        """Yield the sizes of a pool that leave enough devices for later pools; the last pool takes all of them."""
         rest = range(index + 1, len(self.sets))
         for kind, devices in enumerate(self.problem.devices):
             fewest = self.fits[index][kind]
             if fewest is None:
                 continue
-            # With one kind of devices it is known what the others need at least.
+            # With several kinds, a later pool may fit on another kind, so nothing has to be left on this one.
             needed = sum(self.fits[other][kind] or 0 for other in rest) if len(left) == 1 else 0
             most = left[kind] - needed
             sizes = [n for n in devices.allocations if fewest <= n <= most]
@@ -206,7 +209,7 @@ class _Placement:
             self.found, self.bound = plan, plan.objective
 
     def _start(self) -> None:
-        """Find a good plan soon, so that the bound cuts off much: move devices between pools while that helps."""
+        """Find a good plan greedily, so that the bound cuts off much: enlarge a pool as long as that helps."""
         chosen = any(size is not None for size in self.sizes.values())
         if len(self.sets) == 1 or self.by_cost or len(self.everything) > 1 or chosen:
             return
@@ -222,20 +225,20 @@ class _Placement:
             sizes = min(scored)[1]
 
     def _enlarged(self, sizes: Sequence[int], spare: int) -> Iterator[list[int]]:
-        """Give the sizes with one pool enlarged by at most `spare` devices."""
+        """Yield the sizes with one pool enlarged by at most `spare` devices."""
         for index, size in enumerate(sizes):
             for larger in self.problem.devices[0].allocations:
                 if size < larger <= size + spare:
                     yield [*sizes[:index], larger, *sizes[index + 1 :]]
 
     def _lower(self, sizes: Sequence[int]) -> tuple[float, int]:
-        """Return what pools of these sizes take at least; then how many devices they use."""
+        """Return the least time of a step with these pool sizes, and the number of their devices."""
         vectors = [self._least(roles, (size,)) for roles, size in zip(self.sets, sizes, strict=True)]
         stages = tuple(map(max, zip(*vectors, strict=True)))  # type: ignore[arg-type]
         return self.problem.seconds(stages), sum(sizes)
 
     def _keep_sizes(self, sizes: Sequence[int]) -> None:
-        """Keep the plan of pools of these sizes, each with the option that takes least by itself."""
+        """Keep the plan of pools of these sizes, each with its fastest option."""
         chosen = [
             min(self._choices(roles, 0, size), key=lambda option: self.problem.seconds(option.stages))
             for roles, size in zip(self.sets, sizes, strict=True)

@@ -1,4 +1,4 @@
-"""Why nothing fits, in words: what is short, by how much, and the smallest change that would fit."""
+"""The message when nothing fits: the missing memory of each set of roles, and the smallest change that would fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_DEVICES = 4096
 
 
 def does_not_fit(problem: Problem, shortages: Iterable[Shortage]) -> str:
-    """Return the message for a problem of which no placement fits."""
+    """Return the message for a problem without a placement that fits."""
     devices = " and ".join(map(str, problem.devices))
     lines = [f"no placement of {', '.join(problem.roles)} fits on {devices}:"]
-    # A set of roles is short of no more than those that it is a part of.
+    # A set that contains a short set is short as well, so only the smallest sets are shown.
     short = sorted(shortages, key=lambda each: (len(each.roles), -each.count))
     shown: list[Shortage] = []
     for each in short:
@@ -23,13 +23,13 @@ def does_not_fit(problem: Problem, shortages: Iterable[Shortage]) -> str:
             shown.append(each)
     lines += [f"    {_line(problem, each)}" for each in shown[:6]]
     if not shown:
-        lines.append("    each role by itself does, but all together need more devices")
+        lines.append("    each role fits by itself, but all together need more devices")
     change = next(changes(problem), None)
     lines.append(
         f"The smallest change that would fit: {change}"
         if change
         else f"Neither smaller micro-batches, recomputation, bf16, offload nor {MOST_DEVICES} such devices would do; "
-        "take smaller models, or undo what fixes pools and layouts (cluster.pools, engine.pp, engine.tp, "
+        "take smaller models, or unset fixed pools and layouts (cluster.pools, engine.pp, engine.tp, "
         "engine.layouts, rollout.tp)"
     )
     return "\n".join(lines)
@@ -39,15 +39,15 @@ def _line(problem: Problem, short: Shortage) -> str:
     name = problem.devices[short.kind].profile.name
     roles, where = " with ".join(short.roles), f"{short.count} {name}"
     if short.needed is None:
-        return f"{roles}: the model can take none of the layouts that {where} allow"
+        return f"{roles}: no layout of the model fits {where}"
     return (
-        f"{roles}: {short.needed / 1e9:.1f} GB on each of {where}, which have {short.capacity / 1e9:.1f} GB to use: "
+        f"{roles}: {short.needed / 1e9:.1f} GB on each of {where}, of which {short.capacity / 1e9:.1f} GB are usable: "
         f"{max(short.needed - short.capacity, 0.0) / 1e9:.1f} GB short"
     )
 
 
 def changes(problem: Problem) -> Iterator[str]:
-    """Give changes that would fit, each by itself, the smallest first."""
+    """Yield the changes that would each fit by itself, the smallest first."""
     from rlcore_plugin_plan.search import fewest
 
     work, row = problem.work, int(problem.work.lengths.row)

@@ -1,8 +1,8 @@
-"""What an update takes on pipeline stages x tensor shards x data-parallel places.
+"""The seconds of an update on pipeline stages x tensor shards x data-parallel ranks.
 
-A stage's time for one micro-batch of n tokens (Workload.computed) is the larger of what its products need and what
-reading its weights needs; the host's, which a GPU does not wait for unless it is longer; and that of the tensor shards'
-messages:
+A stage's time for one micro-batch of n tokens (Workload.computed) has three parts. Its matrix products and the reads of
+its weights overlap: the larger counts. The host's time counts only where it is longer, as a GPU runs beside its host.
+The tensor shards' messages come on top:
 
     compute  = k (F_layer(n) of its layers + its head's) / t / (peak * training)      k = 3, with recomputation 4
     memory   = k * bytes of its weights / t / (bandwidth * share)
@@ -10,11 +10,11 @@ messages:
     tensor   = 4 all-reduces of n * hidden a layer, with recomputation 6       (Megatron-LM, arXiv 2104.04473, 3.2)
 
 A backward takes twice the operations of a forward (Kaplan et al., arXiv 2001.08361, 2.1). With m micro-batches a
-pipeline of p stages takes m + p - 1 times the slowest stage's time (1F1B's bubble, arXiv 2104.04473, 2.2.1), to which
-hidden states and their gradients, which go from stage to stage, add theirs. Sharded weights are gathered before forward
-and backward and their gradients reduced, layer by layer for large models, once for small ones and for stages (FSDP,
-arXiv 2304.11277, 3.2); of that a share is hidden behind compute. An optimizer step reads weights, gradients and both
-moments, and writes all but the gradients: 28 bytes a parameter in fp32.
+pipeline of p stages takes m + p - 1 times the slowest stage's time (1F1B's bubble, arXiv 2104.04473, 2.2.1), plus the
+time to send hidden states and their gradients from stage to stage. Sharded weights are gathered before forward and
+backward, and their gradients reduced: layer by layer for large models, once for small ones and for stages (FSDP, arXiv
+2304.11277, 3.2). Compute hides a share of this. An optimizer step reads weights, gradients and both moments, and writes
+all but the gradients: 28 bytes a parameter in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlcore_plugin_plan.profile import Profile
 from rlcore_plugin_plan.workload import Workload
 
 OPTIMIZER_BYTES = 28
-"""Of each parameter, by AdamW in fp32: 4 of the weight and 8 of the moments read and written, the gradient's 4 read."""
+"""Bytes that AdamW moves for a parameter in fp32: weight (4) and moments (8) read and written, gradient (4) read."""
 SYNC_MESSAGES = 6
 """Small collectives of an optimizer step: numbers of micro-batches, counts, reports, and the gradient's norm."""
 
@@ -41,14 +41,14 @@ def update_seconds(size: ModelSize, layout: Layout, call: Call, work: Workload, 
     everyone = layout.world_size
     step += SYNC_MESSAGES * profile.gather_seconds(1e3, everyone, 1)
     copies = layout.dp // shard_of(work, layout)
-    if copies > 1:  # each holds a part of the gradient, which all of them add up
+    if copies > 1:  # each copy has the gradient of its own rows, and an all-reduce adds them up
         held = 4 * stage_weights(size, layout) / layout.tp / shard_of(work, layout)
         step += profile.reduce_seconds(held, copies, layout.pp * layout.tp * shard_of(work, layout))
     return call.epochs * call.mini_batches * (passes + step)
 
 
 def shard_of(work: Workload, layout: Layout) -> int:
-    """Return how many data-parallel places share one copy of the weights."""
+    """Return the number of data-parallel ranks that share one copy of the weights."""
     return work.shard or layout.dp
 
 
@@ -58,7 +58,7 @@ def is_whole(layout: Layout, work: Workload) -> bool:
 
 
 def stage_weights(size: ModelSize, layout: Layout) -> float:
-    """Return the parameters of the stage with the most; embeddings `tp` times, as each tensor shard has them whole."""
+    """Return the parameters of the largest stage; embeddings count `tp` times, as each tensor shard has a full copy."""
     layers = -(-size.layers // layout.pp) * size.layer
     ends = size.embeddings if layout.pp == 1 else size.vocab * size.hidden
     return layers + ends * layout.tp
@@ -75,10 +75,10 @@ def pass_seconds(
     *,
     backward: bool,
 ) -> float:
-    """Return the seconds of `count` micro-batches of so many of a call's rows each, forward and perhaps backward."""
+    """Return the seconds of `count` micro-batches of `rows` rows of a call: forward, and backward if asked."""
     p, t = layout.pp, layout.tp
     tokens = work.computed(rows, call, cpu=profile.cpu)
-    # A prompt that stands once is attended to by each of its rows all the same.
+    # A shared prompt is computed once, but each of its rows attends to it.
     context = work.lengths.context * rows * work.lengths.row / tokens
     answers = rows * (work.lengths.response if size.head == "vocabulary" else 1)
     times = (4.0 if work.recompute else 3.0) if backward else 1.0

@@ -1,4 +1,4 @@
-"""What a step has to do: how long its rows are, and the settings by which they are cut."""
+"""The workload of a step: the lengths of its rows, and the settings that cut them into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts, and those of the responses: any of `responses` is as likely as another."""
+    """Tokens of a prompt, and possible lengths of a response in tokens, all equally likely."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -38,13 +38,13 @@ class Lengths:
 
     @cached_property
     def context(self) -> float:
-        """How many tokens a row's token sees before itself, on average over all tokens: sum n^2 / 2 / sum n."""
+        """Mean number of earlier tokens that a token attends to, over all tokens: sum n^2 / 2 / sum n."""
         rows = [self.prompt + length for length in self.responses]
         return sum(n * n for n in rows) / 2 / sum(rows)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, float], ...]:
-        """Runs of decoding steps in which as many rows are live: (first, last + 1, share of the rows)."""
+        """Runs of decoding steps with a constant number of live rows: (first, last + 1, share of the rows)."""
         ordered = sorted(self.responses)
         found, start = [], 0
         for index, length in enumerate(ordered):
@@ -56,10 +56,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's rows and the config's settings by which engines cut them; `prompts` a step.
+    """A step's rows, and the config's settings that cut them into micro-batches.
 
-    `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`. `continuous`: while
-    sampling, a finished row's place is taken by the next one.
+    `prompts`: of a step. `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`.
+    `continuous`: continuous batching, a waiting row takes the slot of a finished one.
     """
 
     prompts: int
@@ -80,7 +80,7 @@ class Workload:
     def of(cls, config: Config, plugins: PluginManager, responses: tuple[int, ...] = ()) -> Workload:
         """Read a config; without `responses` every response has `rollout.response_len` tokens.
 
-        Settings that the train engine does not have keep their defaults.
+        A setting that the train engine lacks keeps its default.
         """
         engine, rollout = config.engine, config.rollout
         train = plugins.train_engines()[engine.name].capabilities
@@ -98,11 +98,11 @@ class Workload:
         )
 
     def rows(self, call: Call) -> float:
-        """Rows of a call, of all devices together."""
+        """Rows of a call on all devices together."""
         return call.rows * self.prompts
 
     def micro_batches(self, rows: float, stages: int) -> tuple[int, float]:
-        """Return into how many micro-batches a rank cuts its rows, and the rows of each; a pipeline needs `stages`."""
+        """Return the number of a rank's micro-batches and the rows of each; a pipeline needs at least `stages`."""
         count = 1
         if self.micro_batch_tokens:
             fit = max(1, math.floor(self.micro_batch_tokens / self.lengths.row))
@@ -114,12 +114,12 @@ class Workload:
         return count, rows / count
 
     def computed(self, rows: float, call: Call, *, cpu: bool) -> float:
-        """Return the tokens that a micro-batch of so many of a call's rows takes through every layer.
+        """Return the tokens that every layer computes for a micro-batch of `rows` of a call's rows.
 
-        Where attention is torch's own, a prompt stands once for all its rows (rlcore.engines.torch.packing). Of P
-        prompts with g rows each, n rows of a mini-batch taken at random have P (1 - (1 - n / (P g))^g), and n / g where
-        rows of one prompt are together. Kernels for variable lengths take a prompt as often as it has rows; on a `cpu`
-        there are none.
+        With torch's own attention the rows of a prompt share one copy of it (rlcore.engines.torch.packing). With P
+        prompts of g rows each, n random rows of a mini-batch have P (1 - (1 - n / (P g))^g) distinct prompts, and n / g
+        where rows of one prompt are together. Kernels for variable lengths compute the prompt for every row; a `cpu`
+        has no such kernels.
         """
         kernel = self.attention.startswith("flash") or (self.attention == "auto" and self.dtype_bytes == 2 and not cpu)
         if kernel or not self.padding_free or call.prompts == 0:

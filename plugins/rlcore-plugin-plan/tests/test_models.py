@@ -234,7 +234,7 @@ def test_a_models_size_is_that_of_its_config():
     assert size.parameters == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), abs=3)
     assert (size.layers, size.hidden, size.heads, size.kv_heads, size.vocab, size.tied) == (3, 128, 4, 2, 320, True)
     assert size_of("tiny", head="number").head_flops(1) == 2 * 128
-    with pytest.raises(ConfigError, match=r"config\.json, which a plan is made from, cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read, and a plan needs it"):
         size_of("/nowhere")
 
 
@@ -246,7 +246,7 @@ def test_profiles_have_a_source_for_every_figure(tmp_path):
         profile = load(name)
         assert all(len(source) > 5 for source in profile.sources.values())
         assert parse(yaml.safe_load(dump(profile)), name) == profile
-    with pytest.raises(ConfigError, match=r"'h10' is no device profile. Did you mean 'h100'\?"):
+    with pytest.raises(ConfigError, match=r"'h10' is not a device profile. Did you mean 'h100'\?"):
         load("h10")
     file = tmp_path / "mine.yaml"
     file.write_text(dump(load("h100")).replace("link_latency", "link_delay"))

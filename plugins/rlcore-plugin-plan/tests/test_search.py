@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_said_with_a_change_that_fits(small):
         search(small(4, **settings))
     text = str(error.value)
     # 16 bytes of both models' parameters, the gathered weights and gradients of one, a row's activations and logits.
-    assert "actor with critic: 1.1 GB on each of 4 a100-80g, which have 0.8 GB to use: 0.3 GB short" in text
+    assert "actor with critic: 1.1 GB on each of 4 a100-80g, of which 0.8 GB are usable: 0.3 GB short" in text
     change = text.partition("The smallest change that would fit: ")[2]
     assert change == "8 a100-80g in place of 4 a100-80g (plan.gpus)"
     assert search(small(8, **settings))
