@@ -52,7 +52,7 @@ def from_yaml(text: str, plugins: Installed) -> Config:
             f"the config's algorithm {name!r} is not installed.{did_you_mean(name, plugins.algorithms())} Install its "
             "plugin, or give its file with -p FILE.py"
         )
-    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None, plugins.sections())
+    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None, plugins)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -64,6 +64,17 @@ def read_values(path: Path) -> dict[str, Any]:
     values = _mapping(text, str(path))
     values.pop("run", None)
     return values
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run folder holds results that only the same config may continue."""
+    return any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "summary.json"))
+
+
+def begun_values(folder: Path) -> dict[str, Any]:
+    """Return the plain values of the run that has begun in a folder; {} without one."""
+    file = folder / "config.yaml"
+    return read_values(file) if file.is_file() and has_begun(folder) else {}
 
 
 def same_run(a: Config, b: Config) -> list[str]:

@@ -127,13 +127,14 @@ class RolloutEngine(ABC):
     `version` is that of the weights it holds, -1 before the first. `exact`: its log-probs equal the train engine's up
     to rounding of the same arithmetic, so that they can replace them. `adopts`: it can decode from tensors that it does
     not own. `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and
-    stop strings.
+    stop strings. `description`: how it decodes, in a few words for the run's first lines.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
     get the same calls in the same order.
     """
 
     version: int = -1
+    description: str = ""
     exact: bool = False
     adopts: bool = False
     shares_module: bool = False

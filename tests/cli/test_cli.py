@@ -28,7 +28,7 @@ def test_options_may_stand_between_overrides(stand_in, capsys):
 def test_config_checks_and_shows(stand_in, capsys):
     assert main(["config", *stand_in, *ECHO, "tracker=none"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["tracker"]["use"] == []
-    assert main(["config", *stand_in, *ECHO, "cluster.executor=in_process"]) == 2
+    assert main(["config", *stand_in, *ECHO, "cluster.executor=in_process", "cluster.workers=2"]) == 2
     assert "cluster.workers must be 1" in capsys.readouterr().err
 
 

@@ -13,6 +13,8 @@ from rlcore import PluginManager, did_you_mean
 
 T = TypeVar("T")
 
+PLAIN = ("cluster.gpus_per_worker=0", "model.dtype=fp32")
+"""Overrides of every suite, which its settings may replace: what its checks expect must not depend on the machine."""
 LONGEST = 600
 """Characters of a result's text; an error of a worker may bring a traceback."""
 

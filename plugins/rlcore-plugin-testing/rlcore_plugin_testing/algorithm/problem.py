@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlcore.data.arithmetic import Problem, problems
 from rlcore_plugin_testing.algorithm import reward
+from rlcore_plugin_testing.report import PLAIN
 
 PROMPTS = 24
 STEPS = 2
@@ -32,6 +33,7 @@ def overrides(data: Path, settings: Sequence[str]) -> list[str]:
     """
     own_reward = any(setting.startswith("reward") for setting in settings)
     return [
+        *PLAIN,
         *("model=tiny", "data=file", f"data.path={data}", "data.batch_size=4", "data.prompt_len=64"),
         *([] if own_reward else [f"reward.path={Path(reward.__file__)}:score"]),
         *("rollout.response_len=6", "engine.lr=1e-4", "tracker=none", "trainer.eval_every=0"),

@@ -17,7 +17,7 @@ from rlcore import Config, DataError, DataProto, PluginManager, Ragged
 from rlcore.config import compose
 from rlcore.engine import Finished, Request, RolloutEngine, RolloutSetup, Sampling, model_path
 from rlcore.ops import noise_key
-from rlcore_plugin_testing.report import CheckFailed, CheckSuite
+from rlcore_plugin_testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore_plugin_testing.rollout_engine.reference import Reference, Weights
 
 SLOTS = 6
@@ -59,7 +59,7 @@ class RolloutEngineSuite(CheckSuite):
         def make() -> Config:
             slots = self.spec.capabilities.slots_key
             few = [] if slots is None else [f"{slots}={SLOTS}"]
-            overrides = [f"rollout.name={self.name}", *few, *self.settings]
+            overrides = [f"rollout.name={self.name}", *few, *PLAIN, *self.settings]
             return compose(overrides, self.manager)
 
         return self.once("config", make)

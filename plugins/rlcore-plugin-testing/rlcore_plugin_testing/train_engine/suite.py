@@ -12,7 +12,7 @@ import torch
 from rlcore import POLICY, Config, PluginManager, RoleKind
 from rlcore.config import compose
 from rlcore.engine import Ranks, TrainEngine, TrainSetup, UpdateItem, model_path
-from rlcore_plugin_testing.report import CheckFailed, CheckSuite
+from rlcore_plugin_testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore_plugin_testing.train_engine import problem
 from rlcore_plugin_testing.train_engine.reference import Reference, Weights, difference
 
@@ -52,7 +52,7 @@ class TrainEngineSuite(CheckSuite):
         def make() -> Config:
             folder = self.folder / "policy"
             problem.write_policy(folder)
-            overrides = [f"engine.name={self.name}", f"model.path={folder}", *self.settings]
+            overrides = [f"engine.name={self.name}", f"model.path={folder}", *PLAIN, *self.settings]
             return compose(overrides, self.manager)
 
         return self.once("config", make)
