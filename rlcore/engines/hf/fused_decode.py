@@ -40,9 +40,9 @@ def make_adjacent(*modules: nn.Linear) -> None:
 
 
 def fused_weights(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
-    """Return the weight [outputs of all, inputs], and the bias if there is one, of several linear layers as one.
+    """Return the weight [outputs of all, inputs], and the bias if there is one, of several linear layers as one layer.
 
-    A view where the parts are adjacent in memory and have the `dtype`, else a copy.
+    Returns views if the parts are adjacent in memory and have the `dtype`, else copies.
     """
     return [_concatenated([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
 
@@ -87,7 +87,7 @@ class FusedDecodeStep:
 
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> FusedDecodeStep | None:
-        """Return the step for `hf`, or None with one line in the log that says why the module is not served."""
+        """Return the step for `hf`, or None, with the reason in the log, if it does not support the module."""
         reason = _unsupported(hf)
         if reason is None:
             step = FusedDecodeStep(hf, dtype)
@@ -99,7 +99,7 @@ class FusedDecodeStep:
         return None
 
     def prepare(self, positions: int, device: torch.device) -> None:
-        """Hold the weights as they are now, cast or concatenated where necessary, until `release`.
+        """Read the current weights, cast or concatenated where necessary, and keep them until `release`.
 
         Rotary tables cover the first `positions` positions; a later call with more extends them.
         """
@@ -114,7 +114,7 @@ class FusedDecodeStep:
             self._cos, self._sin = rotary_tables(self._base, positions, device)
 
     def release(self) -> None:
-        """Let go of the weights: copies would take memory from training, and views keep buffers alive."""
+        """Drop the weights: copies would take memory from training, and views keep buffers alive."""
         self._weights, self._head, self._positions = [], [], 0
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
@@ -201,7 +201,7 @@ def _norm(module: Any, values: Tensor) -> Tensor:
 
 
 def _unsupported(hf: Any) -> str | None:
-    """Return why the fused step cannot be the module's; None if it may be."""
+    """Return the reason why the fused step cannot run the module; None if it may."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
     if base is None or not kinds or not kinds <= LAYERS:
