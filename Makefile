@@ -10,8 +10,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/rlcore-plugin-*)
-# The plugins that come with rlcore's own commands and keys; `make train` has them too.
-STANDARD := plugins/rlcore-plugin-plan plugins/rlcore-plugin-judge
+# The plugins that bring rlcore's own commands and keys; `make train` has them too.
+STANDARD := plugins/rlcore-plugin-plan plugins/rlcore-plugin-judge plugins/rlcore-plugin-testing
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 B ?= all
 # Processes that share the tests.
@@ -39,10 +39,10 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
 
 # The list is whole, so nothing is resolved; what is never imported need not be compiled.
-.venv-vllm/.installed: requirements-vllm.txt pyproject.toml
+.venv-vllm/.installed: requirements-vllm.txt pyproject.toml plugins/rlcore-plugin-testing/pyproject.toml
 	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-vllm.txt
-	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
 	touch $@
 
 check: $(VENV)/.installed-dev

@@ -9,8 +9,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 from rlcore.assets import TINY
-from rlcore.assets.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 
 
 def write_llama(folder: Path) -> list[torch.Size]:

@@ -15,8 +15,8 @@ from benchmarks.report import Bar, Figure, write
 
 ROUNDS = 5
 COMMAND = [sys.executable, "-m", "rlcore.cli"]
-BOUNDS = {"in_process": 4.0, "local": 10.0}
-"""Seconds, by `cluster=`."""
+BOUNDS = {"in_process": 1.0, "local": 2.4}
+"""Times a bare import of the model class measured beside it, by `cluster=`: machines differ."""
 NAMES = {"in_process": "in process", "local": "Ray, two workers"}
 NOTES = """\
 `rlcore train experiment=quickstart` (its evaluation left out) with responses of one token: from the start of the
@@ -59,16 +59,21 @@ def main() -> bool:
     runs: dict[str, list[float]] = {cluster: [] for cluster in BOUNDS}
     helps, imports = [], []
     for _ in range(ROUNDS):
+        imports.append(to_end([sys.executable, "-c", "from transformers import Qwen2ForCausalLM"]))
         for cluster, found in runs.items():
             with tempfile.TemporaryDirectory() as folder:
                 found.append(to_first_token(cluster, Path(folder) / "run"))
         helps.append(to_end([*COMMAND, "--help"]))
-        imports.append(to_end([sys.executable, "-c", "from transformers import Qwen2ForCausalLM"]))
     figures = [Figure(NAMES[cluster], "first sampled token", "s", found) for cluster, found in runs.items()]
     figures.append(Figure("rlcore --help", "whole command", "s", helps))
     figures.append(Figure("transformers", "bare import of the model class", "s", imports))
     bars = [
-        Bar(f"{NAMES[cluster]}: first sampled token (s)", statistics.median(found), BOUNDS[cluster], at_least=False)
+        Bar(
+            f"{NAMES[cluster]}: first sampled token, times a bare import",
+            statistics.median(found) / statistics.median(imports),
+            BOUNDS[cluster],
+            at_least=False,
+        )
         for cluster, found in runs.items()
     ]
     bars.append(Bar("--help (s)", statistics.median(helps), 1.0, at_least=False))

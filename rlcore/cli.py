@@ -10,7 +10,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
@@ -54,43 +54,52 @@ def _dispatch(argv: list[str]) -> int:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
     options = parser.parse_args(argv[:end])
-    command, *rest = argv[end:] or [""]
+    words = argv[end:]
     if options.version:
         from importlib.metadata import version
 
         print(f"rlcore {version('rlcore')}")
         return 0
-    if options.help or command in ("", "help"):
+    if options.help or not words or words[0] in ("", "help"):
         CommandLine.show(_help())
-        return 0 if options.help or command else 2
-    return _run(_find(command, options), argv[:end], rest)
+        return 0 if options.help or words[:1] == ["help"] else 2
+    spec = _find(words, options)
+    return _run(spec, argv[:end], words[len(spec.name.split()) :])
 
 
-def _find(name: str, options: argparse.Namespace) -> CommandSpec:
-    """Return a command: of an entry point from its module alone, of a local file with all plugins loaded.
+def _find(words: Sequence[str], options: argparse.Namespace) -> CommandSpec:
+    """Return the command that the words begin with: from its module alone, or from all plugins loaded.
 
     Raises PluginError where its plugin is broken, ConfigError for an unknown name.
     """
     from rlcore.plugins import PluginManager
 
     entries = _commands()
-    if name in entries and f"no:command.{name}" not in options.plugin:
+    name = _longest(words, entries)
+    if name is not None and f"no:{entries[name].name}" not in options.plugin:
         entry = entries[name]
         return PluginManager.load_only(lambda other: other.name == entry.name).commands()[name]
     known = PluginManager.load(options.plugin, trace=options.trace_hooks).commands()
-    if name not in known:
+    name = _longest(words, known)
+    if name is None:
         raise ConfigError(
-            f"unknown command {name!r}.{did_you_mean(name, known)} Commands: {', '.join(known)}. A plugin may bring "
-            f"another: pip install rlcore-plugin-{name}"
+            f"unknown command {words[0]!r}.{did_you_mean(words[0], known)} Commands: {', '.join(known)}. A plugin may "
+            f"bring another: pip install rlcore-plugin-{words[0]}"
         )
     return known[name]
 
 
+def _longest(words: Sequence[str], names: Iterable[str]) -> str | None:
+    """Return the longest of the names that these words begin with: `plugins test` before `plugins`."""
+    fitting = [name for name in names if list(words[: len(name.split())]) == name.split()]
+    return max(fitting, key=len, default=None)
+
+
 def _commands() -> dict[str, EntryPoint]:
     """Return the entry points of the installed commands by name, those of SUMMARIES first."""
-    from rlcore.plugins import installed
+    from rlcore.plugins import command_of, installed
 
-    found = {e.name.removeprefix("command."): e for e in installed() if e.name.startswith("command.")}
+    found = {name: entry for entry in installed() if (name := command_of(entry.name)) is not None}
     return {name: found[name] for name in (*(own for own in SUMMARIES if own in found), *found)}
 
 
@@ -156,7 +165,7 @@ def _help() -> str:
     lines = [
         "usage: rlcore COMMAND [OPTION ...] [OVERRIDE ...]",
         "",
-        *(f"  {name:<10} {summary}" for name, summary in commands.items()),
+        *(f"  {name:<12} {summary}" for name, summary in commands.items()),
         "",
         f"algorithms: {', '.join(algorithms) or 'none installed'}",
         "",
@@ -187,20 +196,33 @@ def _complete(argv: list[str]) -> int:
     arguments = [argument for argument in argv if "=" in argument]
     if any(argument.startswith("query=") for argument in arguments):
         line = os.environ.get("COMP_LINE", "")
-        words = line.split()
-        if len(words) < 2 or (len(words) == 2 and not line[-1].isspace()):
-            prefix = words[1] if len(words) == 2 else ""
-            print(" ".join(name for name in _commands() if name.startswith(prefix)))
+        words = line.split()[1:]
+        if not words or line[-1].isspace():
+            words.append("")
+        commands = _commands()
+        if (offered := _next_words(words, commands)) or len(words) == 1:
+            print(" ".join(offered))
             return 0
         # hydra completes a program without subcommands: leave out ours, and the words that its usage line has first.
-        given = PluginManager.load_only(lambda entry: entry.name == f"command.{words[1]}").commands().get(words[1])
-        skipped = 2 + (len(given.usage.split()) if given is not None else 0)
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[skipped:]]) + (" " if line[-1].isspace() else "")
+        skipped = 1
+        if (name := _longest(words, commands)) is not None:
+            entry = commands[name]
+            given = PluginManager.load_only(lambda other: other.name == entry.name).commands()[name]
+            skipped = len([*name.split(), *given.usage.split()])
+        os.environ["COMP_LINE"] = " ".join([line.split()[0], *words[skipped:]])
     nodes = schema_node(own_engines().sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
     with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)
     return 0
+
+
+def _next_words(words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return the words that complete the last of these to a command's name."""
+    *before, prefix = words
+    split = [name.split() for name in names]
+    fitting = [name[len(before)] for name in split if name[: len(before)] == before and len(name) > len(before)]
+    return [word for word in dict.fromkeys(fitting) if word.startswith(prefix)]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config, from_yaml, same_run, to_yaml
+from rlcore.config.files import has_begun
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
 
@@ -68,7 +69,7 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         try:
-            if existing.exists() and _has_begun(path):
+            if existing.exists() and has_begun(path):
                 _check_resumable(path, config, plugins)
             else:
                 _write_whole(path / VERSIONS, json.dumps(versions(config, plugins), indent=2) + "\n")
@@ -88,11 +89,6 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
 def _is_ours(file: Path) -> bool:
     """Whether a file may be left over from a run that was stopped while creating its folder."""
     return file.name in (".lock", VERSIONS) or file.name.endswith(WRITING)
-
-
-def _has_begun(path: Path) -> bool:
-    """Whether the folder holds results that only the same config may continue."""
-    return any((path / name).exists() for name in ("checkpoints", "metrics.jsonl", SUMMARY))
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -33,8 +33,9 @@ from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import plan_pools
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
 from rlcore.run import Run, open_run
-from rlcore.workers import ClassWithInitArgs, Executor, Worker, make_executor
+from rlcore.workers import ClassWithInitArgs, Executor, Worker
 from rlcore.workers.contract import DeclaredResult
+from rlcore.workers.gpus import cluster_accelerators
 from rlcore.workers.in_process import FinishedCall, InProcess, InProcessExecutor
 
 if TYPE_CHECKING:
@@ -104,10 +105,7 @@ def _sections(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
 
 def accelerators(config: Config) -> tuple[dict[str, int], int]:
     """Return the devices of the Ray cluster at `cluster.address`: GPUs by Ray's resource for their kind, and cores."""
-    from rlcore.workers.ray_nodes import accelerators
-
-    with make_executor(config.cluster):
-        return accelerators()
+    return cluster_accelerators(config.cluster)
 
 
 @dataclass(frozen=True)

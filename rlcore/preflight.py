@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlcore.config import Config
+from rlcore.config.devices import local_gpus
 from rlcore.errors import ConfigError
 from rlcore.plugins import Algorithm, Role, RolloutEngineSpec, TrainEngineSpec
 from rlcore.roles.checks import check_engines
@@ -157,6 +158,11 @@ def _cluster(flight: Preflight) -> None:
             )
         if cluster.address is not None:
             raise ConfigError("cluster.address needs cluster.executor=ray")
+        if cluster.gpus_per_worker > 0 and not (found := local_gpus()).count:
+            raise ConfigError(
+                f"cluster.gpus_per_worker = {cluster.gpus_per_worker:g}, but here is {found}. Set "
+                "cluster.gpus_per_worker=0 or auto; a run that began on a GPU can only be resumed on one"
+            )
     gpus = cluster.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
         raise ConfigError(f"cluster.gpus_per_worker = {gpus} must be a whole number or a share below 1")

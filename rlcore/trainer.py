@@ -19,6 +19,7 @@ from typing import Any
 from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
+from rlcore.config.devices import device_lines
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
@@ -35,6 +36,7 @@ from rlcore.run import EndedStep, Run, open_run
 from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
 from rlcore.workers import Future
+from rlcore.workers.gpus import find_gpus
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,7 @@ class Trainer:
             self._restore()
             self.trackers.start(resume_step=self.step)
             self.started = True
+            self._describe()
             self.plugins.run_start(self.run_)
             with _Interruption() as interruption:
                 status = self._loop(interruption)
@@ -142,6 +145,15 @@ class Trainer:
         if errors := self._close(status):
             raise errors[0]
         return self._summary(status)
+
+    def _describe(self) -> None:
+        """Say on which devices and how the run computes, and why."""
+        lines = device_lines(self.config, find_gpus(self.config.cluster.address))
+        for name, role in self.run_.roles.items():
+            lines += [f"{name}: {group.describe()}" for group in role.groups]
+        for line in lines:
+            log.info("%s", line)
+        self.trackers.described(lines)
 
     def _close(self, status: str) -> list[Exception]:
         """Write the summary, call the hook of the run's end and finish the trackers; return the errors of all three."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,7 +77,10 @@ def assert_close(engine_models: ModuleType) -> Callable[..., None]:
     return engine_models.assert_close
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # `auto` would take a GPU, and numbers are compared with those of a CPU.
+    if not any("gpu" in argument for argument in config.invocation_params.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A shell's background job ignores Ctrl-C, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -64,6 +64,11 @@ class Side:
 
 
 TWO_THREADS = ("cluster=in_process", "cluster.cpus_per_worker=2", "engine.micro_batch_tokens=2048")
+ON_RAY = (
+    Side("rlcore on Ray, 1 worker, 1 core", 1, ("cluster=local", "cluster.workers=1", TWO_THREADS[-1])),
+    Side("rlcore on Ray, 2 workers, 2 cores", 2, ("cluster=local", "cluster.workers=2", TWO_THREADS[-1])),
+)
+"""How the long tail gains from a second worker with a core of its own."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +246,18 @@ def long_tail_bf16() -> bool:
 
 def _long_tail(name: str, *, bf16: bool) -> bool:
     sides = [Side(TRL, 2, bf16=bf16), Side("rlcore in process", 2, TWO_THREADS, bf16=bf16)]
+    if not bf16:
+        sides += ON_RAY
     with tempfile.TemporaryDirectory() as folder:
         found = alternate(long_tails(Path(folder)), sides, rounds=5)
-    peer, ours = (statistics.median(throughputs(found[side.name])) for side in sides)
-    theirs, own = (statistics.median(run.memory for run in found[side.name]) for side in sides)
+    speeds = [statistics.median(throughputs(found[side.name])) for side in sides]
+    theirs, own = (statistics.median(run.memory for run in found[side.name]) for side in sides[:2])
     bars = [
-        Bar("times TRL's tokens/s", ours / peer, 4, at_least=True),
+        Bar("times TRL's tokens/s", speeds[1] / speeds[0], 4 if bf16 else 5.5, at_least=True),
         Bar("peak memory, of TRL's", own / theirs, 0.5, at_least=False),
     ]
+    if not bf16:
+        bars.append(Bar("two workers on two cores, times one on one", speeds[3] / speeds[2], 1.5, at_least=True))
     kind = "bf16" if bf16 else "fp32"
     return write(name, f"make bench B={name}", figures(found), bars, LONG_TAIL.format(kind=kind))
 
@@ -277,9 +286,9 @@ LONG_TAIL = """\
 A random-weight Qwen2 of 8 layers, hidden 256, intermediate 1024, 8 heads, 2 key-value heads, 80 characters, so that
 response lengths are geometric with a mean near 64; 8 prompts of 8 to 64 tokens x 8 samples, at most 512 new tokens,
 {kind}, GRPO without a reference, one optimizer step a batch. Both sides on the same two cores with two threads, rlcore
-in process; OMP_WAIT_POLICY is set for neither. TRL's micro-batches are of 16 rows, rlcore's of at most 2,048 tokens.
-Tokens/s: prompt and response tokens of the second of a run's two steps by its seconds. Memory: the most proportional
-set size of all processes of the run, seen twice a second."""
+in process (and on Ray, for the gain of a second worker); OMP_WAIT_POLICY is set for neither. TRL's micro-batches are of
+16 rows, rlcore's of at most 2,048 tokens. Tokens/s: prompt and response tokens of the second of a run's two steps by
+its seconds. Memory: the most proportional set size of all processes of the run, seen twice a second."""
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, str]]) -> None:

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.gpu.sizes import Shape, Size
-from rlcore.assets.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
+from benchmarks.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 
 NAMES = ("Ana", "Bela", "Chidi", "Dara", "Emre", "Femi", "Gita", "Hugo", "Ines", "Jonas")
 THINGS = ("apples", "marbles", "stamps", "pencils", "tickets", "eggs", "books", "candles")

@@ -5,4 +5,4 @@ from __future__ import annotations
 from pathlib import Path
 
 TINY = Path(__file__).parent / "tiny"
-"""Folder of the shipped model; `rlcore.assets.make_tiny` makes it."""
+"""Folder of the shipped model; benchmarks/make_tiny.py makes it."""

@@ -4,7 +4,7 @@ SUMMARIES = {
     "train": "train a model: rlcore train algo=NAME [OVERRIDE ...]",
     "eval": "measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]",
     "config": "compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]",
-    "plugins": "list the installed plugins with their origin and faults; test NAME: run a conformance suite",
+    "plugins": "list the installed plugins with their origin and faults",
     "new-plugin": "write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]",
     "samples": "show a run's samples and their rewards: rlcore samples RUN [--step N]",
 }

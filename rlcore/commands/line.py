@@ -41,6 +41,7 @@ class CommandLine:
         Raises PluginError when the run of `--config` needs a plugin that is not installed.
         """
         from rlcore.config import compose
+        from rlcore.workers.gpus import find_gpus
 
         overrides = self.overrides if overrides is None else overrides
         if self.options.config_dir:
@@ -48,7 +49,7 @@ class CommandLine:
             if not folder.is_dir():
                 raise ConfigError(f"--config-dir {self.options.config_dir} is not a folder")
             overrides = [*overrides, f"hydra.searchpath=['file://{folder}']"]
-        return compose(overrides, self.plugins, base=self.saved() if base is None else base)
+        return compose(overrides, self.plugins, base=self.saved() if base is None else base, find_gpus=find_gpus)
 
     def saved(self) -> dict[str, Any] | None:
         """Return the plain values of the file `--config`, None without that option."""

@@ -1,11 +1,10 @@
-"""`rlcore plugins`: the plugins with all their faults, and conformance suites."""
+"""`rlcore plugins`: list the plugins with all their faults."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from rlcore import CommandSpec, ConfigError, hookimpl
 from rlcore.commands import SUMMARIES
@@ -18,15 +17,20 @@ RLCORE_API = 1
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's own options."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for test: config of its runs")
-    parser.add_argument("words", nargs="*", metavar="test NAME", help="run a conformance suite: NAME or GROUP=NAME")
+    # Words are an error, which says where `rlcore plugins test NAME [--set KEY=VALUE]` is.
+    parser.add_argument("--set", action="append", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
 
 
 def run(line: CommandLine) -> int:
     """List the plugins; 2 when one of them is broken."""
     options = line.options
     if options.words:
-        return _test(options)
+        raise ConfigError(
+            f"unknown words {' '.join(options.words)!r}: rlcore plugins takes none. rlcore plugins test NAME is in a "
+            "distribution of its own: pip install rlcore-plugin-testing (in a checkout: "
+            "pip install -e plugins/rlcore-plugin-testing)"
+        )
     found = PluginManager.inspect(options.plugin, trace=options.trace_hooks).list()
     broken = [info for info in found if info.faults]
     if options.json:
@@ -49,36 +53,6 @@ def _row(info: PluginInfo) -> str:
         lines.append(f"    gives  {', '.join(info.gives)}")
     lines += [f"    FAULT  {fault}" for fault in info.faults]
     return "\n".join(lines)
-
-
-def _test(options: argparse.Namespace) -> int:
-    """Print a plugin's report card; 1 when a check fails."""
-    if options.words[0] != "test" or len(options.words) != 2:
-        raise ConfigError(f"unknown words {' '.join(options.words)!r}; usage: rlcore plugins test NAME")
-    from tempfile import TemporaryDirectory
-
-    from rlcore.testing.suites import open_suite
-
-    name = options.words[1]
-    with (
-        TemporaryDirectory(prefix="rlcore-test-") as folder,
-        open_suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
-    ):
-        results = []
-        for result in suite.results():
-            results.append(result)
-            if not options.json:
-                CommandLine.show(str(result))
-    failed = sum(result.outcome == "FAIL" for result in results)
-    if options.json:
-        CommandLine.show(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
-    else:
-        counts = {word: sum(r.outcome == word for r in results) for word in ("pass", "FAIL", "n/a")}
-        seconds = sum(result.seconds for result in results)
-        CommandLine.show(
-            f"{name}: {', '.join(f'{count} {word}' for word, count in counts.items())}, in {seconds:.0f} s"
-        )
-    return 1 if failed else 0
 
 
 @hookimpl

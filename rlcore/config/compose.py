@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlcore.config.build import build_config, defaults
+from rlcore.config.devices import AUTO, FindGpus, local_gpus, resolve_auto
 from rlcore.config.installed import Installed
 from rlcore.config.schema import Config
 from rlcore.errors import ConfigError, did_you_mean
@@ -36,12 +37,20 @@ GROUPS = ("algo", *SECTIONS, "experiment")
 """The config groups: `GROUP=NAME` chooses one of a group's options. A plugin's section is one more."""
 
 
-def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, Any] | None = None) -> Config:
+def compose(
+    overrides: Sequence[str],
+    plugins: Installed,
+    *,
+    base: Mapping[str, Any] | None = None,
+    find_gpus: FindGpus = local_gpus,
+) -> Config:
     """Compose and build the config of a run from hydra overrides (`data=gsm8k`, `trainer.total_steps=10`).
 
     base: the plain values of a saved config to start from in place of the defaults; its algorithm stays.
+    find_gpus: is asked for the GPUs when a value is `auto`; by default those of this machine.
     Without an algorithm, `algorithm` is "" and `algo` None (an evaluation needs none; `check` refuses it for training).
-    Raises ConfigError for an override that cannot be read, an unknown key or group option, and as `build` does.
+    Raises ConfigError for an override that cannot be read, an unknown key or group option, and as `resolve_auto` and
+    `build` do.
     """
     from hydra.errors import HydraException
     from hydra.types import RunMode
@@ -68,7 +77,7 @@ def compose(overrides: Sequence[str], plugins: Installed, *, base: Mapping[str, 
         raise ConfigError(
             f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
         )
-    return _build(values, plugins)
+    return _build(resolve_auto(values, find_gpus), plugins)
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -145,7 +154,12 @@ def _options(hydra: Hydra, group: str, search_path: Sequence[str]) -> list[str]:
 def core_values() -> dict[str, dict[str, Any]]:
     """Return the default of each core key, as plain values: the dataclass's, or the one in configs/config.yaml."""
     shipped = yaml.safe_load(files("rlcore.configs").joinpath("config.yaml").read_text(encoding="utf-8"))
-    return {name: {**defaults(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
+    return {name: {**defaults(cls), **_autos(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
+
+
+def _autos(cls: type) -> dict[str, str]:
+    """Return the keys of a dataclass that are `auto` until a config is composed."""
+    return {field.name: AUTO for field in dataclasses.fields(cls) if field.metadata.get("auto")}
 
 
 def schema_node(sections: Mapping[str, type]) -> dict[tuple[str | None, str], Any]:

@@ -66,6 +66,17 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a run folder holds results that only the same config may continue."""
+    return any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "summary.json"))
+
+
+def begun_values(folder: Path) -> dict[str, Any]:
+    """Return the plain values of the run that has begun in a folder; {} without one."""
+    file = folder / "config.yaml"
+    return read_values(file) if file.is_file() and has_begun(folder) else {}
+
+
 def same_run(a: Config, b: Config) -> list[str]:
     """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
 

@@ -67,7 +67,7 @@ def keys(section: str, cls: type) -> Iterator[Key]:
         doc = field.metadata.get("doc", "")
         yield Key(
             name=f"{section}.{field.name}",
-            type=type_name(hints[field.name]),
+            type=type_name(hints[field.name]) + (" | auto" if field.metadata.get("auto") else ""),
             default="required" if values[field.name] == REQUIRED else json.dumps(values[field.name]),
             doc=f"{doc} ({', '.join(bounds)})" if bounds else doc,
         )

@@ -25,13 +25,16 @@ def option(
     max: float | None = None,
     was: str | None = None,
     incidental: bool = False,
+    auto: bool = False,
 ) -> Any:
     """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
 
     was: the full key that the field had in an earlier version; giving it is an error that names the new key.
     incidental: a run may be resumed with another value, as the value changes nothing that is computed.
+    auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
+    for objects made in Python.
     """
-    metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental}
+    metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto}
     if default is ...:
         return field(metadata=metadata)
     if isinstance(default, (list, dict)):
@@ -44,7 +47,11 @@ class ModelConfig:
     """The language model that is trained."""
 
     path: str = option("tiny", "folder of a Hugging Face causal language model, or `tiny` for the shipped one")
-    dtype: Literal["fp32", "bf16"] = option("fp32", "precision of forward and backward; master weights are fp32")
+    dtype: Literal["fp32", "bf16"] = option(
+        "fp32",
+        "precision of forward and backward; master weights are fp32. `auto`: bf16 on a GPU that has it, else fp32",
+        auto=True,
+    )
     attention: str = option(
         "auto",
         "attention implementation of transformers; `auto` takes flash_attention_2 on a GPU that has it, else sdpa",
@@ -134,7 +141,7 @@ class RoleConfig:
     """Settings of one of the algorithm's roles; they replace the shared ones."""
 
     model: str | None = option(None, "the role's own model folder (default: the algorithm's choice, else model.path)")
-    dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision (default: model.dtype)")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision, or `auto` (default: model.dtype)")
     lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
     engine: str | None = option(None, "the role's own train engine (default: engine.name)")
     rollout: dict[str, Any] = option(
@@ -185,10 +192,17 @@ class ClusterConfig:
         None, "address of a running Ray cluster; none starts one on this machine", incidental=True
     )
     workers: int = option(
-        2, "processes of the actor and of the roles that share its pool: pp * tp * dp", min=1, incidental=True
+        2,
+        "processes of the actor and of the roles that share its pool: pp * tp * dp. `auto`: one for each GPU that is "
+        "used; without a GPU 2 on Ray, and 1 in process",
+        min=1,
+        incidental=True,
+        auto=True,
     )
     cpus_per_worker: int = option(1, "cores, and torch threads, of a worker", min=1)
-    gpus_per_worker: float = option(0.0, "GPUs of a worker", min=0.0)
+    gpus_per_worker: float = option(
+        0.0, "GPUs of a worker. `auto`: 1 where there is a GPU, else 0 (docs/gpu.md)", min=0.0, auto=True
+    )
     pools: Literal["auto"] | dict[str, Any] = option(
         {},
         "roles by pool, as {main: [actor, ref], side: [critic]}; empty: all roles on one pool (docs/placement.md); "

@@ -127,13 +127,14 @@ class RolloutEngine(ABC):
     `version`: of its weights, -1 before the first. `exact`: its log-probs may replace the train engine's, as both use
     the same arithmetic and differ only by rounding. `adopts`: it can decode from tensors of another owner.
     `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and stop
-    strings.
+    strings. `description`: its form of decoding, in a few words for the run's first lines.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
     get the same calls in the same order.
     """
 
     version: int = -1
+    description: str = ""
     exact: bool = False
     adopts: bool = False
     shares_module: bool = False

@@ -78,6 +78,8 @@ class TrainEngine(ABC):
     """
 
     version: int = 0
+    description: str = ""
+    """How the engine computes, in a few words for the run's first lines."""
 
     def __init__(self, setup: TrainSetup[Any], layout: Layout | None = None, shard: int = 0) -> None:
         """`layout` spreads the model over the ranks; without one, every rank holds the whole model.

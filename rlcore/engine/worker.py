@@ -133,6 +133,14 @@ class ModelWorker(Worker):
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
             self.route = choose_route(self.train, self.rollout, generation, groups)
 
+    @register(Dispatch.RANK_ZERO)
+    def describe(self) -> str:
+        """Return where and how rank 0 computes, for the run's first lines."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        engines = [] if self.setup.samples_only else [self.train.description]
+        engines += [] if self.rollout is None else [self.rollout.description]
+        return ", ".join([device, self.setup.model.dtype, *filter(None, engines)])
+
     def _start_sampling(self) -> None:
         """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
         shards = self.setup.rollout.tp

@@ -2,7 +2,7 @@
 
 from rlcore.plugins import specs
 from rlcore.plugins.algorithm import Algorithm
-from rlcore.plugins.entries import PluginInfo, installed
+from rlcore.plugins.entries import PluginInfo, command_of, installed
 from rlcore.plugins.hookspecs import hookimpl
 from rlcore.plugins.manager import PluginManager, own_engines
 from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
@@ -22,6 +22,7 @@ __all__ = [
     "PluginManager",
     "Role",
     "RoleKind",
+    "command_of",
     "hookimpl",
     "installed",
     "own_engines",

@@ -84,8 +84,11 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
         what = "nothing" if value is None else f"{type(value).__name__} {value!r}"
         return f"{hook}() returned {what}; it must return {expected.__name__}, or a list of them"
     name = value.name  # type: ignore[attr-defined]
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        return f"{hook}() gave the name {name!r}; a name is made of letters, digits, '_', '-' and '.'"
+    allowed, pattern = "letters, digits, '_', '-' and '.'", r"\w[\w.-]*"
+    if isinstance(value, CommandSpec):
+        allowed, pattern = "words of letters, digits, '_' and '-'", r"\w[\w-]*( \w[\w-]*)*"
+    if not isinstance(name, str) or not re.fullmatch(pattern, name, re.ASCII):
+        return f"{hook}() gave the name {name!r}; a name is made of {allowed}"
     if isinstance(value, AlgorithmSpec):
         return _algorithm_fault(value)
     if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):

@@ -63,6 +63,17 @@ def is_own(entry: EntryPoint) -> bool:
     return distribution_of(entry)[0] == "rlcore"
 
 
+def algorithm_of(entry_point: str) -> str | None:
+    """Return the algorithm that an entry point of this name brings, None for one that brings something else."""
+    return entry_point if "." not in entry_point else None
+
+
+def command_of(entry_point: str) -> str | None:
+    """Return the command that an entry point of this name brings: "plugins test" for command.plugins.test; or None."""
+    kind, _, name = entry_point.partition(".")
+    return name.replace(".", " ") if kind == "command" else None
+
+
 def distribution_of(entry: EntryPoint) -> tuple[str, str]:
     """Return the name and version of the distribution that brings an entry point."""
     # Typed optional, but always set on the entry points that entry_points() gives.

@@ -131,7 +131,7 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
 
     When: once, when plugins are loaded.
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
-    `command.NAME`, from which `rlcore --help` lists it without importing it.
+    `command.NAME`, from which `rlcore --help` lists it without importing it; `command.A.B` is the command `rlcore A B`.
     Errors: a name that is taken or not declared stops the command.
     """
     raise NotImplementedError

@@ -348,13 +348,16 @@ class PluginManager:
         nouns = {kind.spec: kind.noun for kind in PLUGIN_KINDS}
         self._infos[info.name] = replace(info, gives=tuple(f"{nouns[spec]} {name}" for spec, name in given))
         for kind in PLUGIN_KINDS if info.kind != "local" else ():
-            promised = _promised(info.name, kind)
+            if kind.entry_point is None:
+                continue
+            promised = [name for name in [kind.entry_point(info.name)] if name is not None]
             names = [name for spec, name in given if spec is kind.spec]
-            if kind.entry_point is not None and names != promised:
+            if names != promised:
                 self._break(
                     info,
                     f"by its entry point's name, {kind.hook}() gives {_quoted(promised)}; it gave {_quoted(names)}. "
-                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is command.NAME",
+                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is "
+                    "command.NAME, with a dot for each space",
                 )
                 return
 
@@ -399,13 +402,6 @@ class PluginManager:
 
 def _specs_of(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
-
-
-def _promised(entry_point: str, kind: PluginKind) -> list[str]:
-    """Return the names of a kind that an entry point of this name has to give."""
-    prefix = kind.entry_point or ""
-    name = entry_point.removeprefix(prefix)
-    return [name] if entry_point.startswith(prefix) and "." not in name else []
 
 
 def _taken(hook: str, name: str, other: PluginInfo) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.plugins.algorithm import Algorithm
+from rlcore.plugins.entries import algorithm_of, command_of
 from rlcore.plugins.roles import POLICY, RoleKind
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class WorkerSpec:
 class CommandSpec:
     """A command `rlcore NAME ...`; it returns the exit status: 0 done, 2 wrong input, 1 anything else.
 
+    A name may be several words, such as "plugins test"; the command whose name fits most words of a line runs.
     Give one of two functions. `main(argv)` gets the words behind the name as they are. `run(line)` is for a command
     that works on a run's config: it gets a CommandLine with the parsed options, the plugins and the config, and the
     command takes rlcore's options (`-p`, `--config`, ...) and overrides; `options` adds its own to the parser.
@@ -244,8 +246,8 @@ class PluginKind:
     group: the config group that has the names as options, and `values(name)` what `GROUP=NAME` sets there.
     chosen: the names that a config chooses, each with the key that says so; a chosen name has to be installed, and a
     run cannot go on without the plugin that gave it.
-    entry_point: how an entry point that gives one must be called, as "command." for command.NAME; "" for its bare name.
-    None: any entry point may give any number.
+    entry_point: returns the one name that an entry point called so has to give, None where it gives none of the kind.
+    Without it any entry point may give any number.
     """
 
     spec: type
@@ -254,7 +256,7 @@ class PluginKind:
     group: str | None = None
     values: Callable[[str], dict[str, Any]] = lambda name: {"name": name}
     chosen: Callable[[schema.Config, Chooser], list[tuple[str, str]]] = _nothing
-    entry_point: str | None = None
+    entry_point: Callable[[str], str | None] | None = None
 
 
 def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
@@ -289,7 +291,7 @@ PLUGIN_KINDS = (
         "algorithm",
         group="algo",
         chosen=lambda config, _: [("algo", config.algorithm)] if config.algorithm else [],
-        entry_point="",
+        entry_point=algorithm_of,
     ),
     PluginKind(
         DatasetSpec,
@@ -329,6 +331,6 @@ PLUGIN_KINDS = (
         chosen=lambda config, _: [("tracker.use", name) for name in config.tracker.use],
     ),
     PluginKind(ConfigSpec, "rlcore_configs", "config section", chosen=_chosen_sections),
-    PluginKind(CommandSpec, "rlcore_commands", "command", entry_point="command."),
+    PluginKind(CommandSpec, "rlcore_commands", "command", entry_point=command_of),
 )
 """All kinds, in the order in which plugins are asked for them."""

@@ -20,6 +20,9 @@ class Tracker:
         `resume_step` is the step that the run continues after; records of later steps are void. 0 for a fresh run.
         """
 
+    def described(self, lines: Sequence[str]) -> None:
+        """Record on which devices and how the run computes, in words; called once, right after `start`."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics, floats by name, possibly not finite. Step 0 is the evaluation before training."""
 

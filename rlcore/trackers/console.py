@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class ConsoleTracker(Tracker):
         if self._console.is_terminal:
             self._live = Live(self._display(resume_step, {}), console=self._console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
+
+    def described(self, lines: Sequence[str]) -> None:
+        """Print the lines, above the display."""
+        for line in lines:
+            self._print(Text(line))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step."""

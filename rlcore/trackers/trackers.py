@@ -48,6 +48,11 @@ class Trackers:
                 raise
             self._started[name] = tracker
 
+    def described(self, lines: Sequence[str]) -> None:
+        """Record on which devices and how the run computes."""
+        for name, tracker in self._started.items():
+            _call(name, tracker.described, lines)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics, with those of the evaluation at this step."""
         numbers = {name: _number(name, value) for name, value in {**self._evaluation, **metrics}.items()}

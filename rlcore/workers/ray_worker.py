@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.metadata
 import io
+import logging
 import os
 import platform
 import signal
@@ -172,7 +173,7 @@ class WorkerHost:
 
 
 def _write_to(log: Path) -> None:
-    """Send stdout and stderr, C and Python alike, to a file."""
+    """Send stdout and stderr, C and Python alike, and rlcore's log records to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -181,6 +182,10 @@ def _write_to(log: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("rlcore").addHandler(handler)
+    logging.getLogger("rlcore").setLevel(logging.INFO)
 
 
 def _reserve_port() -> socket.socket:

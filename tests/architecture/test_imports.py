@@ -29,9 +29,19 @@ ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
 """Engines written from docs/write_an_engine.md."""
 
 
+KIT = ROOT / "plugins" / "rlcore-plugin-testing"
+KIT_USES = {
+    *("assets", "checkpoint", "preflight", "trainer", "config", "data.arithmetic", "data.chat"),
+    *("engine.update.loss_accumulator", "engine.update.microbatch", "plugins"),
+    *("protocol.dataproto", "protocol.row_groups", "roles.handles", "roles.metrics"),
+}
+"""The modules of the core that the conformance suites use beside the public names (docs/decisions/0025)."""
+
+
 def top_package(path: Path) -> str:
     """Return the package or module that a plugin's file is imported by."""
-    return path.parent.name if path.parent.name.startswith("rlcore_plugin_") else path.stem
+    packages = [parent.name for parent in path.parents if parent.name.startswith("rlcore_plugin_")]
+    return packages[0] if packages else path.stem
 
 
 def imported(path: Path) -> list[tuple[str, str | None]]:
@@ -52,14 +62,23 @@ def test_arrows_point_down_only():
     assert result.returncode == 0, result.stdout
 
 
+def is_public(module: str, name: str | None) -> bool:
+    return module == "rlcore.ops" or (module in PUBLIC and name in PUBLIC[module].__all__)
+
+
 @pytest.mark.parametrize("path", [*PLUGIN_FILES, *ENGINE_FILES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_plugins_use_only_the_public_names_and_never_each_other(path):
     siblings = {top_package(file) for file in PLUGIN_FILES} - {top_package(path)}
     for module, name in imported(path):
         assert module.split(".")[0] not in siblings, f"{path.name} imports {module}"
-        if module.split(".")[0] == "rlcore":
-            public = module in PUBLIC and name in PUBLIC[module].__all__
-            assert public or module == "rlcore.ops", f"{path.name} uses {module}.{name}, which is not public"
+        if module.split(".")[0] == "rlcore" and not path.is_relative_to(KIT):
+            assert is_public(module, name), f"{path.name} uses {module}.{name}, which is not public"
+
+
+def test_the_conformance_suites_use_exactly_the_internals_that_are_listed():
+    imports = [each for path in PLUGIN_FILES if path.is_relative_to(KIT) for each in imported(path)]
+    used = {module for module, name in imports if module.split(".")[0] == "rlcore" and not is_public(module, name)}
+    assert used == {f"rlcore.{module}" for module in KIT_USES}
 
 
 def test_algorithms_are_short():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlcore.assets import TINY, make_tiny
+from benchmarks import make_tiny
+from rlcore.assets import TINY
 from rlcore.data.arithmetic import problems
 
 

@@ -28,7 +28,7 @@ def test_options_may_stand_between_overrides(stand_in, capsys):
 def test_config_checks_and_shows(stand_in, capsys):
     assert main(["config", *stand_in, *ECHO, "tracker=none"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["tracker"]["use"] == []
-    assert main(["config", *stand_in, *ECHO, "cluster.executor=in_process"]) == 2
+    assert main(["config", *stand_in, *ECHO, "cluster.executor=in_process", "cluster.workers=2"]) == 2
     assert "cluster.workers must be 1" in capsys.readouterr().err
 
 
@@ -61,6 +61,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
             "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
             "train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
+        (["plugins", "test", "grpo", "--set", "a=b"], "pip install rlcore-plugin-testing"),
+        (["plugins", "tset", "grpo"], "unknown words 'tset grpo': rlcore plugins takes none"),
         (["plan", *ECHO, "plan.gpus=8"], "A plugin may bring another: pip install rlcore-plugin-plan"),
         (["train", *ECHO, "cluster.pools=auto"], "cluster.pools=auto needs a plugin that plans: pip install rlcore-"),
         (["train", "algo=ecko"], "algo=ecko is unknown. Did you mean 'echo'?"),
@@ -156,6 +158,7 @@ def test_version(capsys):
     [
         ("rlcore ", "train eval config plugins new-plugin samples plan"),
         ("rlcore pl", "plugins plan"),
+        ("rlcore plugins ", "test"),
         ("rlcore train algo=gr", "algo=grpo"),
         ("rlcore train algo=grpo clus", "cluster. cluster="),
         ("rlcore train cluster=", "cluster=in_process cluster=local"),

@@ -64,6 +64,11 @@ def test_a_sound_config_passes(sections, config, plugins):
         ("engine", {"betas": [0.9, 1.0]}, r"engine.betas = \[0.9, 1.0\] must be two numbers"),
         ("cluster", {"executor": "in_process"}, r"cluster.workers must be 1, not 2: choose cluster=in_process"),
         ("cluster", {"executor": "in_process", "workers": 1, "address": "a:1"}, r"address needs cluster.executor=ray"),
+        (
+            "cluster",
+            {"executor": "in_process", "workers": 1, "gpus_per_worker": 1.0},
+            r"gpus_per_worker = 1, but here is no GPU \(CUDA_VISIBLE_DEVICES is empty\). Set cluster.gpus_per_worker=0",
+        ),
         ("cluster", {"gpus_per_worker": 1.5}, r"gpus_per_worker = 1.5 must be a whole number or a share below 1"),
         ("rollout", {"response_len": 2}, r"algo.group_size is more than rollout.response_len"),
         ("run", {"name": "forbidden"}, r"stand_in forbids run.name = 'forbidden'"),

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from rlcore.testing import conformance
+from rlcore_plugin_testing import conformance
 
 ENGINES = Path(__file__).parents[1] / "fixtures" / "engines"
 PLAIN, GENERATE = ENGINES / "rlcore-plugin-plain", ENGINES / "rlcore-plugin-generate"

@@ -88,7 +88,7 @@ def test_its_algorithm_composes_like_a_built_in_one(rlcore):
 def test_help_names_it(rlcore):
     printed = rlcore("--help")
     assert re.search(r"algorithms: .*\bgrpo, .*\bparrot\b", printed)
-    assert "squawk     from rlcore-plugin-parrot" in printed
+    assert "squawk       from rlcore-plugin-parrot" in printed
     assert "algo.volume = 0.5  [float]\n      how loud (>= 0, <= 1)" in rlcore("train", "algo=parrot", "-h")
     assert rlcore("squawk", "twice") == "squawk twice\n"
 

@@ -86,17 +86,18 @@ class FusedDecodeStep:
         self._positions = 0
 
     @staticmethod
-    def of(hf: Any, dtype: torch.dtype) -> FusedDecodeStep | None:
-        """Return the step for `hf`, or None, with the reason in the log, if it does not support the module."""
+    def of(hf: Any, dtype: torch.dtype) -> tuple[FusedDecodeStep | None, str]:
+        """Return the step for `hf`, or None if it does not support the module; and a description with the reason."""
         reason = _unsupported(hf)
         if reason is None:
             step = FusedDecodeStep(hf, dtype)
             error = step.probe()
             if error <= (1e-4 if dtype is torch.float32 else 5e-2):
-                return step
+                return step, "decodes in few kernels"
             reason = f"its log-probs would be off by {error:.2g}"
-        log.info("%s decodes with the module's own forward: %s", type(hf).__name__, reason)
-        return None
+        description = f"decodes with the module's own forward, as {reason}"
+        log.info("%s %s", type(hf).__name__, description)
+        return None, description
 
     def prepare(self, positions: int, device: torch.device) -> None:
         """Read the current weights, cast or concatenated where necessary, and keep them until `release`.

@@ -66,9 +66,10 @@ class HFRollout(RolloutEngine):
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
         self._fused: FusedDecodeStep | None = None
+        self.description = "decodes with the module's own forward, as rollout.tp divides its layers"
         if tensor_group is None:
             with self._decoding_mode():
-                self._fused = FusedDecodeStep.of(self.hf, self.dtype)
+                self._fused, self.description = FusedDecodeStep.of(self.hf, self.dtype)
         self.tokenizer = read_tokenizer(model)
         ends = end_tokens(self.hf.generation_config, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -80,7 +81,8 @@ class HFRollout(RolloutEngine):
         self._slots: SlotRows | None = None
         if graphs == "auto" and device.type == "cuda" and self._fused is not None:
             with self._decoding_mode():
-                self._slots = capturable(self.hf, self.dtype, self.end_ids, self.tokenizer, self._prefilled)
+                self._slots, form = capturable(self.hf, self.dtype, self.end_ids, self.tokenizer, self._prefilled)
+            self.description = f"decodes {form}" if self._slots is not None else f"{self.description}, as {form}"
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so only the version changes."""

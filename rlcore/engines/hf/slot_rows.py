@@ -311,8 +311,14 @@ Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Ten
 """Runs requests' prompts; see HFRollout."""
 
 
-def capturable(hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, prefill: Prefill) -> SlotRows | None:
-    """Return slots for a module on a GPU, in the fastest form that passes a probe; the log names it."""
+def capturable(
+    hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, prefill: Prefill
+) -> tuple[SlotRows | None, str]:
+    """Return slots for a module on a GPU, in the fastest form that passes a probe, and a description of the form.
+
+    Without slots, the description is the reason. The log has a line for each form that failed.
+    """
+    reason = ""
     parameters = sum(parameter.numel() for parameter in hf.parameters())
     forms = [True, False] if pays_to_compile(end_ids.device, parameters) else [False]
     for compiled in forms:
@@ -322,13 +328,15 @@ def capturable(hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, pre
             off = probe(rows, prefill)
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
             log.info("%s cannot decode in %s: %s: %s", type(hf).__name__, form, type(error).__name__, error)
+            reason = f"{form} failed with {type(error).__name__}"
             continue
         # bf16 rounds log-probs by about 1e-2.
         if off <= (1e-4 if dtype is torch.float32 else 5e-2):
             log.info("%s decodes in slots, replaying %s", type(hf).__name__, form)
-            return rows
+            return rows, f"in slots, replaying {form}"
         log.info("%s does not decode in %s: its log-probs would be off by %.2g", type(hf).__name__, form, off)
-    return None
+        reason = f"log-probs of {form} would be off by {off:.2g}"
+    return None, reason
 
 
 @torch.no_grad()

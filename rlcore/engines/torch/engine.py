@@ -42,6 +42,7 @@ class TorchEngine(TrainEngine):
         check_model_layout(setup.model, layout)
         check_layout(self.own, layout)
         self.model = self._load_model(setup)
+        self.description = self.model.description
         self.model.requires_grad_(setup.trains)
         if setup.frozen and self.dtype is torch.bfloat16:
             self._keep_in_bf16()

@@ -93,6 +93,12 @@ class PackedModel(nn.Module, ABC):
         return self.packed and self.attention == PACKED_ATTENTION
 
     @property
+    def description(self) -> str:
+        """The attention implementation and the form of batches, in words."""
+        plain = "sdpa" if self.attention == PACKED_ATTENTION else self.attention
+        return f"attention {plain}, rows {'packed' if self.packed else 'padded'}"
+
+    @property
     def attention(self) -> str:
         """The attention implementation, as transformers names it."""
         return self.hf.config._attn_implementation

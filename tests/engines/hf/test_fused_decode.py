@@ -25,7 +25,7 @@ def test_the_fused_step_is_the_modules_own(model_folder, kind, dtype):
     """In bf16 it rounds where autocast does."""
     hf = AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32).eval()
     before = {name: parameter.clone() for name, parameter in hf.named_parameters()}
-    fused = FusedDecodeStep.of(hf, dtype)
+    fused, _ = FusedDecodeStep.of(hf, dtype)
     assert fused is not None
     assert all(torch.equal(before[name], parameter) for name, parameter in hf.named_parameters())
     assert fused.probe() < (1e-5 if dtype is torch.float32 else 1e-2)

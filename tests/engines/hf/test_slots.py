@@ -222,13 +222,17 @@ def test_the_probe_finds_slots_that_are_off(model_folder, caplog, monkeypatch):
         with caplog.at_level("INFO", "rlcore.engines.hf.slot_rows"):
             return capturable(rollout.hf, rollout.dtype, rollout.end_ids, rollout.tokenizer, rollout._prefilled)
 
-    assert made() is None
+    assert made() == (None, "CUDA graphs failed with RuntimeError")
     assert "cannot decode in CUDA graphs: " in caplog.text  # there is no GPU here
     monkeypatch.setattr(SlotRows, "_captured", lambda rows, run: type("Graph", (), {"replay": staticmethod(run)}))
-    assert isinstance(made(), SlotRows)
+    slots, description = made()
+    assert isinstance(slots, SlotRows)
+    assert description == "in slots, replaying CUDA graphs"
     assert "decodes in slots, replaying CUDA graphs" in caplog.text
     monkeypatch.setattr(slot_rows, "masked_attention", lambda *_: lambda queries, cache: -queries)
-    assert made() is None
+    slots, description = made()
+    assert slots is None
+    assert description.startswith("log-probs of CUDA graphs would be off by ")
     assert "its log-probs would be off by" in caplog.text
 
 

@@ -1,5 +1,5 @@
 """The whole suite of rollout engines, on vLLM."""
 
-from rlcore.testing import conformance
+from rlcore_plugin_testing import conformance
 
 test_vllm = conformance("rollout=vllm", "rollout.vllm.kv_cache_mb=64")

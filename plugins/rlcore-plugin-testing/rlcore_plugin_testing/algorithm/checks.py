@@ -1,0 +1,213 @@
+"""The checks on an algorithm's runs, and the list of all checks.
+
+A check takes an AlgorithmSuite and returns a few words on the things it checked. It raises CheckFailed with the fault,
+or NotApplicable with the reason. The reason follows from the algorithm's roles and runs; no author can set it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import re
+from collections.abc import Callable
+
+from rlcore import PluginManager, Run
+from rlcore.config import compose, from_yaml, to_yaml
+from rlcore.preflight import preflight
+from rlcore_plugin_testing.algorithm import loss_checks
+from rlcore_plugin_testing.algorithm.suite import KILLED_AT, AlgorithmSuite, FinishedRun, contents
+from rlcore_plugin_testing.algorithm.watch import Changes, function_name, plain_function
+from rlcore_plugin_testing.report import CheckFailed, NotApplicable
+
+METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
+NOT_FINITE = re.compile(r"not finite|\b(nan|inf)\b")
+RATIO_TOLERANCE = 1e-4
+"""Largest distance of a ratio from 1 due to fp32 rounding: rollout and update compute in different orders."""
+
+
+def config(suite: AlgorithmSuite) -> str:
+    """The spec is valid, and so is its default config (with the given settings): rlcore train would start."""
+    plugins = PluginManager.load(suite.plugins)
+    config = compose([f"algo={suite.name}", *suite.settings], plugins)
+    roles = preflight(config, plugins).roles
+    if from_yaml(to_yaml(config), plugins) != config:
+        raise CheckFailed("the config changes when it is saved with a run and read back")
+    fields = len(dataclasses.fields(suite.spec.algorithm.config_class))
+    return f"{fields} settings; roles: {', '.join(roles) or 'none'}"
+
+
+def steps(suite: AlgorithmSuite) -> str:
+    """It takes two steps on the tiny model, and at least one row reaches an optimizer."""
+    finished = suite.plain
+    items = [item for item in finished.record.items if len(item.batch)]
+    if any(role.trains for role in suite.roles.values()) and not items:
+        raise CheckFailed(f"in {len(finished.record.metrics)} steps no row reached update() of any role")
+    updated = ", ".join(dict.fromkeys(item.title for item in items))
+    return f"{len(finished.record.metrics)} steps; updates by {updated or 'none'}"
+
+
+def metrics(suite: AlgorithmSuite) -> str:
+    """Every metric is a finite number and has a name that trackers can group: words, with / between them."""
+    names: dict[str, None] = {}
+    for step, row in enumerate(suite.plain.record.metrics, start=1):
+        for name, value in row.items():
+            names[name] = None
+            if not math.isfinite(value):
+                raise CheckFailed(f"{name} is {value} in step {step}")
+            if not METRIC.fullmatch(name):
+                raise CheckFailed(f"a metric is called {name!r}; use words of letters, digits and _, separated by /")
+    return f"{len(names)} metrics"
+
+
+def same_seed(suite: AlgorithmSuite) -> str:
+    """A second run with the same seed gives the same metrics and samples, for any state of global random generators."""
+    again = suite.changed("again", Changes(random_seed=20261121))
+    if found := _unequal(suite.plain, again, exact=True):
+        raise CheckFailed(
+            f"two runs with one seed differ: {found}. Randomness must come from the seed, not from random or torch"
+        )
+    return _compared(again)
+
+
+def reaches_workers(suite: AlgorithmSuite) -> str:
+    """Loss and map functions are module-level functions, and run in Ray's worker processes."""
+    record = suite.plain.record
+    called: list[Callable[..., object]] = [item.loss for item in record.items]
+    called += [mapped.function for mapped in record.mapped]
+    functions = list(dict.fromkeys(map(plain_function, called)))
+    for function in functions:
+        name = function_name(function)
+        module = importlib.import_module(function.__module__)
+        if getattr(module, name, None) is None:
+            raise CheckFailed(
+                f"{name} is not a module-level function of {function.__module__}; define it there with `def`, and pass "
+                "settings with functools.partial"
+            )
+    suite.on_ray(2)
+    return f"{', '.join(map(function_name, functions)) or 'no function'}"
+
+
+def in_process_equals_ray(suite: AlgorithmSuite) -> str:
+    """A run in one process and one on Ray give the same samples, and the same metrics up to rounding."""
+    # The run on Ray has two workers. Only if it differs, a run with one worker tells the two causes apart.
+    if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.plain, suite.on_ray(1))):
+        raise CheckFailed(f"in process and on Ray differ: {found}")
+    return _compared(suite.plain)
+
+
+def one_worker_equals_two(suite: AlgorithmSuite) -> str:
+    """One worker and two give the same samples, and the same metrics up to rounding; map functions see parts."""
+    loss_checks.maps_by_row(suite)  # here, as Ray's workers would send so few rows to the controller
+    if _unequal(suite.plain, suite.on_ray(2)) and (found := _unequal(suite.on_ray(1), suite.on_ray(2))):
+        raise CheckFailed(
+            f"1 worker and 2 differ: {found}. A function that sees some of the rows must not depend on the others"
+        )
+    return _compared(suite.on_ray(2))
+
+
+def zero_learning_rate(suite: AlgorithmSuite) -> str:
+    """With learning rate 0 the weights stay equal bit for bit, and the ratio to old_log_probs stays at 1."""
+    if not any(role.trains for role in suite.roles.values()):
+        raise NotApplicable("no role trains")
+
+    def save(run: Run) -> None:
+        for name, handle in run.roles.items():
+            if handle.role.trains:
+                handle.group.save_pretrained(str(suite.folder / "before" / name))
+
+    finished = suite.changed("frozen", Changes(frozen=True), start=save)
+    saved = finished.saved(len(finished.record.metrics))
+    for name, role in finished.record.roles.items():
+        before = suite.folder / "before" / name / "model.safetensors"
+        if role.trains and saved[f"{name}/model/model.safetensors"] != contents(before):
+            raise CheckFailed(f"the weights of {name} changed")
+    for loss, away in finished.record.ratios.items():
+        if not away <= RATIO_TOLERANCE:
+            raise CheckFailed(f"the ratio of {loss} differs from 1 by up to {away:.3g}")
+    ratios = ", ".join(finished.record.ratios)
+    return f"weights equal; {f'ratio of {ratios} at 1' if ratios else 'no loss reads old_log_probs'}"
+
+
+def kill_and_resume(suite: AlgorithmSuite) -> str:
+    """A killed and resumed run equals an uninterrupted one bit for bit: metrics, samples, weights, optimizers."""
+    resumed = suite.resumed
+    if found := _unequal(suite.plain, resumed, exact=True):
+        raise CheckFailed(
+            f"the resumed run differs: {found}. State that one step writes and a later one reads belongs in state_dict"
+        )
+    last = len(suite.plain.record.metrics)
+    one, other = suite.plain.saved(last), resumed.saved(last)
+    if (state := suite.plain.state(last)) != (resumed_state := resumed.state(last)):
+        raise CheckFailed(f"the resumed run ends with the state_dict() {resumed_state}, not {state}")
+    if different := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
+        raise CheckFailed(f"the resumed run ends with different contents in {', '.join(different)}")
+    return f"killed in step {KILLED_AT} of {last}; {len(one)} files of weights and optimizers are equal"
+
+
+def non_finite(suite: AlgorithmSuite) -> str:
+    """A score or a loss that is not finite stops the run with an error about it."""
+    plain = suite.plain.record
+    if not any(len(item.batch) for item in plain.items) and not plain.scored:
+        raise NotApplicable("it scores nothing and updates nothing")
+    looked = []
+    if plain.scored:
+        looked.append("a score")
+        _expect_stop(suite, "nan-score", Changes(nan_score=True), "a score of NaN")
+    if plain.items:
+        looked.append("a loss")
+        _expect_stop(suite, "nan-loss", Changes(nan_loss=True), "a loss of NaN")
+        loss_checks.reports_nan(suite)
+    return f"the run stops for {' and '.join(looked)} of NaN"
+
+
+def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, fault: str) -> None:
+    error = suite.expect_error(name, changes)
+    if error is None:
+        raise CheckFailed(f"with {fault} the run continued")
+    if not NOT_FINITE.search(str(error)):
+        raise CheckFailed(f"with {fault} the run stopped, but its error does not name the cause: {error}")
+
+
+def _unequal(one: FinishedRun, other: FinishedRun, *, exact: bool = False) -> str | None:
+    """Return the first difference of two runs. Unless `exact`, metrics may differ by 1e-4 of their size, or by 1e-5."""
+    for a, b in zip(one.samples, other.samples, strict=False):
+        if a != b:
+            return f"prompt {a['prompt_text']!r} got {a['response_text']!r} and {b['response_text']!r}, or other scores"
+    if len(one.samples) != len(other.samples) or len(one.numbers) != len(other.numbers):
+        return f"{len(one.samples)} and {len(other.samples)} samples, {len(one.numbers)} and {len(other.numbers)} steps"
+    tolerance = 0.0 if exact else 1e-4
+    for a, b in zip(one.numbers, other.numbers, strict=True):
+        for name in {**a, **b}:
+            x, y = (float(row.get(name, math.nan)) for row in (a, b))
+            if not (x == y or abs(x - y) <= tolerance * max(0.1, abs(x), abs(y))):
+                return f"{name} of step {a['step']} is {x:.9g} and {y:.9g}"
+    return None
+
+
+def _compared(finished: FinishedRun) -> str:
+    return f"{len(finished.samples)} samples and the metrics of {len(finished.numbers)} steps are equal"
+
+
+CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
+    check.__name__: check
+    for check in (
+        config,
+        steps,
+        metrics,
+        same_seed,
+        loss_checks.micro_batch_split,
+        loss_checks.padding,
+        loss_checks.row_order,
+        loss_checks.rows_together,
+        loss_checks.masked_tokens,
+        loss_checks.better_sample,
+        zero_learning_rate,
+        non_finite,
+        kill_and_resume,
+        reaches_workers,
+        in_process_equals_ray,
+        one_worker_equals_two,
+    )
+}
+"""All checks by name, in the order of the report card: cheap ones first."""

@@ -1,0 +1,232 @@
+"""The checks on rows that join, leave and go on, and on updates of the weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore import DataError
+from rlcore.engine import Finished, Request, Sampling
+from rlcore_plugin_testing.report import CheckFailed, expect_error
+from rlcore_plugin_testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, continued, held_bytes, shapes_of
+
+ORDERS: dict[str, Callable[[list[Request]], Plan]] = {
+    "added at once": lambda rows: [(0, row) for row in rows],
+    "added at once, backwards": lambda rows: [(0, row) for row in rows[::-1]],
+    "one added every third step": lambda rows: [(3 * number, row) for number, row in enumerate(rows)],
+    "shuffled, added in pairs": lambda rows: [
+        (5 * (number // 2), row) for number, row in enumerate(random.Random(1).sample(rows, len(rows)))
+    ],
+    "the first four late": lambda rows: [(0, row) for row in rows[4:]] + [(25, row) for row in rows[:4]],
+}
+"""In which steps rows are added."""
+ADMITTED: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8, "min_tokens": 5})
+"""Samplings of the rows that are added in these orders."""
+KEPT_BYTES = 16384
+"""Bytes of tensors that an engine may hold more after its work than before."""
+
+
+def admission_orders(suite: RolloutEngineSuite) -> str:
+    """A row's tokens do not depend on when it was added and beside whom; log-probs only up to rounding."""
+    for options in ADMITTED:
+        want = suite.alone(**options)
+        for title, plan in ORDERS.items():
+            suite.expect_same(suite.run(plan(suite.requests(**options))), want, title)
+    joined = _joins(suite) if suite.spec.capabilities.continuous_batching else "rows wait for a batch to end"
+    return f"12 rows, {len(ORDERS)} orders, two samplings; {joined}"
+
+
+def _joins(suite: RolloutEngineSuite) -> str:
+    """Expect a short row to end while a long one decodes that was there before it."""
+    engine = suite.engine
+    prompt = suite.prompt(5, 1)
+    engine.add([Request("long", prompt, 1, Sampling(max_tokens=200, min_tokens=200))])
+    for _ in range(3):
+        engine.step()
+    engine.add([Request("short", prompt, 2, Sampling(max_tokens=4, min_tokens=4))])
+    while "short" in engine.in_flight:
+        engine.step()
+    if "long" not in engine.in_flight:
+        raise CheckFailed("a row that was added later waited for one that decoded already (continuous_batching)")
+    engine.abort(["long"])
+    return "a row joins others while they decode"
+
+
+def mixed_samplings(suite: RolloutEngineSuite) -> str:
+    """Rows that are sampled in different ways decode together as they do alone."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"min_tokens": 20},
+        {"top_p": 0.5},
+    ]
+    samplings = [Sampling(**{"max_tokens": 25, **kind}) for kind in kinds]
+    rows = [replace(row, sampling=samplings[number % 5]) for number, row in enumerate(suite.requests())]
+    want: dict[str, Finished] = {}
+    for row in rows:
+        want.update(suite.run([(0, row)]))
+    suite.expect_same(
+        suite.run([(number // 3, row) for number, row in enumerate(rows)]), want, "beside other samplings"
+    )
+    return f"{len(rows)} rows of {len(kinds)} samplings"
+
+
+def continued_rows(suite: RolloutEngineSuite) -> str:
+    """A row that goes on from k of its tokens gets the tokens of the uninterrupted row, for several k at a time."""
+    samplings: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "min_tokens": 9})
+    for options in samplings:
+        want = suite.alone(**options)
+        rows = [
+            continued(row, want[row.id], min(2 * number, len(want[row.id].tokens) - 1))
+            for number, row in enumerate(suite.requests(**options))
+        ]
+        suite.expect_same(suite.run([(number // 2, row) for number, row in enumerate(rows)]), want, "continued")
+    return f"{2 * len(rows)} rows, continued after 0 to 22 tokens"
+
+
+def abort(suite: RolloutEngineSuite) -> str:
+    """An aborted row comes back as far as it is, its slot is free, the others go on, and it can go on later."""
+    want, engine = suite.alone(min_tokens=40, max_tokens=40), suite.engine
+    requests = suite.requests(min_tokens=40, max_tokens=40)
+    engine.add(requests)
+    for _ in range(6):
+        engine.step()
+    with expect_error(DataError, "abort() of an id that is not in flight"):
+        engine.abort(["0", "none"])
+    gone = {row.id: row for row in engine.abort(["0", "1", "11"])}
+    for name in ("0", "1", "11"):
+        row = gone.get(name)
+        if row is None or row.reason != "abort" or row.finished or name in engine.in_flight:
+            raise CheckFailed(f"abort() did not return row {name} with the reason 'abort', or keeps it in flight")
+        if list(row.tokens) != list(want[name].tokens)[: len(row.tokens)] or len(row.tokens) != len(row.log_probs):
+            raise CheckFailed(f"the aborted row {name} does not have the first tokens and log-probs of the whole one")
+    if not gone["0"].tokens:
+        raise CheckFailed("after six steps the first row of the queue has no tokens")
+    rows = {row.id: row for row in requests}
+    again = [continued(rows[name], row, len(row.tokens)) for name, row in gone.items()]
+    suite.expect_same(_finish(suite, again), want, "after an abort")
+    return f"3 of {len(requests)} rows aborted, one before it had a slot, and continued"
+
+
+def refusals(suite: RolloutEngineSuite) -> str:
+    """Bad requests are refused with a DataError, and none of their call is added; weights wait for requests."""
+    engine, good = suite.engine, Request("good", suite.prompt(4, 1), 1, Sampling(max_tokens=4))
+    bad = {
+        "an empty prompt": replace(good, id="bad", prompt=()),
+        "the id of a request in flight": good,
+        "sampled tokens without log-probs": replace(good, id="bad", sampled=(5,)),
+        "all of its tokens": replace(good, id="bad", sampled=(5,) * 4, sampled_log_probs=(0.0,) * 4),
+    }
+    engine.add([good])
+    for title, request in bad.items():
+        with expect_error(DataError, f"a request with {title}"):
+            engine.add([replace(good, id="other"), request])
+        if list(engine.in_flight) != ["good"]:
+            raise CheckFailed(f"of a call with {title} some requests were added: {', '.join(engine.in_flight)}")
+    weights = suite.reference.draw_weights(suite.newest)
+    with expect_error(DataError, "sync() with requests in flight"):
+        engine.sync(iter(weights.items()), suite.newest, shapes_of(weights))
+    with expect_error(DataError, "generate() with requests in flight"):
+        engine.generate(suite.batch(), Sampling(max_tokens=2))
+    _finish(suite, [])
+    return f"{len(bad)} kinds of bad request; weights and batches wait for requests in flight"
+
+
+def versions(suite: RolloutEngineSuite) -> str:
+    """After each update samples come from the new weights alone, and name their version; by sync and by adopt."""
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+    prompts = [suite.prompt(length, length) for length in (5, 140) if length + 12 <= suite.reference.longest]
+    requests = [Request(str(number), prompt, 1, sampling) for number, prompt in enumerate(prompts)]
+    seen: list[Any] = []
+    for adopt in (False, True, False):
+        rows = suite.run([(0, row) for row in requests])
+        seen.append([list(row.tokens) for row in rows.values()])
+        version = suite.sync(adopt=adopt)
+        if suite.engine.version != version:
+            raise CheckFailed(f"its version is {suite.engine.version} after weights of version {version}")
+        rows = suite.run([(0, row) for row in requests])
+        suite.expect_likely(requests, rows)
+        if {row.weights_version for row in rows.values()} != {version}:
+            raise CheckFailed(f"rows that version {version} sampled name another one")
+        if [list(row.tokens) for row in rows.values()] in seen:
+            raise CheckFailed("new weights give the old tokens")
+    return f"{len(seen)} updates, by sync and by adopt"
+
+
+def dead_update(suite: RolloutEngineSuite) -> str:
+    """An update with wrong names or shapes is refused before it begins; one that breaks off leaves no mixed weights."""
+    requests = suite.requests(4, temperature=0.0)
+    before, version = suite.run([(0, row) for row in requests]), suite.engine.version
+    weights = suite.reference.draw_weights(suite.newest + 1)
+    first, *rest = weights
+    wrong = {
+        "a weight missing": {name: weights[name] for name in rest},
+        "an unknown weight": {**weights, "unknown.weight": torch.zeros(1)},
+        "a misshapen weight": {**weights, first: torch.zeros(1)},
+    }
+    for title, update in wrong.items():
+        taken: list[str] = []
+        with expect_error(DataError, f"an update with {title}"):
+            suite.engine.sync(_noting(update, taken), version + 1, shapes_of(update))
+        if taken or suite.engine.version != version:
+            raise CheckFailed(f"with {title} it took {len(taken)} weights before it refused")
+        suite.expect_same(suite.run([(0, row) for row in requests]), before, f"after an update with {title}")
+    with expect_error(DataError, "an update that breaks off half-way"):
+        suite.engine.sync(iter(list(weights.items())[: len(weights) // 2]), version + 1, shapes_of(weights))
+    try:
+        after = suite.run([(0, row) for row in requests])
+    except DataError:
+        answer = "is refused"
+    else:
+        suite.expect_same(after, before, "after an update that broke off, without refusing requests")
+        answer = "leaves the old weights"
+    suite.sync()
+    return f"{len(wrong)} kinds of wrong update; one that breaks off {answer}"
+
+
+def memory(suite: RolloutEngineSuite) -> str:
+    """Rows that ended or were aborted leave no memory behind, and a closed engine leaves nothing. It runs last."""
+    engine = suite.engine
+    requests = suite.requests(2 * SLOTS, most=200, min_tokens=100, max_tokens=100)
+    held = []
+    for _ in range(3):
+        engine.add(requests)
+        for _ in range(60):
+            engine.step()
+        engine.abort(list(engine.in_flight))
+        held.append(held_bytes())
+    if held[-1] - held[0] > KEPT_BYTES:
+        raise CheckFailed(f"each load that was aborted leaves {(held[-1] - held[0]) // 2} bytes")
+    suite.run([(0, row) for row in suite.requests()])
+    if (kept := held_bytes() - held[0]) > KEPT_BYTES:
+        raise CheckFailed(f"rows that ended leave {kept} bytes")
+    weights = sum(parameter.nbytes for parameter in suite.reference.hf.parameters())
+    del engine
+    alive = suite.close()
+    kept = held_bytes() - suite.bytes_before
+    if alive is not None and alive() is not None:
+        raise CheckFailed(f"closed, the engine is still referred to, with {kept} bytes of tensors")
+    if kept > weights // 10:
+        raise CheckFailed(f"closed, the engine leaves {kept} bytes of tensors")
+    return f"{3 * len(requests)} rows aborted; closed, it leaves {max(0, kept)} bytes"
+
+
+def _finish(suite: RolloutEngineSuite, requests: list[Request]) -> Mapping[str, Finished]:
+    """Add requests beside those in flight and return all rows."""
+    engine, done = suite.created, dict[str, Finished]()
+    engine.add(requests)
+    while engine.in_flight:
+        done.update((row.id, row) for row in engine.step())
+    return done
+
+
+def _noting(weights: Mapping[str, Tensor], taken: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights.items():
+        taken.append(name)
+        yield name, tensor

@@ -1,0 +1,64 @@
+"""The table of suites, one for each kind of plugin that has one, and the suite that a name asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore import PluginError, PluginManager, did_you_mean
+from rlcore_plugin_testing.algorithm import checks as algorithm_checks
+from rlcore_plugin_testing.algorithm.suite import AlgorithmSuite
+from rlcore_plugin_testing.report import CheckSuite
+from rlcore_plugin_testing.rollout_engine import checks as rollout_engine_checks
+from rlcore_plugin_testing.rollout_engine.suite import RolloutEngineSuite
+from rlcore_plugin_testing.train_engine import checks as train_engine_checks
+from rlcore_plugin_testing.train_engine.suite import TrainEngineSuite
+
+
+@dataclass(frozen=True)
+class SuiteEntry:
+    """A suite, and its checks by name in the order of the report card."""
+
+    suite: type[CheckSuite]
+    checks: Mapping[str, Callable[[Any], str]]
+
+
+SUITES = (
+    SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),
+    SuiteEntry(TrainEngineSuite, train_engine_checks.CHECKS),
+    SuiteEntry(RolloutEngineSuite, rollout_engine_checks.CHECKS),
+)
+
+
+def find_suite(target: str, plugins: Sequence[str] = ()) -> tuple[SuiteEntry, str]:
+    """Return the suite of `target`, which is NAME or GROUP=NAME, and the plugin's name; GROUP is a config group.
+
+    Raises PluginError for an unknown group or name, and for a bare name that plugins of two kinds have.
+    """
+    group, _, name = target.rpartition("=")
+    groups = [entry.suite.group for entry in SUITES]
+    if group and group not in groups:
+        raise PluginError(f"no suite tests {group}={name}.{did_you_mean(group, groups)} Groups: {', '.join(groups)}")
+    manager = PluginManager.load(plugins)
+    asked = [entry for entry in SUITES if group in ("", entry.suite.group)]
+    named = [entry for entry in asked if name in entry.suite.names(manager)]
+    if len(named) == 1:
+        return named[0], name
+    if named:
+        choices = " or ".join(f"{entry.suite.group}={name} (the {entry.suite.noun})" for entry in named)
+        raise PluginError(f"{name!r} is the name of several plugins; write {choices}")
+    known = {entry.suite.noun: entry.suite.names(manager) for entry in asked}
+    nearest = did_you_mean(name, [other for names in known.values() for other in names])
+    listed = "; ".join(f"{noun}: {', '.join(names) or 'none'}" for noun, names in known.items())
+    raise PluginError(
+        f"no {' or '.join(known)} is called {name!r}.{nearest} Installed: {listed}. Install its distribution "
+        "(rlcore-plugin-...) or give its file with -p FILE.py"
+    )
+
+
+def open_suite(target: str, folder: Path, *, settings: Sequence[str] = (), plugins: Sequence[str] = ()) -> CheckSuite:
+    """Return the suite over a plugin, a context manager that writes into `folder`; see `find_suite` for `target`."""
+    entry, name = find_suite(target, plugins)
+    return entry.suite(name, folder, entry.checks, settings=settings, plugins=plugins)

@@ -1,0 +1,67 @@
+"""Every algorithm in algorithms/ and plugins/ passes the whole suite, installed or not."""
+
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from rlcore_plugin_testing.suites import open_suite
+
+from rlcore.plugins.manager import installed
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
+"""What an algorithm cannot do without; {scorer} is the folder of a model with one label."""
+
+
+ALWAYS = {"grpo", "online_dpo", "ppo"}
+"""The algorithms whose suite always runs: a group, pairs, and a critic; the others are slow."""
+
+
+def algorithms() -> dict[str, list[str]]:
+    """Return the algorithms by name, with the file behind `-p` for one that is not installed."""
+    found = {path.stem.removeprefix("rlcore_"): path for path in (ROOT / "algorithms").glob("*.py")}
+    for project in (ROOT / "plugins").glob("*/pyproject.toml"):
+        entries = tomllib.loads(project.read_text())["project"]["entry-points"]["rlcore"]
+        found |= {name: project.parent / f"{module}.py" for name, module in entries.items() if "." not in name}
+    there = {entry.name for entry in installed()}
+    return {name: [] if name in there else [str(path)] for name, path in sorted(found.items())}
+
+
+@pytest.fixture(scope="session")
+def scorer(tmp_path_factory) -> str:
+    """A model that scores, made of the shipped one with a head that is not trained."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tiny, folder = str(files("rlcore.assets") / "tiny"), str(tmp_path_factory.mktemp("scorer"))
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.e2e
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in algorithms()]
+)
+def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
+    settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
+    with open_suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:
+        results = list(suite.results())
+    print(*results, f"{name}: {sum(result.seconds for result in results):.0f} s", sep="\n")
+    assert not [str(result) for result in results if result.outcome == "FAIL"]
+    passed = {result.check for result in results if result.outcome == "pass"}
+    # Whatever else does not apply to an algorithm, these do.
+    always = {"config", "steps", "metrics", "same_seed", "micro_batch_split", "padding", "row_order", "rows_together"}
+    always |= {"zero_learning_rate", "non_finite", "kill_and_resume", "reaches_workers", "in_process_equals_ray"}
+    assert passed >= {*always, "one_worker_equals_two"}
+
+
+def test_all_ten_are_there():
+    assert set(algorithms()) >= {
+        *("grpo", "ppo", "online_dpo", "rejection_sampling"),
+        *("rloo", "remax", "dapo", "safe_rlhf", "sft", "reward_model"),
+    }

@@ -1,0 +1,40 @@
+"""The first lines of a run say on what and how it computes."""
+
+import pytest
+
+from rlcore.engines.hf import fused_decode
+
+ON_CPU = "device: this process, on the CPU; there is no GPU (CUDA_VISIBLE_DEVICES is empty)"
+
+
+@pytest.fixture
+def first_lines(train_small, tmp_path, capsys):
+    def run(*overrides):
+        train_small(tmp_path / "run", "trainer.total_steps=1", *overrides)
+        records = (tmp_path / "run" / "rlcore.log").read_text().splitlines()
+        logged = [record.partition("INFO rlcore.trainer: ")[2] for record in records if "rlcore.trainer" in record]
+        return logged, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_device_precision_attention_and_decoder(first_lines):
+    logged, shown = first_lines("algo=grpo", "algo.kl_coef=0.1", "tracker=console")
+    expected = [
+        ON_CPU,
+        "precision: fp32, as bf16 is chosen on a GPU only",
+        "actor: CPU, fp32, attention sdpa, rows packed, decodes in few kernels",
+        "ref: CPU, fp32, attention sdpa, rows packed",
+    ]
+    assert logged[:4] == expected
+    assert shown[1:5] == expected
+
+
+def test_a_fallback_gives_its_reason(first_lines, monkeypatch):
+    monkeypatch.setattr(fused_decode, "LAYERS", set())
+    logged, _ = first_lines("model.dtype=bf16", "engine.torch.padding_free=false")
+    assert logged[1] == "precision: bf16, as model.dtype says so"
+    assert logged[2].startswith(
+        "actor: CPU, bf16, attention sdpa, rows padded, decodes with the module's own forward, as"
+    )
+    assert "no fast form of Qwen2DecoderLayer is known" in logged[2]
