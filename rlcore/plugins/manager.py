@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -177,6 +177,14 @@ class PluginManager:
         for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
             found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
         return found
+
+    def used_sections(self, config: Config) -> Collection[str]:
+        """See rlcore.config.installed."""
+        used = {*self.configs()}
+        for kind in PLUGIN_KINDS:
+            if kind.spec in (RolloutEngineSpec, TrainEngineSpec):
+                used |= {f"{kind.group}.{name}" for _, name in kind.chosen(config, self)}
+        return used
 
     def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
         """Return the options that plugins add to config groups: what GROUP=NAME sets, by group and name."""

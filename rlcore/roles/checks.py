@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config import Config
 from rlcore.data.chat import check_role_folder
-from rlcore.errors import ConfigError, did_you_mean
+from rlcore.errors import ConfigError
 from rlcore.plugins import KINDS, Role, RoleKind
 from rlcore.roles.settings import REWARD_MODEL, role_config
 
@@ -29,7 +29,7 @@ def check_roles(
         _check_head(name, role)
         if role.follows is not None:
             _check_leader(name, role, role.follows, roles)
-        _check_engines(name, role, config, plugins)
+        _check_engine_holds(name, role, config, plugins)
     for name, role in roles.items():
         if role.model is not None:
             check_role_folder(_setting_of_folder(name, role, config), role, config.model)
@@ -98,25 +98,14 @@ def _check_leader(name: str, role: Role, leader: str, roles: Mapping[str, Role])
         )
 
 
-def _check_engines(name: str, role: Role, config: Config, plugins: PluginManager) -> None:
+def _check_engine_holds(name: str, role: Role, config: Config, plugins: PluginManager) -> None:
     own = role_config(config, name, role)
-    for key, chosen, installed in (
-        ("engine", own.engine.name, plugins.train_engines()),
-        ("rollout.name", own.rollout.name, plugins.rollout_engines()),
-    ):
-        if chosen not in installed:
-            raise ConfigError(
-                f"roles.{name}.{key} = {chosen!r} is not installed.{did_you_mean(chosen, installed)} "
-                f"Installed: {', '.join(installed)}"
-            )
     kinds = plugins.train_engines()[own.engine.name].capabilities.kinds
     if role.kind not in kinds:
         raise ConfigError(
             f"role {name!r} is a {role.kind}, which engine={own.engine.name} cannot hold; it holds a "
             f"{' or a '.join(map(str, kinds))}. Choose another engine, for this role: roles.{name}.engine=NAME"
         )
-    if role.engine is not None or role.rollout:
-        check_engines(own, plugins)
 
 
 def _setting_of_folder(name: str, role: Role, config: Config) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from rlcore.config import Config
+from rlcore.config import Config, RolloutConfig
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Sampling
 from rlcore.errors import DataError, NoRoleError, did_you_mean
@@ -201,6 +201,11 @@ class PolicyHandle(RoleHandle):
     def groups(self) -> list[WorkerGroup]:
         """The role's own workers, and those that sample in its place."""
         return [self.group] if self._pool is None else [self.group, self._pool.group]
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The rollout keys as this role has them."""
+        return self._config.rollout
 
     def end_step(self, step: int) -> None:
         """See RoleHandle."""

@@ -11,7 +11,7 @@ from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.errors import ConfigError, did_you_mean
-from rlcore.plugins import REWARD, Role
+from rlcore.plugins import REWARD, Algorithm, Role
 
 REWARD_MODEL = "reward_model"
 """The role that `reward.model` adds to an algorithm's own."""
@@ -57,6 +57,18 @@ def with_settings(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
     return changed
 
 
+def evaluated_roles(algorithm: Algorithm | None) -> dict[str, Role]:
+    """Return the roles that an evaluation declares: the algorithm's if it evaluates by itself, otherwise the actor.
+
+    The actor has the precision, the engine and the rollout keys that the algorithm gives it.
+    """
+    declared = {} if algorithm is None else dict(algorithm.roles())
+    if algorithm is not None and algorithm.evaluates:
+        return declared
+    actor = declared.get("actor", Role())
+    return {"actor": Role(generates=True, dtype=actor.dtype, engine=actor.engine, rollout=actor.rollout)}
+
+
 def role_config(config: Config, name: str, role: Role) -> Config:
     """Return the config as one role sees it: with its own model folder, dtype, learning rate, engine and rollout keys.
 
@@ -75,10 +87,15 @@ def role_config(config: Config, name: str, role: Role) -> Config:
     )
 
 
+def has_own_settings(config: Config, own: Config) -> bool:
+    """Whether a role's config `own` differs from the run's in what engines read."""
+    return any(getattr(own, part) != getattr(config, part) for part in ("model", "engine", "rollout"))
+
+
 def own_section(config: Config, path: str, config_class: type | None) -> Any:
     """Return an engine's section of the config, at `engine.NAME` or `rollout.NAME`; its defaults if it is not there.
 
-    A config holds the sections of the engines that it names; those that only an algorithm's Role names are left out.
+    A composed config holds the sections of all engines of its roles; roles that Python code starts may have others.
     """
     if path in config.sections or config_class is None:
         return config.sections.get(path)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PROMPTS = 4
 TOKENS = 4
 """Prompts of the recorded step, and the longest response in tokens."""
+SAMPLING = ("temperature", "top_p", "top_k")
+"""A role's own rollout keys that the recorded step keeps: whether the rollout serves log-probs follows from them."""
 
 
 def record(config: Config, plugins: PluginManager) -> Dataflow:
@@ -35,7 +37,10 @@ def record(config: Config, plugins: PluginManager) -> Dataflow:
     """
     roles = run_roles(config, plugins)
     # The tiny model has no head of a critic or reward model; a role that trains or follows gets a new one.
-    tiny = {name: replace(role, model=None, trains=role.follows is None) for name, role in roles.items()}
+    tiny = {}
+    for name, role in roles.items():
+        sampling = {key: value for key, value in role.rollout.items() if key in SAMPLING}
+        tiny[name] = replace(role, model=None, trains=role.follows is None, rollout=sampling)
     tape = Tape(tiny, passing=config.reward.pass_score)
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     try:
