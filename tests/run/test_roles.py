@@ -297,7 +297,7 @@ def test_a_chat_template_of_its_own_or_plain_text(foreign, tmp_path):
     )
     encoder.tokenizer.chat_template = None
     assert characters(encoder, "3+4=", "7") == "3+4=7"
-    with pytest.raises(DataError, match="makes no token of the text ''"):
+    with pytest.raises(DataError, match="gives no token for the text ''"):
         characters(encoder, "", "")
     encoder.tokenizer.chat_template = "{{ raise_exception('only poems') }}"
     with pytest.raises(DataError, match=r"the reward model's chat template refuses .*3\+4=.*: only poems"):
