@@ -110,7 +110,7 @@ class PluginManager:
 
     @classmethod
     def load_only(cls, entries: Sequence[EntryPoint]) -> Self:
-        """Load the installed plugins of these entry points, and import no other. Raises PluginError if one is broken."""
+        """Load the installed plugins of these entry points, and import no other. Raises as `load` does."""
         return cls.inspect(entries=entries)._sound()
 
     @classmethod
