@@ -89,8 +89,8 @@ class RolloutCapabilities:
 
     tensor_shards: several ranks can sample the same rows together, each with its shard of the layers (`rollout.tp`).
     continuous_batching: a waiting row takes the place of a finished one while the others go on decoding.
-    adopts_weights: it can generate from tensors that are not its own, so that no copy of the weights is made.
-    shares_module: it can generate with the train engine's own torch module.
+    adopts_weights: its `adopt` keeps the tensors that it gets and generates from them, so that no copy is made.
+    shares_module: it generates with the train engine's own torch module, where it is lent one (`RolloutSetup.shared`).
     slots_key: config key with the number of sequences that a worker decodes at once.
     cache_key: config key with the MiB that a worker takes for keys and values.
     """
