@@ -20,7 +20,7 @@ from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import resolve
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
-from rlcore.roles.settings import with_settings
+from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.run import Run, open_run
 
 
@@ -94,16 +94,14 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
         if algorithm is None or not algorithm.evaluates:
             config = replace(config, model=replace(config.model, path=str((saved / "actor" / "model").resolve())))
+    declared = evaluated_roles(algorithm)
+    config = restrict_to_roles(config, declared)
     if saved is not None and algorithm is not None and algorithm.evaluates:
-        declared = algorithm.roles()
-        config = restrict_to_roles(config, declared)
         roles = {
             name: _as_saved(role, saved / name / "model") for name, role in with_settings(declared, config).items()
         }
         placement = Placement.of(config, roles, plugins)
     else:
-        declared = {"actor": Role(generates=True)}
-        config = restrict_to_roles(config, declared)
         # The weights are those of model.path, whatever folder the run's actor began with.
         roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
         placement = Placement(plan_pools(config, roles, plugins.train_engines()))

@@ -32,6 +32,7 @@ from rlcore.roles import start
 from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import plan_pools
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
+from rlcore.roles.settings import role_config
 from rlcore.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker
 from rlcore.workers.contract import DeclaredResult
@@ -52,6 +53,7 @@ __all__ = [
     "marks_of",
     "read_pools",
     "rehearse",
+    "role_config",
     "run_roles",
     "sampled_role",
     "start_roles",

@@ -6,18 +6,19 @@ Checks of data and reward functions come later: they read files and run code, so
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlcore.config import Config
+from rlcore.config import Config, RolloutConfig
 from rlcore.config.devices import local_gpus
 from rlcore.errors import ConfigError
-from rlcore.plugins import Algorithm, Role, RolloutEngineSpec, TrainEngineSpec
+from rlcore.plugins import Algorithm, Role
 from rlcore.roles.checks import check_engines
-from rlcore.roles.placement import Placement
-from rlcore.roles.settings import resolve_roles
+from rlcore.roles.placement import Placement, restrict_to_roles
+from rlcore.roles.settings import evaluated_roles, has_own_settings, resolve_roles, role_config, with_settings
 from rlcore.run import check_roles
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Preflight:
     An evaluation may have no algorithm. Raises ConfigError, from the property that cannot be made.
     """
 
-    def __init__(self, config: Config, plugins: PluginManager) -> None:
-        self.config, self.plugins = config, plugins
+    def __init__(self, config: Config, plugins: PluginManager, purpose: Purpose) -> None:
+        self.config, self.plugins, self.purpose = config, plugins, purpose
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -44,20 +45,19 @@ class Preflight:
             raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {names}")
         return self.plugins.algorithm(self.config.algorithm).algorithm(self.config.algo)
 
-    @property
-    def rollout_engine(self) -> RolloutEngineSpec[Any]:
-        """The engine that samples."""
-        return self.plugins.rollout_engines()[self.config.rollout.name]
-
-    @property
-    def train_engine(self) -> TrainEngineSpec[Any]:
-        """The engine that trains."""
-        return self.plugins.train_engines()[self.config.engine.name]
-
     @cached_property
     def roles(self) -> Mapping[str, Role]:
-        """The algorithm's roles, and the reward model of `reward.model`."""
+        """The algorithm's roles, and the reward model of `reward.model`; for most evaluations the actor alone."""
+        if self.purpose == "evaluate":
+            declared = evaluated_roles(self.algorithm if self.config.algorithm else None)
+            return with_settings(declared, restrict_to_roles(self.config, declared))
         return resolve_roles(self.algorithm.roles(), self.config)
+
+    @cached_property
+    def own_configs(self) -> Mapping[str, Config]:
+        """The config as a role sees it, of each role with settings of its own."""
+        configs = {name: role_config(self.config, name, role) for name, role in self.roles.items()}
+        return {name: own for name, own in configs.items() if has_own_settings(self.config, own)}
 
     @cached_property
     def placement(self) -> Placement:
@@ -71,7 +71,7 @@ def preflight(config: Config, plugins: PluginManager, purpose: Purpose = "train"
     purpose: "train"; "evaluate", which needs no algorithm; or "plan", for other machines than this one.
     Raises ConfigError for the first fault, with the key, its value and a remedy.
     """
-    flight = Preflight(config, plugins)
+    flight = Preflight(config, plugins, purpose)
     for check in CHECKS:
         if purpose in check.purposes:
             check.function(flight)
@@ -108,7 +108,10 @@ def _reward_file(what: str, reference: str) -> None:
 
 
 def _rollout(flight: Preflight) -> None:
-    rollout = flight.config.rollout
+    _check_rollout(flight.config.rollout)
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
     if rollout.min_tokens > rollout.response_len:
         raise ConfigError(
             f"rollout.min_tokens = {rollout.min_tokens} is more than rollout.response_len = {rollout.response_len}"
@@ -169,14 +172,52 @@ def _cluster(flight: Preflight) -> None:
 
 
 def _sections(flight: Preflight) -> None:
-    specs: list[Any] = [flight.rollout_engine, flight.train_engine, *flight.plugins.configs().values()]
-    for spec in specs:
+    for spec in flight.plugins.configs().values():
         if spec.check is not None:
             spec.check(flight.config)
 
 
+def _engine_specs(flight: Preflight) -> None:
+    _check_by_engines(flight.config, flight.plugins)
+
+
+def _check_by_engines(config: Config, plugins: PluginManager, *, generates: bool = True) -> None:
+    """Ask the engines that a config names for their own checks, the rollout engine only where it `generates`."""
+    train, rollout = plugins.train_engines()[config.engine.name], plugins.rollout_engines()[config.rollout.name]
+    if generates and rollout.check is not None:
+        rollout.check(config)
+    if train.check is not None:
+        train.check(config)
+
+
+def _role_settings(flight: Preflight) -> None:
+    for name, own in flight.own_configs.items():
+        with _naming(name):
+            _check_rollout(own.rollout)
+            check_engines(own, flight.plugins)
+
+
+def _role_engine_specs(flight: Preflight) -> None:
+    for name, own in flight.own_configs.items():
+        with _naming(name):
+            _check_by_engines(own, flight.plugins, generates=flight.roles[name].generates)
+
+
+@contextmanager
+def _naming(role: str) -> Iterator[None]:
+    """Put the role's name before the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"role {role!r}: {error}") from error
+
+
 def _algorithm(flight: Preflight) -> None:
     flight.algorithm.check(flight.config)
+    for name, own in flight.own_configs.items():
+        if flight.roles[name].generates and own.rollout != flight.config.rollout:
+            with _naming(name):
+                flight.algorithm.check(replace(flight.config, rollout=own.rollout))
 
 
 def _saved_algorithm(flight: Preflight) -> None:
@@ -222,6 +263,9 @@ CHECKS = (
     Check(_trainer),
     Check(_cluster, ("train", "evaluate")),
     Check(_sections, ("train", "evaluate")),
+    Check(_engine_specs, ("train", "evaluate")),
+    Check(_role_settings),
+    Check(_role_engine_specs, ("train", "evaluate")),
     Check(_algorithm, ("train", "plan")),
     Check(_saved_algorithm, ("evaluate",)),
     Check(_evaluation, ("train",)),

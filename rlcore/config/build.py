@@ -8,6 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from rlcore.config.installed import Installed
 from rlcore.config.schema import Config, EngineConfig, RolloutConfig
 from rlcore.errors import ConfigError, did_you_mean
 
@@ -45,16 +46,14 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     return cls(**built)
 
 
-def build_config(
-    values: Mapping[str, Any], algorithm_config: type | None, sections: Mapping[str, type] | None = None
-) -> Config:
+def build_config(values: Mapping[str, Any], algorithm_config: type | None, plugins: Installed) -> Config:
     """Build a whole Config.
 
     algorithm_config: the class of `algo`, None for a config without an algorithm.
-    sections: the config classes of plugins, by dotted name (`judge`, `rollout.NAME`). All their values are checked; the
+    plugins: their config classes are the sections (`judge`, `rollout.NAME`). All values of sections are checked; the
     Config keeps the section of an engine only if a role uses the engine.
     """
-    sections = sections or {}
+    sections = plugins.sections()
     _check_sections(values, sections)
     _check_moved(values, sections)
     plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
@@ -65,7 +64,8 @@ def build_config(
     if algorithm_config is None and algo:
         raise ConfigError(f"algo.{next(iter(algo))} needs an algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
-    return dataclasses.replace(config, sections=_used_sections(config, own))
+    used = plugins.used_sections(config)
+    return dataclasses.replace(config, sections={path: section for path, section in own.items() if path in used})
 
 
 def _check_sections(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
@@ -75,14 +75,6 @@ def _check_sections(values: Mapping[str, Any], sections: Mapping[str, type]) -> 
     for key in values:
         if key not in allowed:
             raise ConfigError(_unknown(str(key), allowed, ""))
-
-
-def _used_sections(config: Config, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plugins' sections without those of engines that no role uses."""
-    used = {f"rollout.{config.rollout.name}", f"engine.{config.engine.name}"}
-    for role in config.roles.values():
-        used |= {f"rollout.{role.rollout.get('name')}", f"engine.{role.engine}"}
-    return {path: section for path, section in own.items() if "." not in path or path in used}
 
 
 def _taken(plain: dict[str, Any], path: str) -> Any:

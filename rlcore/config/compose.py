@@ -222,11 +222,11 @@ def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str]
 def _build(values: dict[str, Any], plugins: Installed) -> Config:
     name = values.get("algorithm") or ""
     if not name:
-        return build_config({**values, "algorithm": ""}, None, plugins.sections())
+        return build_config({**values, "algorithm": ""}, None, plugins)
     spec = plugins.algorithms().get(name)
     if spec is None:
         raise ConfigError(_unknown_option("algo", name, list(plugins.algorithms())))
-    return build_config(values, spec.algorithm.config_class, plugins.sections())
+    return build_config(values, spec.algorithm.config_class, plugins)
 
 
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def from_yaml(text: str, plugins: Installed) -> Config:
             f"the config's algorithm {name!r} is not installed.{did_you_mean(name, plugins.algorithms())} Install its "
             "plugin, or give its file with -p FILE.py"
         )
-    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None, plugins.sections())
+    return build_config({"algorithm": "", **values}, spec.algorithm.config_class if spec else None, plugins)
 
 
 def read_values(path: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
+
+from rlcore.config.schema import Config
 
 
 class Installed(Protocol):
@@ -17,3 +19,9 @@ class Installed(Protocol):
 
     def sections(self) -> Mapping[str, type]:
         """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
+
+    def used_sections(self, config: Config) -> Collection[str]:
+        """Return the names of the sections that a run of this config has: of engines those that one of its roles uses.
+
+        `config` still lacks its sections.
+        """

@@ -1,7 +1,7 @@
-"""What every engine shares, and the public interface for engines of your own. Runs in worker processes.
+"""The shared parts of all engines, and the public interface for engines of your own. Runs in worker processes.
 
-The names below may be imported by plugins that bring an engine (docs/write_an_engine.md). Each is imported when it is
-first used, so `import rlcore.engine` itself does not load torch.
+Plugins that bring an engine may import the names below (docs/write_an_engine.md). Each is imported at its first use, so
+`import rlcore.engine` itself does not load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which attention implementations a config may ask for."""
+"""The attention implementations that a config may choose."""
 
 from __future__ import annotations
 

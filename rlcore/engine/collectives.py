@@ -1,4 +1,4 @@
-"""The processes of one engine, and the gather that its bookkeeping needs."""
+"""The processes of one engine, and the gather of small values for its bookkeeping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 T = TypeVar("T")
 
 INLINE_BYTES = 4096
-"""Bytes of a gathered value that is sent in one collective."""
+"""Largest size of a gathered value that takes one collective, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         mine = pickle.dumps(value)
-        # Small values, which almost all are, take one collective; torch's gather of objects takes two.
+        # Almost all values are small and take one collective; torch's gather of objects always takes two.
         everyone = self._gather_bytes(mine, INLINE_BYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in everyone]
         if 8 + max(sizes) > INLINE_BYTES:
@@ -35,7 +35,7 @@ class Ranks:
         return [pickle.loads(each[8 : 8 + size]) for each, size in zip(everyone, sizes, strict=True)]
 
     def _gather_bytes(self, mine: bytes, room: int) -> list[bytes]:
-        """Return of every rank the length of its bytes, in 8 bytes, and those that `room` has place for."""
+        """Return `room` bytes of each rank: the length of its value in 8 bytes, then the value, cut or padded."""
         framed = (len(mine).to_bytes(8, "little") + mine)[:room].ljust(room, b"\0")
         sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(sent) for _ in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""How a process uses the device that it was given."""
+"""A process's use of its device: options, compilation, and errors of memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from rlcore.errors import DeviceMemoryError
 
 COMPILED_FROM = 100_000_000
-"""Parameters from which on faster kernels are worth tens of seconds of compiling at start."""
+"""Number of parameters above which faster kernels are worth tens of seconds of compiling at the start."""
 
 
 def pays_to_compile(device: torch.device, parameters: int) -> bool:
-    """Return whether torch.compile is used for a model of so many parameters: on a GPU, from `COMPILED_FROM` on.
+    """Return whether torch.compile pays for a model of this size: on a GPU, from `COMPILED_FROM` parameters on.
 
     Not with deterministic algorithms: the compiler times kernels and may choose others in another process.
     """
@@ -33,9 +33,9 @@ def prepare_device(device: torch.device) -> None:
 
 @contextmanager
 def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Sequence[str]) -> Iterator[None]:
-    """Turn torch.OutOfMemoryError into a DeviceMemoryError that names the call, its batch and what lowers its memory.
+    """Turn torch.OutOfMemoryError into a DeviceMemoryError that names the call, its batch and the `remedies`.
 
-    `tokens` are those of the batch's prompts and responses, as far as they are known.
+    `tokens`: number of known tokens of the batch's prompts and responses.
     """
     try:
         yield

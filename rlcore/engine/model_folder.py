@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder."""
+"""Writes a model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def write_model_folder(
             raise CheckpointError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
         tokenizer = read_tokenizer(model)
         if hasattr(hf, "score") and hf.config.pad_token_id is None:
-            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a row by it
+            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers needs it to find a row's last token
         hf.config.save_pretrained(folder)
         if getattr(hf, "generation_config", None) is not None:
             hf.generation_config.save_pretrained(folder)
         if model.chat_template is not None:
             tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
         tokenizer.save_pretrained(folder)
+    # No rank goes on before the folder is complete.
     ranks.gather(None)

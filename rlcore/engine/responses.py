@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a response: those of the model's generation config, else the tokenizer's."""
+    """Return the ids that end a response: from the model's generation config, else from the tokenizer."""
     ends = generation_config.eos_token_id if generation_config is not None else None
     ends = tokenizer.eos_token_id if ends is None else ends
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return how many last tokens of a response can hold a stop string that its newest token completed.
+    """Return the number of last tokens that can contain a stop string just completed by the newest token.
 
     A character takes at most 4 byte-level tokens; one more for a token that begins before the stop string.
     """

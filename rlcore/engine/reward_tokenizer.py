@@ -1,4 +1,4 @@
-"""Texts to the token ids of a reward model whose tokenizer is another than the actor's."""
+"""Encodes texts for a reward model whose tokenizer differs from the actor's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXTS = ("prompt_text", "response_text")
-"""The columns that are read."""
+"""The columns of the texts."""
 MESSAGES = "prompt_messages"
-"""The column that is read where a batch has it: the messages of a prompt that is no plain text."""
+"""Optional column: the chat messages of prompts that are not plain text; they replace the prompt's text."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class TextEncoder:
         return TextEncoder(read_tokenizer(model))
 
     def encode(self, batch: DataProto) -> DataProto:
-        """Return `prompts`, which holds the whole text of each row, and empty `responses`: Ragged int64.
+        """Return `prompts`, with the tokens of each row's whole text, and empty `responses`: Ragged int64.
 
-        Raises DataError for a text that the chat template refuses, or of which no token is left.
+        Raises DataError for a text that the chat template refuses, or that gives no token.
         """
         prompts, responses = (batch.view(name).tolist() for name in TEXTS)
         if MESSAGES in batch:
@@ -46,10 +46,10 @@ class TextEncoder:
         rows = [self._row(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         ids: list[list[int]] = []
         if rows:
-            # A template has put in all special tokens.
+            # A template has added all special tokens already.
             ids = self.tokenizer(rows, add_special_tokens=self.tokenizer.chat_template is None)["input_ids"]
         if (empty := next((at for at, row in enumerate(ids) if not row), None)) is not None:
-            raise DataError(f"the reward model's tokenizer makes no token of the text {rows[empty]!r}")
+            raise DataError(f"the reward model's tokenizer gives no token for the text {rows[empty]!r}")
         whole = Ragged.from_list([torch.tensor(row, dtype=torch.int64) for row in ids], dtype=torch.int64)
         nothing = Ragged.from_list([torch.zeros(0, dtype=torch.int64)] * len(ids), dtype=torch.int64)
         return DataProto.from_single_dict({"prompts": whole, "responses": nothing})
@@ -57,8 +57,8 @@ class TextEncoder:
     def _row(self, prompt: str | list[dict[str, Any]], response: str) -> str:
         import jinja2
 
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*said, {"role": "assistant", "content": response}]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*turns, {"role": "assistant", "content": response}]
         if self.tokenizer.chat_template is None:
             return "".join(message["content"] for message in messages)
         try:

@@ -24,15 +24,15 @@ from rlcore.protocol import DataProto
 
 C = TypeVar("C")
 Reason = Literal["end", "stop", "length", "abort"]
-"""Why a row left the engine; see Finished."""
+"""The reason why a row left the engine; see Finished."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: the limits, the distribution, and the names from which `generate` makes its noise keys.
+    """How tokens are drawn: the limits, the distribution, and the names that determine the noise keys of `generate`.
 
-    Row (uid, sample_index) of call number `call` of step `step` draws the same noise on any rank and in any order, and
-    different noise in any other call, step or purpose.
+    Row (uid, sample_index) of call number `call` of step `step` draws the same noise on any rank and in any order. It
+    draws different noise in any other call, step or purpose.
     """
 
     max_tokens: int
@@ -58,15 +58,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One row to sample: its prompt, its noise, and how it is sampled.
+    """One row to sample: its prompt, its noise and its sampling.
 
     `id` is unique among the requests in flight. `prompt` holds at least one token id. Token t of the response (from 0)
     is drawn with noise number t of `key`, a signed 64-bit integer (`rlcore.ops.uniform_noise`).
 
-    `sampled` are tokens of the response that exist already, with their log-probs in nats in `sampled_log_probs`. The
-    row continues behind them: a row that was interrupted after k tokens and is added again with these k tokens gives
-    the tokens of the uninterrupted row. `sampling.min_tokens` and `max_tokens` count from the first token of the
-    response, so these included. The names in `sampling` (seed, step, purpose, call) are not used; `key` replaces them.
+    `sampled` are existing tokens of the response, with their log-probs in nats in `sampled_log_probs`; sampling
+    continues after them. So a row that was interrupted after k tokens, and is added again with these k tokens, gives
+    the tokens of the uninterrupted row. `sampling.min_tokens` and `max_tokens` count all tokens of the response, these
+    included. `key` replaces the names in `sampling` (seed, step, purpose, call).
     """
 
     id: str
@@ -81,10 +81,10 @@ class Request:
 class Finished:
     """A row that left the engine, by request id.
 
-    `tokens` are all token ids of the response, those of `Request.sampled` first; `log_probs` has one number a token, in
-    nats, of the distribution that was sampled (0 at temperature 0). `reason`: "end" for an end token of the model,
-    which is the last token; "stop" for one of `Sampling.stop`, which stays in the response; "length" at `max_tokens`;
-    "abort" for a row that was aborted. `weights_version` is that of the weights that sampled the new tokens.
+    `tokens` are all token ids of the response, those of `Request.sampled` first. `log_probs` has one number a token, in
+    nats, under the sampling distribution (0 at temperature 0). `reason`: "end" for an end token of the model, the last
+    of `tokens`; "stop" for one of `Sampling.stop`, which stays in the response; "length" at `max_tokens`; "abort" for
+    an aborted row. `weights_version` is the version of the weights that sampled the new tokens.
     """
 
     id: str
@@ -101,7 +101,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class RolloutSetup(Generic[C]):
-    """All that a rollout engine is made from, in the worker process that it samples in.
+    """The arguments of a rollout engine, in the worker process that it samples in.
 
     model: the model's folder, precision and attention.
     rollout: the core's keys `rollout.*`.
@@ -122,12 +122,12 @@ class RolloutSetup(Generic[C]):
 
 
 class RolloutEngine(ABC):
-    """Samples responses with weights that it was given. It lives in a worker's process; nothing here is thread-safe.
+    """Samples responses with the weights that it was given. It lives in a worker's process, and is not thread-safe.
 
-    `version` is that of the weights it holds, -1 before the first. `exact`: its log-probs equal the train engine's up
-    to rounding of the same arithmetic, so that they can replace them. `adopts`: it can decode from tensors that it does
-    not own. `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and
-    stop strings. `description`: how it decodes, in a few words for the run's first lines.
+    `version`: of its weights, -1 before the first. `exact`: its log-probs may replace the train engine's, as both use
+    the same arithmetic and differ only by rounding. `adopts`: it can decode from tensors of another owner.
+    `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and stop
+    strings. `description`: its form of decoding, in a few words for the run's first lines.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
     get the same calls in the same order.
@@ -142,10 +142,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, in order. They are sampled by later steps, beside the rows that decode already.
+        """Queue requests, in order. Later steps sample them, together with the rows that decode already.
 
-        Raises DataError, and adds none of them, for a request that `check_requests` refuses, that does not fit into the
-        engine's memory, or while the engine has no weights.
+        Raises DataError, and adds none of them, when `check_requests` refuses a request, when one does not fit into the
+        engine's memory, or when the engine has no weights.
         """
 
     @abstractmethod
@@ -158,30 +158,30 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self, ids: Collection[str]) -> list[Finished]:
-        """Take rows out, free their slots and memory, and return what they have so far, with reason "abort".
+        """Remove rows, free their slots and memory, and return their tokens so far, with reason "abort".
 
         An aborted row can be added again, with its tokens as `sampled`. Raises DataError for an id that is not in
-        flight, and aborts nothing.
+        flight; then it aborts nothing.
         """
 
     @property
     @abstractmethod
     def in_flight(self) -> Collection[str]:
-        """The ids of the requests that were added and have neither ended nor been aborted."""
+        """The ids of all added requests that have neither ended nor been aborted."""
 
     @abstractmethod
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
-        """Take over whole weights by their Hugging Face names; each is valid until the next.
+        """Copy full weights by their Hugging Face names; each tensor is valid until the next.
 
-        `shapes` are those of all that `weights` will yield. Raises DataError while requests are in flight, and when
-        names are missing or unknown or have another shape than here; both before the first is asked for, so that the
-        old weights go on answering.
+        `shapes` are those of all tensors that `weights` will yield. Raises DataError while requests are in flight, and
+        for missing or unknown names and unexpected shapes. Both checks come before the first tensor is read, so the old
+        weights stay usable.
         """
 
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
-        """Take over this rank's generating shards by name, as `sync` does with whole weights.
+        """Take over this rank's generating shards by name, as `sync` does with full weights.
 
-        An engine that `adopts` decodes with these very tensors, which stay valid until the next call; others copy.
+        An engine that `adopts` decodes with these very tensors, which stay valid until the next call; others copy them.
         """
         self.sync(shards, version, shapes)
 
@@ -192,7 +192,7 @@ class RolloutEngine(ABC):
         """Return, for each row's `prompts`, `uid` and `sample_index`, one response.
 
         Columns: `responses` (ragged int64, with the end token if one was sampled), `response_mask` (ragged int64, 1),
-        `rollout_log_probs` (ragged fp32, nats, of the distribution that was sampled), `response_text` (object),
+        `rollout_log_probs` (ragged fp32, nats, under the sampling distribution), `response_text` (object),
         `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
         (int64). Raises DataError while other requests are in flight, and what `add` raises.
         """
@@ -204,7 +204,8 @@ class RolloutEngine(ABC):
             Request(str(row), prompt, sampling.key(str(uid), int(index)), sampling)
             for row, (prompt, (uid, index)) in enumerate(zip(prompts, names, strict=True))
         ]
-        # Rows with the same prompt follow each other, so that it is prefilled once, and prompts of similar length do.
+        # Rows with the same prompt are neighbours, so that it is prefilled once. Prompts of similar length are too,
+        # which saves padding.
         requests.sort(key=lambda request: (len(request.prompt), request.prompt))
         done: dict[str, Finished] = {}
         try:
@@ -212,6 +213,7 @@ class RolloutEngine(ABC):
             while self.in_flight:
                 done.update((row.id, row) for row in self.step())
         except BaseException:
+            # Leave the engine idle: the next call must not meet rows of this one.
             self.abort(self.in_flight)
             raise
         rows = [done[str(row)] for row in range(len(prompts))]
@@ -221,8 +223,8 @@ class RolloutEngine(ABC):
 def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> None:
     """Raise DataError for the first request that no engine could sample.
 
-    That is one without a prompt, with an id that is in flight or that two of them have, with another number of
-    `sampled_log_probs` than of `sampled`, or with as many tokens already as `max_tokens`.
+    Faults: an empty prompt, an id that is in flight already or occurs twice, unequal numbers of `sampled` and
+    `sampled_log_probs`, and `max_tokens` or more sampled tokens.
     """
     seen = set(in_flight)
     for request in requests:
@@ -241,7 +243,7 @@ def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> N
 
 
 def refuse_in_flight(in_flight: Collection[str]) -> None:
-    """Raise DataError if there are requests in flight: their keys and values belong to the weights they began with."""
+    """Raise DataError if requests are in flight: their keys and values were computed with the old weights."""
     if in_flight:
         raise DataError(
             f"weights cannot change while {len(in_flight)} requests are in flight; let them end, or abort them and add "

@@ -1,4 +1,4 @@
-"""The distribution that is sampled: from a row of logits to one token and its log-prob."""
+"""The sampling distribution: from a row of logits to one token and its log-prob."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return (tokens int64 [rows], log_probs fp32 [rows]) from `logits` [rows, vocab] and `noise` [rows] in [0, 1).
 
-    Temperature, then `banned` token ids, then top-k, then top-p, as vLLM and transformers order them. The log-probs are
-    those of the distribution that was sampled, renormalised after each cut. Temperature 0 takes the likeliest token,
-    whose log-prob is then 0.
+    Applies `banned` token ids, temperature, top-k and top-p, in the order of vLLM and transformers. The log-probs are
+    those of the sampling distribution, renormalised after each cut. Temperature 0 takes the likeliest token, with
+    log-prob 0.
     """
     logits = logits.float()
     if banned is not None and len(banned):
@@ -34,11 +34,11 @@ def draw_tokens(log_probs: Tensor, noise: Tensor) -> Tensor:
     `log_probs` fp32 [rows, vocab], in nats, -inf for a token that cannot be drawn; `noise` fp64 [rows] in [0, 1).
     """
     cumulative = log_probs.exp().cumsum(-1)
-    # The total is 1 up to rounding; scaling the noise by it makes every draw fall on a token. The first cumulative sum
-    # above the draw is never that of a token with probability 0.
+    # The total is 1 up to rounding; scaled by it, every draw falls on a token. The first cumulative sum above the draw
+    # never belongs to a token with probability 0.
     draw = noise.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
-    # A draw rounded up to the total itself would fall beyond: it belongs to the last token that has a probability.
+    # A draw rounded up to the total itself would fall behind the last token; it belongs to the last possible one.
     return torch.minimum(tokens, _last_possible(log_probs))
 
 

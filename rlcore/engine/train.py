@@ -51,11 +51,11 @@ DataError on every rank when the step must not be taken.
 class TrainSetup(Generic[C]):
     """The arguments of a train engine, in each worker process.
 
-    `engine` holds the keys that all train engines share, `config` the engine's own section `engine.NAME`. `ranks` are
-    the processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may
-    start from a folder without a score head, and gets one of zeros. `frozen`: the weights are only read by forwards, so
-    the engine may keep them in the precision of the forward. `temperature` divides the logits, as it did when
-    the responses were sampled. `total_steps` is the run's, for the learning-rate schedule.
+    `engine` holds the keys of all train engines, `config` the engine's own section `engine.NAME`. `ranks` are the
+    processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may start
+    from a folder without a score head, and gets one of zeros. `frozen`: only forwards read the weights, so the engine
+    may keep them in the precision of the forward. `temperature` divides the logits, as in sampling. `total_steps` is
+    the run's, for the learning-rate schedule.
     """
 
     model: ModelConfig
@@ -71,7 +71,7 @@ class TrainSetup(Generic[C]):
 
 
 class TrainEngine(ABC):
-    """One model with its optimizer. An engine subclasses this, and `update` and `compute` come with it.
+    """One model with its optimizer. An engine subclasses this and inherits `update` and `compute`.
 
     `version` counts changes of the weights. `step`, `load` and `follow` add one; a rollout engine with an older version
     is synced before it generates.
@@ -91,6 +91,7 @@ class TrainEngine(ABC):
         self.ranks = setup.ranks
         self.trains = setup.trains
         self.kind = setup.kind
+        # A greedy rollout has temperature 0, by which logits cannot be divided.
         self.temperature = setup.temperature if setup.temperature > 0 else 1.0
         self.total_steps = setup.total_steps
         self.dtype = model_dtype(setup.model)
@@ -152,7 +153,7 @@ class TrainEngine(ABC):
     def load(self, weights: Mapping[str, Tensor], shapes: Shapes, tau: float) -> None:
         """Move every weight by the share `tau` of the way to the given one; 1 copies.
 
-        Each rank reads its own part. Raises DataError naming the parameters that do not fit, before any has changed.
+        Each rank reads its own shard. Raises DataError naming the parameters that do not fit, before any has changed.
         """
 
     def follow(self, other: TrainEngine, tau: float) -> None:
@@ -160,6 +161,7 @@ class TrainEngine(ABC):
 
         Raises DataError when the two do not have the same parameters.
         """
+        # An exported tensor is valid only until the next one.
         theirs = {name: tensor.clone() for name, tensor in other.export(torch.float32)}
         self.load(theirs, other.shapes, tau)
 
@@ -169,7 +171,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write all that `restore` needs to go on bit for bit: weights, optimizer, version, random state.
+        """Write the state from which `restore` continues bit for bit: weights, optimizer, version, random state.
 
         `folder/model` is a Hugging Face folder, and the file ENGINE_STATE is written last.
         """
@@ -199,7 +201,7 @@ class TrainEngine(ABC):
         return self.export(self.dtype)
 
     def held_parameters(self) -> Mapping[str, Tensor]:
-        """Return the tensors that hold this rank's part of the weights between calls, by name."""
+        """Return the tensors that hold this rank's shard of the weights between calls, by name."""
         return {}
 
     def offload(self) -> None:  # noqa: B027  (an engine need not)
@@ -210,7 +212,7 @@ class TrainEngine(ABC):
         """Metrics of the engine's own, added to those of each update."""
         return {}
 
-    # Members that come with this class
+    # Inherited members
 
     @property
     def layout(self) -> Layout:

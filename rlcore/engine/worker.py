@@ -56,13 +56,13 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """All that a model worker needs to start: the role, its configs, and the functions that create its engines.
+    """The start-up arguments of a model worker: the role, its configs, and the functions that create its engines.
 
-    `slots_key`: the key for the rows that decode at once. `recompute_key`: the key that recomputes activations.
-    `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
-    `frozen`: the weights are only read by forwards: they are not trained, followed, sent or sampled with.
-    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`:
-    a copy of the role on other processes, which has no train engine and generates with the weights that it is sent.
+    `slots_key`: the config key for the number of rows that decode at once. `recompute_key`: the key that recomputes
+    activations. `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None
+    without one. `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with.
+    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`: a copy of
+    the role in other processes; it has no train engine and samples with received weights.
     """
 
     role: Role
@@ -83,7 +83,7 @@ class RoleSetup:
 
 
 class ModelWorker(Worker):
-    """One rank of a model role. Before it generates it brings the rollout engine to the train engine's version."""
+    """One rank of a model role. Before generating it updates the rollout engine to the train engine's weights."""
 
     def __init__(self, setup: RoleSetup) -> None:
         self.setup = setup
@@ -104,6 +104,7 @@ class ModelWorker(Worker):
             return
         if self.world_size > 1:
             self.init_process_group()
+        # For draws from torch's global generator, such as dropout. Sampling has noise of its own, by row.
         torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
         self.train = setup.create_train(
@@ -144,6 +145,7 @@ class ModelWorker(Worker):
         """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
         shards = self.setup.rollout.tp
         layout = Layout(tp=shards, dp=self.world_size // shards)
+        # Replicas of one rank never communicate.
         if shards > 1:
             self.init_process_group()
         if self.world_size > 1:
@@ -196,13 +198,16 @@ class ModelWorker(Worker):
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         if self.rollout is None or self.route is None:
             raise ValueError("this role does not generate; declare it with Role(generates=True)")
+        # Versions are equal on all ranks, so either all of them enter the collectives of the route or none does.
         if not self.route.is_current:
             with self._timed("sync"):
                 self.route.bring()
+        # After the switch, which reads the trained weights on the device.
         if self.setup.engine.offload:
             self._offload_all()
         with self._timed("generate"), self._fits("generate", [batch]):
             out = self.rollout.generate(batch, sampling)
+        # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
@@ -221,12 +226,13 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
-        """Return the log-probs of the responses as column `name`, and `entropy` if asked.
+        """Return the log-probs of the responses as column `name`, and the column `entropy` if `entropy` is True.
 
-        A batch with `rollout_log_probs` gets these back if every row was sampled with these weights, from the same
+        Returns the batch's `rollout_log_probs` if every row was sampled with the current weights, from the same
         distribution and with the same arithmetic.
         """
         with self._timed("log_probs"):
+            # All ranks must agree: one that computes would wait forever in the collectives of its forward.
             if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
                 return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
             with self._fits("log_probs", [batch]):
@@ -298,7 +304,7 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
-        """Take the optimizer steps of TrainEngine.update on the rows of this rank's place along dp."""
+        """Take the optimizer steps of TrainEngine.update on the rows of this data-parallel rank."""
         with self._timed("update"), self._fits("update", [item.batch for item in items]):
             return self.train.update(items, epochs=epochs, step=step)
 

@@ -2,7 +2,7 @@
 
 from rlcore.plugins import specs
 from rlcore.plugins.algorithm import Algorithm
-from rlcore.plugins.entries import PluginInfo, command_of, installed
+from rlcore.plugins.entries import PluginInfo, command_of, distribution_of, installed
 from rlcore.plugins.hookspecs import hookimpl
 from rlcore.plugins.manager import PluginManager, own_engines
 from rlcore.plugins.roles import CRITIC, KINDS, POLICY, REWARD, Head, Role, RoleKind
@@ -23,6 +23,7 @@ __all__ = [
     "Role",
     "RoleKind",
     "command_of",
+    "distribution_of",
     "hookimpl",
     "installed",
     "own_engines",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -52,7 +52,7 @@ S = TypeVar("S")
 
 def own_engines() -> PluginManager:
     """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
-    return PluginManager.load_only(lambda entry: is_own(entry) and entry.name.startswith("engine."))
+    return PluginManager.load_only([e for e in installed() if is_own(e) and e.name.startswith("engine.")])
 
 
 @dataclass
@@ -98,27 +98,33 @@ class PluginManager:
         trace: print each hook call and its time to stderr.
         Raises PluginError for a plugin that cannot be loaded or breaks the contract, and for an option that fits none.
         """
-        manager = cls.inspect(options, trace=trace)
-        broken = [info for info in manager.list() if info.faults]
+        return cls.inspect(options, trace=trace)._sound()
+
+    def _sound(self) -> Self:
+        """Return the manager; raises PluginError where one of its plugins is broken."""
+        broken = [info for info in self.list() if info.faults]
         if broken:
             more = f"\nMore plugins are broken ({len(broken) - 1}): rlcore plugins lists all" if broken[1:] else ""
             raise PluginError(f"{BrokenPlugin(broken[0], *broken[0].faults)}{more}")
-        return manager
+        return self
 
     @classmethod
-    def load_only(cls, wanted: Callable[[EntryPoint], bool]) -> Self:
-        """Load the installed plugins whose entry points are wanted, and import no other."""
-        return cls.load([f"no:{entry.name}" for entry in installed() if not wanted(entry)])
+    def load_only(cls, entries: Sequence[EntryPoint]) -> Self:
+        """Load the installed plugins of these entry points, and import no other. Raises as `load` does."""
+        return cls.inspect(entries=entries)._sound()
 
     @classmethod
-    def inspect(cls, options: Sequence[str] = (), *, trace: bool = False) -> Self:
+    def inspect(
+        cls, options: Sequence[str] = (), *, trace: bool = False, entries: Sequence[EntryPoint] | None = None
+    ) -> Self:
         """Do as `load`, but leave out broken plugins: `list` then has all faults of all plugins.
 
+        entries: the installed plugins to load (default: all).
         Raises PluginError only for an option that fits no plugin.
         """
         manager = cls(trace=trace)
         blocked = [option.removeprefix("no:") for option in options if option.startswith("no:")]
-        entries = installed()
+        entries = installed() if entries is None else entries
         files = [Path(option) for option in options if not option.startswith("no:")]
         check_blocked(blocked, [entry.name for entry in entries] + [file.stem for file in files])
         for entry in entries:
@@ -177,6 +183,14 @@ class PluginManager:
         for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
             found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
         return found
+
+    def used_sections(self, config: Config) -> Collection[str]:
+        """See rlcore.config.installed."""
+        used = {*self.configs()}
+        for kind in PLUGIN_KINDS:
+            if kind.spec in (RolloutEngineSpec, TrainEngineSpec):
+                used |= {f"{kind.group}.{name}" for _, name in kind.chosen(config, self)}
+        return used
 
     def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
         """Return the options that plugins add to config groups: what GROUP=NAME sets, by group and name."""
@@ -291,14 +305,15 @@ class PluginManager:
 
     def _load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]], *, blocked: bool) -> None:
         """Import a plugin and register its hooks; note its faults."""
+        if blocked:
+            self._infos.setdefault(info.name, replace(info, state="blocked"))
+            return
         other = self._infos.get(info.name)
         if other is not None:
             fault = f"{other} has the same name; rename or uninstall one of them"
-            self._infos[f"{info.name} ({info.distribution or info.file})"] = info.broken(fault)
+            self._infos[f"{info.name} {len(self._infos)}"] = info.broken(fault)  # any key that is free
             return
-        self._infos[info.name] = info if not blocked else replace(info, state="blocked")
-        if blocked:
-            return
+        self._infos[info.name] = info
         try:
             module, sha256 = load()
         except RLCoreError as error:
@@ -388,7 +403,7 @@ class PluginManager:
             return function(*values)
         except RLCoreError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BrokenPlugin(info, f"{hook}() failed: {cause_of(error)}") from error
         finally:
             if self._trace:

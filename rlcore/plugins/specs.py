@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.plugins.algorithm import Algorithm
 from rlcore.plugins.entries import algorithm_of, command_of
-from rlcore.plugins.roles import POLICY, RoleKind
+from rlcore.plugins.roles import POLICY, Role, RoleKind
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -130,7 +130,8 @@ class RolloutEngineSpec(Generic[C]):
     create: makes the engine, in each worker process that generates.
     config_class: the engine's own config, a frozen dataclass of fields made by `option`; its keys are `rollout.NAME.*`
     and `create` gets it as `setup.config`. None: it has no keys, and `setup.config` is None.
-    check: raises ConfigError for a config that the engine cannot run; called once a run, before anything starts.
+    check: raises ConfigError for a config that the engine cannot run; called before anything starts, with the run's
+    config and, for each role with settings of its own, with the config as that role sees it.
     """
 
     name: str
@@ -147,7 +148,8 @@ class TrainEngineSpec(Generic[C]):
     create: makes the engine, in each worker process of a role.
     config_class: the engine's own config, a frozen dataclass of fields made by `option`; its keys are `engine.NAME.*`
     and `create` gets it as `setup.config`. None: it has no keys, and `setup.config` is None.
-    check: raises ConfigError for a config that the engine cannot run; called once a run, before anything starts.
+    check: raises ConfigError for a config that the engine cannot run; called before anything starts, with the run's
+    config and, for each role with settings of its own, with the config as that role sees it.
     check_layout: raises ConfigError where the engine's own config does not fit a role's layout; called for each role.
     """
 
@@ -269,14 +271,26 @@ def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, 
     return [] if dataset is None else [(f"the reward of data={data}", dataset.reward)]
 
 
+def _of_roles(
+    config: schema.Config, plugins: Chooser, key: str, own: Callable[[Role | schema.RoleConfig], str | None]
+) -> list[tuple[str, str]]:
+    """Return the engines of single roles: those that the algorithm declares, and the user's in place of them."""
+    algorithm = plugins.specs(AlgorithmSpec).get(config.algorithm)
+    declared = algorithm.algorithm(config.algo).roles() if algorithm is not None else {}
+    found = {f"roles.{role}.{key}": own(settings) for role, settings in declared.items()}
+    for role, given in config.roles.items():
+        found[f"roles.{role}.{key}"] = own(given) or found.get(f"roles.{role}.{key}")
+    return [(path, name) for path, name in found.items() if name is not None]
+
+
 def _chosen_rollout_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
-    own = [(f"roles.{role}.rollout.name", given.rollout.get("name")) for role, given in config.roles.items()]
-    return [("rollout.name", config.rollout.name), *((key, name) for key, name in own if name is not None)]
+    own = _of_roles(config, plugins, "rollout.name", lambda role: role.rollout.get("name"))
+    return [("rollout.name", config.rollout.name), *own]
 
 
 def _chosen_train_engines(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
-    own = [(f"roles.{role}.engine", given.engine) for role, given in config.roles.items()]
-    return [("engine.name", config.engine.name), *((key, name) for key, name in own if name is not None)]
+    own = _of_roles(config, plugins, "engine", lambda role: role.engine)
+    return [("engine.name", config.engine.name), *own]
 
 
 def _chosen_sections(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:

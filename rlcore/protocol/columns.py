@@ -138,6 +138,7 @@ class DenseColumn(Column):
         return self._tensor
 
     def read(self) -> Tensor:
+        # A clone: columns are immutable and shared, and the reader may write.
         return self._tensor.clone(memory_format=torch.contiguous_format)
 
     def row(self, row: int) -> Tensor:
@@ -205,6 +206,7 @@ class ObjectColumn(Column):
         return len(self._objects)
 
     def view(self) -> np.ndarray:
+        # Read-only, so that a write raises instead of changing every batch that shares the array.
         view = self._objects.view()
         view.flags.writeable = False
         return view
@@ -262,9 +264,11 @@ def same_contents(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if type(left) not in _SCALARS:
+        # A loop, not a lookup: subclasses (dict for Mapping) count too.
         for kind, same in _COMPARISONS.items():
             if isinstance(left, kind):
                 return same(left, right)
+    # The second part is for NaN, the only value that differs from itself.
     return bool(left == right) or bool(left != left and right != right)
 
 
@@ -272,6 +276,7 @@ def _same_tensors(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     right = right.to(left.device)
+    # Equality first: it stops early and makes no masks, and NaN is rare.
     if torch.equal(left, right):
         return True
     return left.dtype.is_floating_point and bool(((left == right) | (left.isnan() & right.isnan())).all())

@@ -92,6 +92,7 @@ class DataProto(RowOperations):
             batch = fetch()
             if not isinstance(batch, DataProto):
                 raise DataError(f"fetch of a deferred batch returned {type(batch).__name__}; it must return DataProto")
+            # A copy: later bindings must not change the fetched batch.
             return batch.table.copy()
 
         return cls._of(LazyTable(table))
@@ -197,6 +198,7 @@ class DataProto(RowOperations):
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.table.columns
+        # Many small columns cost less as one buffer than as one pickle each.
         small = {name: column for name, column in columns.items() if is_small(column)}
         others = {name: column for name, column in columns.items() if name not in small}
         return _unpickle, (type(self), list(columns), encode_columns(small), others, self.table.meta_info)
@@ -238,6 +240,7 @@ class DataProto(RowOperations):
         Raises DataError for a missing name, and then removes nothing.
         """
         tensors, objects, keys = list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
+        # `select` checks all names first, so an error removes nothing.
         popped = self.select(tensors, objects, keys)
         for name in popped.table.columns:
             del self.table.columns[name]
@@ -303,6 +306,7 @@ class DataProto(RowOperations):
         column, or when `fn` returns another number of rows.
         """
         part = self._part([*reads, *([keep_together] if keep_together else [])])
+        # The function goes to the rows, not the rows to the function.
         if (owner := owner_of(list(part.table.columns.values()))) is not None:
             together = None if keep_together is None else list(self.view(keep_together).tolist())
             return self._of(owner.map_rows(fn, part, together)._source)

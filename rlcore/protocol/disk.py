@@ -43,10 +43,11 @@ def save_table(table: Table, folder: Path) -> None:
         columns.append(entry)
     for key, item in table.meta_info.items():
         _check_json({key: item}, f"meta_info {key!r}")
+    # Written aside and renamed, as a rename is atomic: an interrupted save leaves no folder that looks complete.
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # Columns may share storage, and safetensors refuses tensors that do.
+    # Clones, as columns may share storage and safetensors refuses such tensors.
     save_file(
         {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
         aside / _TENSORS,

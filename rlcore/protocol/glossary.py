@@ -188,6 +188,7 @@ def check_fields(batch: DataProto) -> None:
         spec = column.spec()
         fits = spec.kind in field.shapes
         if fits and spec.dtype is not None:
+            # A ragged entry has no dimension for its row's own length, but the shape in the glossary does.
             dims = 1 + len(spec.shape) + (spec.kind == "ragged")
             fits = spec.dtype == field.dtype and dims == field.shapes[spec.kind].count(",") + 1
         if not fits:

@@ -141,10 +141,12 @@ class Ragged:
         if isinstance(rows, slice):
             ends = self._ends[rows.start : rows.stop + 1]
             first = int(ends[0])
+            # Offsets start at 0 in every Ragged; a slice from the first row shares them.
             return self._trusted(self.values[first : int(ends[-1])], ends - first if first else ends)
         chosen = rows.numpy()
         lengths = self._lengths[chosen]
         ends = _ends(lengths)
+        # Position of each chosen value: its number in the result, moved by its row's shift.
         positions = np.arange(ends[-1]) + np.repeat(self._ends[chosen] - ends[:-1], lengths)
         return self._trusted(self.values[torch.from_numpy(positions).to(self.device)], ends)
 
@@ -212,6 +214,7 @@ class Ragged:
 
 def ragged_of_arrays(name: str, values: np.ndarray, ends: np.ndarray) -> Ragged:
     """Return the Ragged of the arrays from `Ragged.arrays`, over the same memory."""
+    # torch.from_numpy warns of read-only arrays, such as those in Ray's shared memory.
     return Ragged._trusted(from_array(name, values), ends if ends.flags.writeable else ends.copy())
 
 

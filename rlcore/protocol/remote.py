@@ -139,6 +139,7 @@ class RowMap:
 
         The picked blocks keep their order and are numbered anew. A selection of no rows keeps the first block.
         """
+        # By identity, as hashing the numbers would cost as much as selecting.
         key = (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
         known = self._taken.get(key)
         if known is None:
@@ -148,6 +149,7 @@ class RowMap:
             kept = used.nonzero().flatten().tolist() or [0]
             if len(kept) < blocks:
                 block_ids = (used.cumsum(0) - 1)[block_ids]
+            # Bounded, since a long-lived batch may be sliced without end.
             if len(self._taken) >= KNOWN_SELECTIONS:
                 self._taken.clear()
             # Holding `rows` keeps its id from being used again for another tensor.
@@ -158,6 +160,7 @@ class RowMap:
         """Return each block's used span (first row, last row + 1), and the map over blocks cut to these spans."""
         known = self._spans
         if known is None:
+            # 2**62 and -1 are the neutral values of min and max.
             first, last = self.row_ids.new_full((blocks,), 2**62), self.row_ids.new_full((blocks,), -1)
             first.scatter_reduce_(0, self.block_ids, self.row_ids, "amin")
             last.scatter_reduce_(0, self.block_ids, self.row_ids, "amax")
@@ -169,6 +172,7 @@ class RowMap:
     @staticmethod
     def cat(row_maps: Sequence[RowMap], blocks: Sequence[int]) -> RowMap:
         """Return the map of columns joined end to end; column i has `blocks[i]` blocks."""
+        # The columns of a batch are joined one by one, with the same maps.
         known = row_maps[0]._joined
         if known is not None and known[0] == tuple(row_maps) and known[1] == tuple(blocks):
             return known[2]
@@ -180,6 +184,7 @@ class RowMap:
         return joined
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # numpy pickles many times as fast as torch; int32 halves the message.
         return _unpickle_row_map, (self.block_ids.numpy().astype(np.int32), self.row_ids.numpy().astype(np.int32))
 
 
@@ -238,6 +243,7 @@ class RemoteColumn(Column):
                 columns.append(block.column().take(_as_slice(rows)))
             else:
                 columns.append(RemoteColumn(self._spec, [block], RowMap(torch.zeros_like(rows), rows)))
+        # The columns are joined block by block; the inverse permutation restores the order of the rows.
         place = self.row_map.block_ids.argsort(stable=True).argsort()
         self._replace_blocks(cat_columns(columns).take(_as_slice(place)))
 
@@ -276,6 +282,7 @@ class RemoteColumn(Column):
         return self._local
 
     def _fetch_rows(self) -> Column:
+        # All missing blocks in one request: each costs a round trip.
         away = [block for block in self.blocks if not block.is_local]
         if away:
             away[0].load(away[1:])
@@ -321,6 +328,7 @@ class RemoteColumn(Column):
             return self._local.take(rows)
         if isinstance(rows, slice) and rows == slice(0, len(self)):
             return self
+        # The owner stays: the selected rows are still in its processes.
         row_map, pick = self.row_map.take(rows, len(self.blocks))
         return RemoteColumn(self._spec, pick(self.blocks), row_map, self.owner)
 

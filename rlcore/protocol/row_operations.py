@@ -83,6 +83,7 @@ class RowOperations(ABC):
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
         """Return row i `repeat_times[i]` times, in order; DataError unless there is one count >= 0 per row."""
         times = torch.as_tensor(repeat_times).cpu()
+        # torch makes an empty list a float tensor.
         whole = not len(times) or not (times.is_floating_point() or times.dtype == torch.bool)
         if times.shape != (len(self),) or not whole or bool((times < 0).any()):
             raise DataError(
@@ -154,8 +155,10 @@ class RowOperations(ABC):
                 'smaller last one, or dataloader_kwargs={"drop_last": True}'
             )
         used = len(self) - len(self) % mini_batch_size if drop_last else len(self)
+        # A generator of its own: the order must not depend on other draws in the process.
         generator = torch.Generator().manual_seed(seed or 0)
 
+        # A nested generator, so that the checks above run at the call and not at the first iteration.
         def mini_batches() -> Iterator[Self]:
             for _ in range(epochs):
                 order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))

@@ -69,7 +69,7 @@ class Table:
     def split(self, selections: Sequence[Rows]) -> list[Table]:
         """Return a table for each selection, with its rows of every column."""
         parts = [Table(meta_info=dict(self.meta_info)) for _ in selections]
-        for name, column in self.columns.items():  # one column's thousands of blocks fit a core's cache
+        for name, column in self.columns.items():  # column by column: one column's blocks fit a core's cache
             for part, rows in zip(parts, selections, strict=True):
                 part.columns[name] = column.take(rows)
         return parts
@@ -92,6 +92,7 @@ class LazyTable:
 
     def get(self) -> Table:
         """Return the table; fetches it first if necessary."""
+        # Other threads wait for the one fetch.
         with self._lock:
             if self._fetch is not None:
                 try:
@@ -100,6 +101,7 @@ class LazyTable:
                     self._error, self._traceback = error, error.__traceback__
                 self._fetch = None
             if self._error is not None:
+                # The original traceback: each raise would otherwise append to the last one.
                 raise self._error.with_traceback(self._traceback)
             assert self._table is not None
             return self._table
@@ -112,6 +114,7 @@ def concat_tables(tables: Sequence[Table]) -> Table:
     """
     if not tables:
         raise DataError("nothing to concatenate: the list of batches is empty")
+    # A rank without rows may return a batch without columns.
     filled = [table for table in tables if table.columns]
     joined = Table()
     for table in tables:

@@ -135,7 +135,7 @@ class TensorColumns(_ColumnView):
         """`torch.Size([rows])`."""
         return torch.Size([len(self._parent)])
 
-    shape = batch_size
+    shape = batch_size  # TensorDict has both names
 
     def is_empty(self) -> bool:
         """Return whether the batch has no tensor columns."""

@@ -1,4 +1,4 @@
-"""The roles of a run, and the run's config as each of them sees it."""
+"""The roles of a run, and each role's view of the run's config."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.errors import ConfigError, did_you_mean
-from rlcore.plugins import REWARD, Role
+from rlcore.plugins import REWARD, Algorithm, Role
 
 REWARD_MODEL = "reward_model"
-"""The role that `reward.model` adds to an algorithm's own."""
+"""The role that `reward.model` adds to the algorithm's roles."""
 
 
 def resolve_roles(declared: Mapping[str, Role], config: Config) -> dict[str, Role]:
     """Return the roles of a run: the algorithm's, and the reward model of `reward.model`, with their settings applied.
 
-    Raises ConfigError when the algorithm has a role of that name too, and as `with_settings` does.
+    Raises ConfigError when the algorithm itself has a role of that name, and as `with_settings` does.
     """
     roles = dict(declared)
     if config.reward.model is not None:
         if REWARD_MODEL in declared:
             raise ConfigError(
-                f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
+                f"algo={config.algorithm} has its own role {REWARD_MODEL!r}; leave out "
                 f"reward.model={config.reward.model}"
             )
         roles[REWARD_MODEL] = Role(kind=REWARD, model=config.reward.model)
@@ -34,9 +34,9 @@ def resolve_roles(declared: Mapping[str, Role], config: Config) -> dict[str, Rol
 
 
 def with_settings(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
-    """Return the roles with the settings of `roles.NAME.*` in place of those that the algorithm declares.
+    """Return the roles with the settings of `roles.NAME.*`, which replace the algorithm's.
 
-    Raises ConfigError for settings of a role that is not there.
+    Raises ConfigError for settings of an unknown role.
     """
     changed = dict(roles)
     for name, given in config.roles.items():
@@ -57,11 +57,23 @@ def with_settings(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
     return changed
 
 
-def role_config(config: Config, name: str, role: Role) -> Config:
-    """Return the config as one role sees it: with its own model folder, dtype, learning rate, engine and rollout keys.
+def evaluated_roles(algorithm: Algorithm | None) -> dict[str, Role]:
+    """Return the roles that an evaluation declares: the algorithm's if it evaluates by itself, otherwise the actor.
 
-    Raises ConfigError for an unknown rollout key, for a value that it cannot have, and for a layout in `engine.layouts`
-    that is not two numbers from 1.
+    The actor has the precision, the engine and the rollout keys that the algorithm gives it.
+    """
+    declared = {} if algorithm is None else dict(algorithm.roles())
+    if algorithm is not None and algorithm.evaluates:
+        return declared
+    actor = declared.get("actor", Role())
+    return {"actor": Role(generates=True, dtype=actor.dtype, engine=actor.engine, rollout=actor.rollout)}
+
+
+def role_config(config: Config, name: str, role: Role) -> Config:
+    """Return the config for one role, with its own model folder, dtype, learning rate, engine and rollout keys.
+
+    Raises ConfigError for an unknown rollout key, an invalid value, and a layout in `engine.layouts` that is not two
+    numbers from 1.
     """
     engine = engine_of(config.engine, name)
     rollout = config.rollout
@@ -75,10 +87,15 @@ def role_config(config: Config, name: str, role: Role) -> Config:
     )
 
 
+def has_own_settings(config: Config, own: Config) -> bool:
+    """Whether a role's config `own` differs from the run's in what engines read."""
+    return any(getattr(own, part) != getattr(config, part) for part in ("model", "engine", "rollout"))
+
+
 def own_section(config: Config, path: str, config_class: type | None) -> Any:
     """Return an engine's section of the config, at `engine.NAME` or `rollout.NAME`; its defaults if it is not there.
 
-    A config holds the sections of the engines that it names; those that only an algorithm's Role names are left out.
+    A composed config holds the sections of all engines of its roles; roles that Python code starts may have others.
     """
     if path in config.sections or config_class is None:
         return config.sections.get(path)
@@ -86,7 +103,7 @@ def own_section(config: Config, path: str, config_class: type | None) -> Any:
 
 
 def reads_text(role: Role, config: Config) -> bool:
-    """Whether the role is a reward model whose tokenizer differs from the actor's, so that token ids mean nothing."""
+    """Whether the role is a reward model whose tokenizer differs from the actor's, so that it must read texts."""
     if not role.kind.reads_text or role.model is None:
         return False
     return not same_tokenizer(replace(config.model, path=role.model), config.model)

@@ -88,6 +88,7 @@ def split_rows(value: Any, parts: int) -> list[Any]:
         return list(value.parts)
     if isinstance(value, DataProto):
         small, larger = divmod(len(value), parts)
+        # The first `larger` parts have one row more.
         ends = [part * small + min(part, larger) for part in range(parts + 1)]
         return [value[start:end] for start, end in itertools.pairwise(ends)]
     if not _holds_rows(value):
@@ -115,6 +116,7 @@ def join_rows(outputs: Sequence[Any]) -> Any:
     if all(output is None for output in outputs):
         return None
     if all(isinstance(output, DataProto) for output in outputs):
+        # A rank without rows may not know its columns' dtypes.
         with_rows = [output for output in outputs if len(output)]
         return DataProto.concat(with_rows) if with_rows else outputs[0]
     if all(isinstance(output, Ragged) for output in outputs):
@@ -142,6 +144,7 @@ def split_over(*axes: str) -> Callable[..., PerRank]:
 
         def per_rank(value: Any) -> list[Any]:
             parts = [value]
+            # Axis by axis, not into one product of sizes: nested cuts keep a training replica's rows on its own ranks.
             for axis in axes:
                 pieces = [split_rows(part, group.mesh.size(axis)) for part in parts]
                 parts = list(itertools.chain.from_iterable(pieces))
@@ -244,7 +247,7 @@ class Dispatch(Enum):
         return cls[PAPER_NAMES[name]]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by name, without the mode's functions."""
+        """Pickle by name: the mode's functions are closures, which pickle refuses."""
         return getattr, (Dispatch, self.name)
 
 

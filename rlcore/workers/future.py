@@ -18,6 +18,7 @@ class Future(ABC):
     """
 
     def __init__(self) -> None:
+        # Reentrant: `get` holds it and calls `settle`.
         self._lock = threading.RLock()
         self._collect: Callable[[list[Any]], Any] = list
         self._outputs: list[Any] | None = None
@@ -57,6 +58,7 @@ class Future(ABC):
         self.settle()
         self.was_read = True
         if self._error is not None:
+            # Without the earlier traceback, which would grow with every caller.
             raise self._error.with_traceback(None)
         assert self._outputs is not None
         return self._outputs
@@ -106,7 +108,7 @@ def resolve(value: Any) -> Any:
     if isinstance(value, Future):
         return value.get()
     if isinstance(value, DataProto):
-        _ = value.table
+        _ = value.table  # waits for a deferred batch
         return value
     if type(value) in (list, tuple):
         return type(value)(resolve(item) for item in value)

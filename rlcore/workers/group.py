@@ -81,6 +81,7 @@ class WorkerGroup(Owner):
         """The mesh coordinates that the workers declared with `set_mesh`; asked for once, at first use."""
         if self._mesh is None:
             calls: list[CallArgs | None] = [((), {})] * self.world_size
+            # Asked late: a worker may declare its mesh in the first method that the group calls.
             self._mesh = Mesh(tuple(self._processes.submit(self.role, "_read_mesh", calls).outputs()))
             self._processes.meshes[self.role] = self._mesh
         return self._mesh
@@ -105,6 +106,7 @@ class WorkerGroup(Owner):
         """See Owner: the rows are split evenly over the workers, in whole groups."""
         parts = [rows_of(run) for run in split_evenly(row_groups(len(batch), keep_together), self.world_size)]
         future = self._apply(partial(map_rows, fn), [batch[rows] for rows in parts])
+        # The workers got whole groups; the inverse permutation restores the batch's order.
         order = torch.tensor(rows_of(parts), dtype=torch.int64).argsort()
         return DataProto.deferred(lambda: future.get()[order])
 
@@ -162,6 +164,7 @@ class WorkerGroup(Owner):
 
     def _call(self, name: str, registration: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         mode, contract = registration.mode, registration.contract
+        # Contents of Futures and deferred batches are needed to split them; remote columns are split as references.
         args, kwargs = resolve(list(args)), resolve(dict(kwargs))
         contract.check(f"{self.role}.{name}()", args, kwargs, _producers)
         calls: list[CallArgs | None] = [*calls_of(mode, self, args, kwargs)]

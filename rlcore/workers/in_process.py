@@ -83,6 +83,7 @@ class InProcess(Processes):
                     expected.check(outputs[rank])
                 self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
             except (Exception, SystemExit) as error:
+                # Kept, not raised: as on Ray, the error surfaces where the result is read.
                 failure = worker_failure(error, worker._context, method)
                 failure.__cause__ = error
                 return FinishedCall(outputs, failure)
@@ -161,6 +162,7 @@ class InProcessExecutor(Executor):
         for name in self._set:
             del os.environ[name]
         self._set.clear()
+        # The group may be the program's own; only one that a worker created here is destroyed.
         if _process_group_exists() and not self._had_process_group:
             import torch.distributed as dist
 

@@ -49,6 +49,7 @@ class ResourcePool:
             )
         parts, first = [], 0
         for size in sizes:
+            # A shallow copy: the parts share the reservation, and so take turns with groups on the whole pool.
             part = copy.copy(self)
             part.process_on_nodes = self._cut(first, size)
             part._first = self._first + first

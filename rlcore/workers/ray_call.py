@@ -42,6 +42,7 @@ def encode_calls(
 ) -> list[EncodedCall | None]:
     """Return each rank's call, encoded. A large argument of several ranks is put into Ray's store once."""
     gives = next((each.columns for each in declared or () if each is not None), None)
+    # Pickled once for all ranks; the receiver caches the result by its bytes.
     header = pickle.dumps((role, method, gives))
     arguments = _Arguments(calls)
     encoded: list[EncodedCall | None] = []
@@ -62,6 +63,7 @@ class _Arguments:
     """The arguments of a call on several ranks; those in Ray's store, by id."""
 
     def __init__(self, calls: Sequence[CallArgs | None]) -> None:
+        # By id: the same object given to several ranks is stored once. `calls` keeps the objects, so ids stay unique.
         self._uses: Counter[int] = Counter()
         self._stored: dict[int, Any] = {}
         for call in calls:

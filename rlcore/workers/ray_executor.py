@@ -112,6 +112,7 @@ class RayExecutor(Executor):
 
     def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
         """Start all sets of processes, and then wait for them."""
+        # All sets start before the first is waited for: imports take seconds and run at the same time.
         started = [self._start_processes(*request) for request in requests]
         for processes in started:
             processes.wait_until_started()
@@ -166,6 +167,7 @@ class RayExecutor(Executor):
         if self._connected:
             ray.shutdown()
             self._connected = False
+        # The settings would change a later Ray of the same program.
         for name in self._set:
             del os.environ[name]
         self._set.clear()
@@ -183,6 +185,7 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
     else:
         _check_address(address)
     on_terminate = signal.getsignal(signal.SIGTERM)
+    # "local" starts a new Ray; without an address Ray would join one that it finds on the machine.
     try:
         ray.init(address=address or "local", **options)
     except Exception as error:

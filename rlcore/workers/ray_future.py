@@ -90,6 +90,7 @@ class RayFuture(Future):
             for rank, known in self._pending_blocks:
                 if (block := known()) is not None:
                     block.keep(outputs[rank])
+            # Drop the references too, or Ray would keep the replies of columns that nobody needs.
             self._pending_blocks.clear()
             self._refs.clear()
             self._columns = None
@@ -124,6 +125,7 @@ class RayFuture(Future):
         waiting = dict(self._refs)
         pings: dict[Any, tuple[RayProcesses, int]] = {}
         while waiting:
+            # Waits for all ranks together and looks for failures only when nothing came: most calls need no ping.
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_SECONDS, fetch_local=False)
             if not ready:
                 self._look_for_failures(waiting, pings)

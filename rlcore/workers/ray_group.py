@@ -104,9 +104,8 @@ class RayProcesses(Processes):
             raise
 
     def _create(self, log_dir: Path | None, distributions: Mapping[str, str]) -> None:
-        token = os.urandom(
-            3
-        ).hex()  # actor names are unique in a Ray job, and a killed actor keeps its name for a while
+        # Actor names are unique in a Ray job, and a killed actor keeps its name for a while.
+        token = os.urandom(3).hex()
         for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
@@ -121,6 +120,7 @@ class RayProcesses(Processes):
                 self._runs.append(host.run.options(num_returns="dynamic"))
 
     def _wait_for_hosts(self) -> None:
+        # One at a time: the error of a failed process must not wait for a slow one.
         waiting = {host.describe.remote(): rank for rank, host in enumerate(self.hosts)}
         infos: dict[int, HostInfo] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -154,6 +154,7 @@ class RayProcesses(Processes):
     def _construct(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
         started = []
         for role, class_args in classes.items():
+            # Once into the object store, not once per rank into each message.
             stored = ray.put((class_args.cls, class_args.args, class_args.kwargs))
             refs = {host.construct.remote(role, stored): rank for rank, host in enumerate(self.hosts)}
             started.append(RayFuture(self, role, "__init__", refs))
@@ -170,6 +171,7 @@ class RayProcesses(Processes):
         declared: Sequence[DeclaredResult | None] | None = None,
     ) -> RayFuture:
         """Send the call. A large argument of several ranks is put into Ray's object store once."""
+        # Give ranks that still run a failed call the rest of their time, or `check` would call them hung too early.
         if self._stragglers is not None:
             refs = list(self._stragglers.ranks)
             left = max(0.0, self._stragglers.until - time.monotonic())
@@ -180,6 +182,7 @@ class RayProcesses(Processes):
         try:
             for rank, sent in enumerate(encode_calls(role, method, calls, declared)):
                 if sent is not None:
+                    # Processes of other groups on the same place take turns: wait for the last one's calls so far.
                     previous = self._pool.previous_user(self, rank)
                     after = {} if previous is None else {"after": previous[0].ping_one(previous[1])}
                     ref, column_refs = self._send(rank, sent, None if declared is None else declared[rank], after)
@@ -201,6 +204,7 @@ class RayProcesses(Processes):
             return self._runs[rank].remote(sent.message, *sent.extra, **after), None
         names = declared.may_exceed(self._inline_bytes)
         values = 1 + len(names)
+        # Kept, as `options` makes a new object each time.
         if (rank, values) not in self._declared_runs:
             self._declared_runs[rank, values] = self.hosts[rank].run_declared.options(num_returns=values)
         refs = self._declared_runs[rank, values].remote(sent.message, *sent.extra, **after)
@@ -273,7 +277,7 @@ class RayProcesses(Processes):
 
     def _name_of(self, role: str, rank: int) -> str:
         mesh = self.meshes.get(role)
-        # A mesh of one axis says no more than the rank.
+        # The coordinate on a mesh of one axis is the rank itself.
         coordinates = mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
         where = f" on {self._infos[rank].address}" if self._infos else ""
         return rank_name(role, rank, self.world_size, coordinates) + where
@@ -283,6 +287,7 @@ class RayProcesses(Processes):
 
         If a process has died, the error is about its death, not about the errors that it caused on other ranks.
         """
+        # A rank that died makes its peers fail in their collectives; their errors may arrive first.
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
         where = self._name_of(role, rank)
@@ -327,6 +332,7 @@ class RayProcesses(Processes):
 
     def shutdown(self) -> None:
         """Kill the processes."""
+        # Killed, not asked to stop: a rank may hang in a collective.
         for host in self.hosts:
             ray.kill(host)
         if self.hosts:
@@ -345,9 +351,11 @@ _STARTED: WeakSet[RayProcesses] = WeakSet()
 def process_environment(pool: RayResourcePool) -> dict[str, str]:
     """Return the environment variables of each process of a pool."""
     threads = str(pool.cpus_per_worker)
+    # Ranks that share cores must not spin while they wait for a thread.
     unless_set = {"OMP_WAIT_POLICY": "PASSIVE", **KERNEL_CACHES}
     env = {name: os.environ.get(name, value) for name, value in unless_set.items()}
     env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    # A process without a GPU must not create a CUDA context on the others'.
     return env | ({"CUDA_VISIBLE_DEVICES": ""} if pool.gpus_per_worker == 0 else {})
 
 

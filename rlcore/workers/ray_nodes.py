@@ -119,6 +119,7 @@ def _why_too_many(
     demands: Sequence[Demand], nodes: Sequence[Node], where: str, shown: Sequence[Node] | None = None
 ) -> str | None:
     """Return the reason why the pools together need more than these nodes have, or None if they do not."""
+    # A necessary condition only: Ray may still fail to fit the places on single nodes.
     need = sum((demand.total() for demand in demands), Counter[str]())
     for node in nodes:
         need.subtract({kind: node.total.get(kind, 0.0) for kind in need})

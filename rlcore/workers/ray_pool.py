@@ -38,6 +38,7 @@ class Reservation:
         if self.groups:
             return
         deadline = time.monotonic() + self._join_seconds
+        # A cluster that grows may hold the pool soon; one that rlcore started never does.
         while (why := why_impossible([demand, *other_pools], alive_nodes())) is not None:
             if time.monotonic() >= deadline:
                 raise ConfigError(f"{why}\n{ADVICE}")
@@ -134,6 +135,8 @@ class RayResourcePool(ResourcePool):
         """
         self._reservation.make(self.demand(), [pool.demand() for pool in self._other_pools if pool is not self._whole])
         gpus = self.gpus_per_worker
+        # The place holds the resources. Its processes ask for a small share each, so that several fit; Ray
+        # divides single GPUs only.
         share = {"num_cpus": 0, "num_gpus": gpus if gpus > 1 else gpus / GROUPS_PER_PLACE}
         bundles: list[tuple[Any, int]] = []
         for group in self._reservation.groups:

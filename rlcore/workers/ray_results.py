@@ -122,6 +122,7 @@ class PendingBlock(Block):
 
     def keep(self, result: DataProto) -> None:
         """Take the column out of the call's result, so that this block does not keep the other columns alive."""
+        # The worker put numbers of return values in place of references, which it does not have.
         self._column = result.table.column(self._name)
         bind_refs(self._column, {self._number: self._ref}, self._result.made_by)
         self._ref = None

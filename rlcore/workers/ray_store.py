@@ -96,6 +96,7 @@ class RayBlock(Block):
     def load(self, others: Sequence[Block]) -> None:
         """Fetch the rows of all blocks together; WorkerError when some are lost."""
         blocks = [block for block in (self, *others) if isinstance(block, RayBlock) and block._column is None]
+        # Blocks of one object are fetched once.
         away = list({id(block.object): block.object for block in blocks if block.object.column is None}.values())
         try:
             fetched = ray.get([each.ref for each in away])
@@ -170,6 +171,7 @@ def store_declared_result(result: DataProto, inline_bytes: int, names: Iterable[
     plain = all(isinstance(column, (DenseColumn, RaggedColumn)) for column in table.columns.values())
     objects: list[Any] = []
     for number, name in enumerate(names):
+        # The number of return values is fixed before the call, so a small column leaves an empty one.
         objects.append(table.columns[name] if name in large else b"")
         if name in large:
             table.columns[name] = _as_one_object(name, table.columns[name], number, large[name])
@@ -214,6 +216,7 @@ class _BlockEnds:
         rows = len(self._sums)
         wanted = max(1, min(MAX_BLOCKS, total // MIN_BLOCK_BYTES, rows))
         if wanted not in self._known:
+            # Equal bytes rather than equal rows: long responses would make some blocks much larger.
             marks = np.arange(1, wanted) * (self._sums[-1] / wanted)
             inner = np.searchsorted(self._sums, marks, side="left") + 1
             ends = [*sorted({int(end) for end in inner if end < rows}), rows]
@@ -240,4 +243,5 @@ def _bytes_of_object(entry: Any) -> int:
         return len(entry)
     if entry is None or isinstance(entry, (bool, int, float)):
         return 8
+    # As Ray will pickle it; there is no cheaper way to know.
     return len(ray.cloudpickle.dumps(entry))

@@ -59,7 +59,7 @@ class WorkerHost:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         if log is not None:
             _write_to(log)
-        faulthandler.enable()
+        faulthandler.enable()  # a crash in C then leaves a traceback in the log
         pause_collector()  # until the end of the first call, which imports the models
         self._name = name
         self._rank = rank
@@ -68,6 +68,7 @@ class WorkerHost:
         self._one_node = one_node
         self._watch = watch
         self._address: str = ray.util.get_node_ip_address()
+        # Rank 0 serves torch.distributed's store. The port is reserved now and used when workers join.
         self._reserved_port = _reserve_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
@@ -139,6 +140,7 @@ class WorkerHost:
         worker = self._workers[role]
         arrived = time.time()
         try:
+            # Only wait: a failure there belongs to the other group's caller.
             if after:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
@@ -152,6 +154,7 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise worker_failure(error, worker._context, method) from None
         finally:
+            # The first call has imported the models; from now on garbage is collected.
             resume_collector()
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:

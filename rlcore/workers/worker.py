@@ -70,6 +70,7 @@ def register(
 
 def registration_of(worker_cls: type, name: str) -> Registration | None:
     """Return the registration of method `name`: the class's own, or that of the nearest base; None if there is none."""
+    # An override without @register is still callable: the nearest registered base decides.
     for cls in worker_cls.__mro__:
         registration = getattr(cls.__dict__.get(name), "_rlcore_registration", None)
         if registration is not None:
@@ -189,11 +190,13 @@ class Worker:
                 f"{context}: the in-process executor runs {context.world_size} ranks in turn, so they cannot "
                 "communicate. Use cluster.executor=ray, or cluster.workers=1."
             )
+        # Roles that share the process call it too, and the process has one default group.
         if dist.is_initialized():
             return
         wait = datetime.timedelta(seconds=timeout)
         store: Any
         if context.master is None:
+            # A group of one still lets collectives run, without a socket.
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             host, port = context.master
@@ -202,6 +205,7 @@ class Worker:
         if context.gpus > 0:
             import torch
 
+            # nccl uses the current device, which is otherwise set only at the first kernel.
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size, timeout=wait)
@@ -234,6 +238,7 @@ def construct(
 
     `siblings` holds the rank's workers of other roles in the same process; the executor may add more later.
     """
+    # In two steps, so that `__init__` can use rank, device and siblings.
     worker = cls.__new__(cls)
     worker._context = context
     worker._siblings = siblings

@@ -1,5 +1,6 @@
 """Keys that plugins bring: composed, checked, saved and compared as the core's own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import yaml
 
 from rlcore.config import compose, from_yaml, same_run, to_yaml
 from rlcore.errors import ConfigError
-from rlcore.plugins import PluginManager, installed
+from rlcore.plugins import PluginManager, Role, installed
 from rlcore.preflight import preflight
+from rlcore.roles.settings import own_section
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "plugins"
 BLOCKED = [f"no:{entry.name}" for entry in installed()]
@@ -94,6 +96,53 @@ def test_checks_of_sections_and_engines_are_asked(make, own):
         preflight(make("rollout=slow", "data.batch_size=2"), own)
     with pytest.raises(ConfigError, match="engine=plain cannot move its weights off the GPU"):
         preflight(make("engine=plain", "engine.offload=true"), own)
+
+
+@pytest.fixture
+def with_roles(own, make, monkeypatch):
+    """Compose a config of an algorithm that declares roles with engines of their own."""
+    engines = {"ref": Role(engine="plain"), "actor": Role(generates=True, rollout={"name": "slow"})}
+    monkeypatch.setattr(own.algorithm("echo").algorithm, "roles", lambda self: engines)
+    return lambda *overrides: make("cluster.workers=1", *overrides)
+
+
+def test_an_engine_that_only_a_role_of_the_algorithm_names_has_its_keys(with_roles, own, classes):
+    config = with_roles("engine.plain.chunk=3", "rollout.slow.batch_size=2")
+    assert list(config.sections) == ["inspector", "rollout.slow", "engine.plain"]
+    assert (config.section(classes.Plain).chunk, config.section(classes.Slow).batch_size) == (3, 2)
+    assert own_section(config, "engine.plain", classes.Plain).chunk == 3
+    assert yaml.safe_load(to_yaml(config))["engine"]["plain"] == {"chunk": 3}
+    assert from_yaml(to_yaml(config), own) == config
+    assert compose([], own, base=yaml.safe_load(to_yaml(config))) == config
+    assert same_run(config, with_roles("rollout.slow.batch_size=2")) == ["engine.plain.chunk"]
+    assert [info.name for info in own.used_by(config)] == ["stand_in", "sections"]
+    with pytest.raises(ConfigError, match=r"engine.plain.chunk = 0 is out of bounds"):
+        with_roles("engine.plain.chunk=0")
+    # Where the user chooses another engine for the role, the algorithm's has no keys in the run.
+    assert "engine.plain" not in with_roles("roles.ref.engine=torch").sections
+
+
+def test_an_engine_of_a_role_is_asked_for_its_own_check(with_roles, make, own, monkeypatch):
+    preflight(with_roles(), own)
+    seen = []
+    plain = replace(own.train_engines()["plain"], check=lambda config: seen.append(config))
+    monkeypatch.setitem(own.train_engines(), "plain", plain)
+    config = with_roles("roles.ref.dtype=bf16")
+    preflight(config, own)
+    assert [(each.engine.name, each.model.dtype) for each in seen] == [("plain", "bf16")]
+    for purpose in ("train", "evaluate"):
+        with pytest.raises(ConfigError, match=r"role 'actor': rollout.slow.batch_size is more than data.batch_size"):
+            preflight(with_roles("data.batch_size=2"), own, purpose)
+
+
+def test_an_engine_of_the_users_choice_for_one_role(make, own):
+    config = make("roles.actor.rollout={name: slow}", "data.batch_size=2")
+    assert list(config.sections) == ["inspector", "rollout.slow"]
+    with pytest.raises(ConfigError, match=r"role 'actor': rollout.slow.batch_size is more than data.batch_size"):
+        preflight(config, own)
+    preflight(make("roles.actor.rollout={name: slow}", "data.batch_size=2", "rollout.slow.batch_size=2"), own)
+    with pytest.raises(ConfigError, match=r"roles.actor.engine = 'plan' is not installed. Did you mean 'plain'"):
+        preflight(make("roles.actor.engine=plan"), own)
 
 
 def test_saved_and_read_back(make, own):

@@ -10,6 +10,7 @@ from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
+from rlcore.preflight import preflight
 from rlcore.rewards.compose import resolve
 from rlcore.roles.handles import TOKENS
 from rlcore.roles.placement import plan_pools, restrict_to_roles
@@ -75,29 +76,29 @@ def test_a_run_folder_keeps_the_settings(make, plugins):
         ("roles.ref.rollout={top_p: 2}", r"roles\.ref\.rollout\.top_p = 2.0 is out of bounds"),
         ("roles.ref.engine=trch", r"roles\.ref\.engine = 'trch' is not installed\. Did you mean 'torch'"),
         ("roles.ref.rollout={name: hff}", r"roles\.ref\.rollout\.name = 'hff' is not installed\. Did you mean 'hf'"),
+        ("roles.actor.rollout={top_p: 0}", r"role 'actor': rollout\.top_p = 0 leaves no token"),
+        ("roles.actor.rollout={response_len: 2, min_tokens: 3}", r"role 'actor': rollout\.min_tokens = 3 is more than"),
+        ("roles.ref.rollout={stop: ['']}", r"role 'ref': rollout\.stop holds an empty text"),
         ("roles.ref.model=/nowhere", "the model of role 'ref', /nowhere does not exist"),
     ],
 )
 def test_settings_that_cannot_be(make, plugins, override, message):
-    def check(config):
-        check_roles(resolve_roles(ROLES, config), config, plugins)
-
     with pytest.raises(ConfigError, match=message):
-        check(make(override))
+        preflight(make(override), plugins)
 
 
 def test_an_engine_is_asked_for_the_kinds_that_it_holds(make, plugins, monkeypatch):
     torch_engine = plugins.train_engines()["torch"]
     mini = replace(torch_engine, name="mini", capabilities=replace(torch_engine.capabilities, kinds=(), layouts=False))
     monkeypatch.setattr(plugins, "train_engines", lambda: {"torch": torch_engine, "mini": mini})
-    with pytest.raises(ConfigError, match=r"role 'critic' is a critic, which engine=mini cannot hold; .*critic.engine"):
+    with pytest.raises(ConfigError, match=r"critic, which engine=mini does not support; .*critic.engine"):
         check_roles({**ROLES, "critic": Role(kind=CRITIC, trains=True, engine="mini")}, make(), plugins)
     config = make("cluster=local", "cluster.workers=2", "roles.ref.engine=mini")
-    with pytest.raises(ConfigError, match=r"pool main, ref: engine=mini trains a model in one process, not on 2"):
+    with pytest.raises(ConfigError, match=r"pool main, ref: engine=mini supports one worker, not 2"):
         plan_pools(config, resolve_roles(ROLES, config), plugins.train_engines())
     average = {**ROLES, "ref": Role(follows="actor")}
     config = make("roles.ref.engine=mini")
-    with pytest.raises(ConfigError, match=r"ref follows actor and .* both must have the same engine and the same"):
+    with pytest.raises(ConfigError, match=r"ref follows actor and .* both need the same engine and the same"):
         plan_pools(config, resolve_roles(average, config), plugins.train_engines())
 
 
@@ -106,6 +107,14 @@ def test_an_evaluation_leaves_out_the_settings_of_roles_that_it_lacks(make):
     alone = restrict_to_roles(config, {"actor": Role()})
     assert list(alone.roles) == ["actor"]
     assert with_settings({"actor": Role()}, alone)["actor"].rollout == {"temperature": 0.5}
+
+
+def test_an_algorithm_is_asked_about_the_rollout_keys_of_a_role_that_samples(plugins):
+    greedy = "roles.actor.rollout={temperature: 0}"
+    config = compose(["algo=online_dpo", "cluster=in_process", greedy], plugins)
+    with pytest.raises(ConfigError, match=r"role 'actor': rollout\.temperature=0"):
+        preflight(config, plugins)
+    preflight(compose(["algo=online_dpo", "cluster=in_process", greedy.replace("actor", "ref")], plugins), plugins)
 
 
 def numbers(folder):
@@ -139,6 +148,32 @@ def test_a_frozen_bf16_reference_changes_nothing_but_its_own_numbers(tmp_path):
 @pytest.mark.e2e
 def test_a_frozen_bf16_reference_on_ray(ray_cluster, tmp_path):
     check_same_but_for_the_reference(*compare_first_step(tmp_path, "cluster=local", "cluster.workers=2"))
+
+
+@pytest.mark.ray
+@pytest.mark.e2e
+def test_a_frozen_bf16_reference_on_a_pool_of_its_own(ray_cluster, tmp_path):
+    pools = "cluster.pools={student: {roles: [actor], workers: 2}, teacher: {roles: [ref], workers: 1}}"
+    check_same_but_for_the_reference(*compare_first_step(tmp_path, "cluster=local", pools))
+
+
+@pytest.mark.e2e
+def test_rollout_keys_of_the_only_role_that_samples_are_as_good_as_the_runs(tmp_path):
+    """GRPO without a reference and evaluations: the actor alone reads them. The ban on ends makes rows of 3 or more."""
+    folders = [tmp_path / "run", tmp_path / "role"]
+    common = ["train", *SMALL, "algo.kl_coef=0", "rollout.response_len=9"]
+    assert main([*common, f"run.dir={folders[0]}", "rollout.temperature=0.7", "rollout.min_tokens=3"]) == 0
+    assert main([*common, f"run.dir={folders[1]}", "roles.actor.rollout={temperature: 0.7, min_tokens: 3}"]) == 0
+    by_run, by_role = map(numbers, folders)
+    assert by_run == by_role
+
+
+def test_a_roles_handle_has_its_rollout_settings(make, plugins, tmp_path):
+    """GRPO's budget and DAPO's penalty are of the responses that the actor may give."""
+    config = make("roles.actor.rollout={response_len: 3}")
+    rewards = resolve(config.reward, "arithmetic", plugins.rewards())
+    with open_run(config, tmp_path, plugins, resolve_roles({"actor": ROLES["actor"]}, config), rewards) as run:
+        assert (run.actor.rollout.response_len, run.config.rollout.response_len) == (3, 5)
 
 
 def test_a_bf16_teacher_holds_its_weights_in_bf16_and_an_fp32_student_its_own(make, plugins, tmp_path):

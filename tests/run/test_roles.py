@@ -182,7 +182,7 @@ def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tm
     with pytest.raises(ConfigError, match=r"^reward\.model=.*/bare holds no tokenizer"):
         roles(tmp_path / "bare")
     asked = replace(config, reward=replace(config.reward, model=str(scorer())))
-    with pytest.raises(ConfigError, match=r"brings a role 'reward_model' of its own; leave out reward.model"):
+    with pytest.raises(ConfigError, match=r"has its own role 'reward_model'; leave out reward.model"):
         resolve_roles({"reward_model": Role(trains=True, kind=REWARD)}, asked)
 
 
@@ -297,7 +297,7 @@ def test_a_chat_template_of_its_own_or_plain_text(foreign, tmp_path):
     )
     encoder.tokenizer.chat_template = None
     assert characters(encoder, "3+4=", "7") == "3+4=7"
-    with pytest.raises(DataError, match="makes no token of the text ''"):
+    with pytest.raises(DataError, match="gives no token for the text ''"):
         characters(encoder, "", "")
     encoder.tokenizer.chat_template = "{{ raise_exception('only poems') }}"
     with pytest.raises(DataError, match=r"the reward model's chat template refuses .*3\+4=.*: only poems"):

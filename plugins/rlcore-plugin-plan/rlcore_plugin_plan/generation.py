@@ -81,7 +81,7 @@ def step_seconds(
 def transition_seconds(size: ModelSize, layout: GenerationLayout, work: Workload, profile: Profile) -> float:
     """Return the seconds of the transition from training shards to generating shards."""
     training = layout.training
-    if training.world_size == 1 or (is_whole(training, work) and not work.continuous):
+    if is_whole(training, work) and work.shares_module:
         return 0.0
     nbytes = work.dtype_bytes * size.parameters
     held, wanted = training.pp * training.tp, layout.pp * layout.tp

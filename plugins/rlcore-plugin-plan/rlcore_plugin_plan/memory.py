@@ -1,6 +1,7 @@
 """The bytes of a role on a device: weights, gradients, moments, activations, generating weights, keys and values.
 
-A trained parameter takes 16 bytes in fp32 (weight, gradient and AdamW's two moments), a frozen one 4. Pipeline stages,
+A trained parameter takes 16 bytes in fp32 (weight, gradient and AdamW's two moments), a frozen one 4. A bf16 role whose
+weights are only read by forwards takes 2; its embeddings keep 4 where the model is not sharded. Pipeline stages,
 tensor shards and the data-parallel ranks of one copy divide them; tensor shards do not divide embeddings. A working
 role also holds
 
@@ -33,16 +34,22 @@ class Held:
     working: float
 
 
-def role_held(size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload) -> Held:
-    """Return the bytes of a role without its generating weights."""
+def role_held(
+    size: ModelSize, layout: Layout, trains: bool, calls: tuple[Call, ...], work: Workload, *, frozen: bool = False
+) -> Held:
+    """Return the bytes of a role without its generating weights. `frozen`: only forwards read its weights."""
     shards = shard_of(work, layout)
     weights = stage_weights(size, layout) / layout.tp
     resident = (TRAINED_BYTES if trains else FROZEN_BYTES) * weights / shards
-    working = max((_working(size, layout, call, work) for call in calls), default=0.0)
+    rounded = frozen and work.dtype_bytes == 2
+    if rounded:
+        kept = size.embeddings if is_whole(layout, work) else 0.0
+        resident = (2 * (weights - kept) + FROZEN_BYTES * kept) / shards
+    working = max((_working(size, layout, call, work, rounded=rounded) for call in calls), default=0.0)
     return Held(resident, working)
 
 
-def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> float:
+def _working(size: ModelSize, layout: Layout, call: Call, work: Workload, *, rounded: bool) -> float:
     backward, width = call.method in UPDATE, work.dtype_bytes
     rows = work.rows(call) / call.mini_batches / layout.dp
     count, cut = work.micro_batches(rows, layout.pp)
@@ -50,7 +57,7 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
     layers = -(-size.layers // layout.pp)
     gathered = 0.0
     sharded = not is_whole(layout, work)
-    if sharded or width == 2:
+    if sharded or (width == 2 and not rounded):
         whole = stage_weights(size, layout) / layout.tp
         layerwise = size.parameters > work.layerwise_above and layout.pp == 1
         unit = 2 * size.layer / layout.tp + size.embeddings if layerwise else whole
@@ -68,15 +75,18 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload) -> flo
     return gathered + kept + logits
 
 
-def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return the bytes of a device's generating weights; 0 if it generates with the trained ones."""
-    if is_whole(layout.training, work) and not work.continuous:
+def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload, *, apart: bool = False) -> float:
+    """Return the bytes of a device's generating weights; 0 if it generates with the trained ones.
+
+    `apart`: the role is trained on another pool.
+    """
+    if is_whole(layout.training, work) and work.shares_module and not apart:
         return 0.0
     return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
 
 
 def cache_bytes(size: ModelSize, layout: GenerationLayout, work: Workload) -> float:
-    """Return a device's bytes for the keys and values of one row of the longest length."""
-    longest = work.lengths.prompt + (work.lengths.response if work.continuous else work.lengths.most)
+    """Return a device's bytes for the keys and values of one row: of the longest, in a pool of the mean length."""
+    tokens = work.lengths.prompt + (work.lengths.response if work.pooled_cache else work.lengths.most)
     ways = layout.pp * min(layout.tp, size.kv_heads)
-    return work.dtype_bytes * size.cache_elements(longest) / ways
+    return work.dtype_bytes * size.cache_elements(tokens) / ways

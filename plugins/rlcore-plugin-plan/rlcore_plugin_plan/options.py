@@ -142,8 +142,8 @@ class Options:
         return tuple(parts)
 
     def _layouts(self, role: str, devices: Devices, count: int) -> Iterable[Layout]:
-        size, work = self.problem.sizes[role], self.problem.work
-        if count > 1 and role != ROLLOUT and not self.problem.train.layouts:
+        size, work = self.problem.sizes[role], self.problem.work_of(role)
+        if count > 1 and role != ROLLOUT and not self.problem.train_of(role).layouts:
             return
         tp = 1
         while tp <= min(count, devices.profile.per_machine):
@@ -160,7 +160,7 @@ class Options:
     def _generations(self, role: str, layout: Layout) -> Sequence[GenerationLayout | None]:
         if not any(call.method in GENERATION for call in self.problem.calls(role)):
             return [None]
-        fixed = self.problem.fixed.generation_tp
+        fixed = self.problem.fixed.generation_tp.get(role)
         if role == ROLLOUT:
             return [GenerationLayout(layout, tp=layout.tp)] if fixed in (None, layout.tp) else []
         shards = [t for t in range(1, layout.tp + 1) if layout.tp % t == 0 and fixed in (None, t)]
@@ -168,7 +168,7 @@ class Options:
 
     def _part(self, role: str, layout: Layout, replicas: GenerationLayout | None, kind: int, apart: bool) -> Part:
         problem, profile = self.problem, self.problem.devices[kind].profile
-        size, work, unit = problem.sizes[role], problem.work, self.unit(kind)
+        size, work, unit = problem.sizes[role], problem.work_of(role), self.unit(kind)
         stages = [0.0] * self.entries
         for entry, calls in self._entries():
             mine = [call for call in calls if call.role == role]
@@ -178,11 +178,12 @@ class Options:
                     stages[entry] += transition_seconds(size, replicas, work, profile)
                 else:
                     stages[entry] += generation.send_seconds(size, layout, layout.world_size, work, profile)
-        generating = 0.0 if replicas is None else memory.generating_bytes(size, replicas, work)
+        generating = 0.0 if replicas is None else memory.generating_bytes(size, replicas, work, apart=role == ROLLOUT)
         held = memory.Held(0.0, 0.0)
         if role != ROLLOUT:
             calls = tuple(call for call in problem.calls(role) if call.method in (*FORWARD, *UPDATE))
-            held = memory.role_held(size, layout, role in problem.trains, calls, work)
+            frozen = role in problem.frozen
+            held = memory.role_held(size, layout, role in problem.trains, calls, work, frozen=frozen)
         return Part(
             role,
             layout,
@@ -205,11 +206,11 @@ class Options:
     def _seconds(self, call: Call, layout: Layout, kind: int, apart: bool) -> float:
         """Return the seconds of a call without decoding."""
         problem, profile = self.problem, self.problem.devices[kind].profile
-        size = problem.sizes[call.role]
+        size, work = problem.sizes[call.role], problem.work_of(call.role)
         if call.method in UPDATE:
-            return update_seconds(size, layout, call, problem.work, profile)
+            return update_seconds(size, layout, call, work, profile)
         if call.method in FORWARD:
-            return forward_seconds(size, layout, call, problem.work, profile)
+            return forward_seconds(size, layout, call, work, profile)
         if call.method in GENERATION:
             return 0.0
         return weights_seconds(size, layout, profile, apart=apart)
@@ -227,7 +228,7 @@ class Options:
                             problem.sizes[part.role],
                             part.generation,
                             call,
-                            problem.work,
+                            problem.work_of(part.role),
                             slots,
                             problem.devices[kind].profile,
                         )
@@ -259,9 +260,12 @@ class Options:
         return tuple(self._kept(together, kind, count))
 
     def _go_together(self, parts: tuple[Part, ...], part: Part) -> bool:
-        """Whether a role has the same layout as the role that it follows, if both are on the pool."""
+        """Whether a role has the engine and layout of the role that it follows, if both are on the pool."""
         leader = self.problem.leaders.get(part.role)
-        return all(part.layout == other.layout for other in parts if other.role == leader)
+        if leader is None:
+            return True
+        same_engine = self.problem.same_engine(part.role, leader)
+        return all(same_engine and part.layout == other.layout for other in parts if other.role == leader)
 
     def _kept(self, joined: Iterable[Joined], kind: int, count: int) -> list[Joined]:
         """Drop each joint layout that another beats in every stage and in memory.
@@ -310,7 +314,7 @@ class Options:
     def _row_bytes(self, part: Part) -> float:
         """Return a device's bytes for the keys and values of a row."""
         assert part.generation is not None
-        return memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work)
+        return memory.cache_bytes(self.problem.sizes[part.role], part.generation, self.problem.work_of(part.role))
 
     def _option(self, joined: Joined, kind: int, count: int) -> Option | None:
         """Return the parts with as many slots as the remaining memory allows; None if they do not fit."""

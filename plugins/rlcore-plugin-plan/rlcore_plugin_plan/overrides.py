@@ -58,12 +58,13 @@ def _layouts(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _generation(part: Part, layout: GenerationLayout, plan: Plan) -> dict[str, Any]:
-    problem, engine = plan.problem, plan.problem.rollout
-    found: dict[str, Any] = {"rollout.tp": layout.tp}
+    problem, engine = plan.problem, plan.problem.rollout_of(part.role)
+    given = problem.fixed.generation_tp.get(part.role)
+    found: dict[str, Any] = {} if given == layout.tp else {"rollout.tp": layout.tp}
     if engine.slots_key is not None:
         found[engine.slots_key] = part.slots
     if engine.cache_key is not None:
-        row = memory.cache_bytes(problem.sizes[part.role], layout, problem.work)
+        row = memory.cache_bytes(problem.sizes[part.role], layout, problem.work_of(part.role))
         found[engine.cache_key] = math.ceil(part.slots * row / 2**20)
     return found
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from rlcore import Config, ConfigError, Role
 from rlcore.engine import engine_of
-from rlcore.planning import REWARD_WORKERS, ROLLOUT, read_pools, run_roles, sampled_role
+from rlcore.planning import REWARD_WORKERS, ROLLOUT, read_pools, role_config, run_roles, sampled_role
 from rlcore_plugin_plan.devices import devices
 from rlcore_plugin_plan.model_size import ModelSize, size_of
-from rlcore_plugin_plan.problem import Devices, Fixed, Objective, Problem
+from rlcore_plugin_plan.problem import Devices, Fixed, Objective, OwnSettings, Problem
 from rlcore_plugin_plan.record import record
 from rlcore_plugin_plan.search import Plan, search
-from rlcore_plugin_plan.workload import Workload
+from rlcore_plugin_plan.workload import Lengths, Workload
 
 if TYPE_CHECKING:
     from rlcore import PluginManager
@@ -29,8 +29,6 @@ def make_plans(
     `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` stay as they are. Raises ConfigError
     when nothing fits, and for a config that cannot be planned.
     """
-    if not config.algorithm:
-        raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms())}")
     return search(problem_of(config, plugins, devices(config), lengths=lengths, objective=objective))
 
 
@@ -45,21 +43,55 @@ def problem_of(
     """Return the planning problem of a config on these devices."""
     roles = run_roles(config, plugins)
     sizes = {name: _size(role, config) for name, role in _leaders_first(roles).items()}
+    configs = {name: role_config(config, name, role) for name, role in roles.items()}
+    leaders = {name: role.follows for name, role in roles.items() if role.follows is not None}
+    tied = {*leaders, *leaders.values()}
+    work = Workload.of(config, plugins, tuple(lengths))
+    sampled = [configs[name].rollout for name, role in roles.items() if role.generates]
+    if sampled and not lengths:  # all roles read the rows that the first one samples
+        work = replace(work, lengths=Lengths(config.data.prompt_len, (sampled[0].response_len,)))
     problem = Problem(
-        record(config, plugins),
+        record(config, plugins, roles),
         sizes,
         frozenset(name for name, role in roles.items() if role.trains),
-        Workload.of(config, plugins, tuple(lengths)),
+        work,
         found,
-        {name: role.follows for name, role in roles.items() if role.follows is not None},
+        leaders,
         objective=objective,
         rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
         train=plugins.train_engines()[config.engine.name].capabilities,
+        own=_own_settings(roles, config, configs, plugins, work, tuple(lengths)),
+        frozen=frozenset(n for n, role in roles.items() if not (role.trains or role.generates or n in tied)),
     )
     ahead = bool(config.trainer.rollouts_ahead) or any(ROLLOUT in pool.roles for pool in read_pools(config).values())
     if ahead:
         problem = problem.sampled_apart(sampled_role(roles))
-    return replace(problem, fixed=_fixed(config, problem))
+    return replace(problem, fixed=_fixed(config, problem, _fixed_generation(configs, roles, problem)))
+
+
+def _own_settings(
+    roles: Mapping[str, Role],
+    config: Config,
+    configs: Mapping[str, Config],
+    plugins: PluginManager,
+    work: Workload,
+    lengths: tuple[int, ...],
+) -> dict[str, OwnSettings]:
+    """Return the settings of the roles whose precision, train engine or rollout keys are not the run's."""
+    found = {}
+    for name, own in configs.items():
+        if (own.model.dtype, own.engine.name, own.rollout) == (config.model.dtype, config.engine.name, config.rollout):
+            continue
+        mine = Workload.of(own, plugins, lengths)
+        if not roles[name].generates:
+            mine = replace(mine, lengths=work.lengths)
+        found[name] = OwnSettings(
+            own.engine.name,
+            plugins.train_engines()[own.engine.name].capabilities,
+            plugins.rollout_engines()[own.rollout.name].capabilities,
+            {f.name: getattr(mine, f.name) for f in fields(mine) if getattr(mine, f.name) != getattr(work, f.name)},
+        )
+    return found
 
 
 def _size(role: Role, config: Config) -> ModelSize:
@@ -71,13 +103,21 @@ def _leaders_first(roles: Mapping[str, Role]) -> dict[str, Role]:
     return dict(sorted(roles.items(), key=lambda item: item[1].follows is not None))
 
 
-def _fixed(config: Config, problem: Problem) -> Fixed:
+def _fixed(config: Config, problem: Problem, generation_tp: Mapping[str, int]) -> Fixed:
     """Return the choices that the config has made. Raises ConfigError for impossible choices."""
     pools = _fixed_pools(config, problem)
     if pools:
         _check_places(pools, problem)
         _check_sizes(pools, problem)
-    return Fixed(pools or None, _fixed_layouts(config, problem), config.rollout.tp if config.rollout.tp > 1 else None)
+    return Fixed(pools or None, _fixed_layouts(config, problem), generation_tp)
+
+
+def _fixed_generation(configs: Mapping[str, Config], roles: Mapping[str, Role], problem: Problem) -> dict[str, int]:
+    """Return `rollout.tp` of the roles for which it is given; a pool of sampling copies has its role's."""
+    given = {name: configs[name].rollout.tp for name in roles if configs[name].rollout.tp > 1}
+    if ROLLOUT in problem.roles and (sampled := sampled_role(roles)) in given:
+        given[ROLLOUT] = given[sampled]
+    return given
 
 
 def _fixed_layouts(config: Config, problem: Problem) -> dict[str, tuple[int, int]]:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from rlcore import RolloutCapabilities, TrainCapabilities
 from rlcore.planning import ROLLOUT
@@ -46,11 +46,25 @@ class Fixed:
     """Choices that the config has made: pools and their sizes, [pp, tp] of roles, and `rollout.tp`.
 
     `pools`: number of devices by the roles of a pool (a number of None: the planner chooses); None: any placement.
+    `generation_tp`: `rollout.tp` of the roles for which it is given.
     """
 
     pools: Mapping[frozenset[str], int | None] | None = None
     layouts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    generation_tp: int | None = None
+    generation_tp: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """A role's own precision, engines and rollout keys (`roles.NAME.*`, or those of the algorithm's Role).
+
+    `engine`: the name of its train engine. `work`: the fields of Workload in which it differs from the run.
+    """
+
+    engine: str
+    train: TrainCapabilities
+    rollout: RolloutCapabilities
+    work: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,9 @@ class Problem:
     """A planning problem. `trains`: the roles with an optimizer. `leaders`: the followed role of each follower.
 
     `ahead`: steps that sampling runs ahead of training, on a pool of its own. `objective`: minimise the time or the
-    cost of a step; unused devices cost nothing. `rollout`, `train`: the engines' capabilities.
+    cost of a step; unused devices cost nothing. `rollout`, `train`: the engines' capabilities. `own`: the settings of
+    roles that differ from the run's. `frozen`: the roles whose weights only forwards read; bf16 ones
+    are held in bf16.
     """
 
     dataflow: Dataflow
@@ -72,6 +88,8 @@ class Problem:
     fixed: Fixed = Fixed()
     rollout: RolloutCapabilities = field(default_factory=lambda: RolloutCapabilities(tensor_shards=True))
     train: TrainCapabilities = field(default_factory=lambda: TrainCapabilities(layouts=True))
+    own: Mapping[str, OwnSettings] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -94,6 +112,27 @@ class Problem:
         """The working calls of a role."""
         return self._by_role[role]
 
+    @cached_property
+    def _works(self) -> dict[str, Workload]:
+        return {role: replace(self.work, **own.work) for role, own in self.own.items()}
+
+    def work_of(self, role: str) -> Workload:
+        """The workload as a role's engines see it."""
+        return self._works.get(role, self.work)
+
+    def train_of(self, role: str) -> TrainCapabilities:
+        """The capabilities of a role's train engine."""
+        return self.own[role].train if role in self.own else self.train
+
+    def rollout_of(self, role: str) -> RolloutCapabilities:
+        """The capabilities of a role's rollout engine."""
+        return self.own[role].rollout if role in self.own else self.rollout
+
+    def same_engine(self, role: str, other: str) -> bool:
+        """Whether two roles have the same train engine."""
+        engines = [self.own[each].engine if each in self.own else None for each in (role, other)]
+        return engines[0] == engines[1]
+
     def sampled_apart(self, sampled: str) -> Problem:
         """Return the problem with the sampling of role `sampled` as a role of its own, one step ahead of training.
 
@@ -106,7 +145,8 @@ class Problem:
             for call in self.dataflow.calls
         )
         sizes = {**self.sizes, ROLLOUT: self.sizes[sampled]}
-        return replace(self, dataflow=replace(self.dataflow, calls=calls), sizes=sizes, ahead=1)
+        own = {**self.own, ROLLOUT: self.own[sampled]} if sampled in self.own else self.own
+        return replace(self, dataflow=replace(self.dataflow, calls=calls), sizes=sizes, own=own, ahead=1)
 
     def seconds(self, stages: tuple[float, ...]) -> float:
         """Return the time of a step: the sum of its stages.

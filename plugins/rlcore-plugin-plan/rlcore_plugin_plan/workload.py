@@ -59,7 +59,9 @@ class Workload:
     """A step's rows, and the config's settings that cut them into micro-batches.
 
     `prompts`: of a step. `dtype_bytes`: of an element in forward and backward. `attention`: as `model.attention`.
-    `continuous`: continuous batching, a waiting row takes the slot of a finished one.
+    `continuous`: continuous batching, a waiting row takes the slot of a finished one. `shares_module`: a device with
+    all trained weights samples with them; otherwise with a copy. `pooled_cache`: decoding rows share one pool of keys
+    and values; otherwise each has room for the longest row.
     """
 
     prompts: int
@@ -74,6 +76,8 @@ class Workload:
     attention: str = "auto"
     padding_free: bool = True
     continuous: bool = False
+    shares_module: bool = True
+    pooled_cache: bool = False
     offload: bool = False
 
     @classmethod
@@ -84,6 +88,7 @@ class Workload:
         """
         engine, rollout = config.engine, config.rollout
         train = plugins.train_engines()[engine.name].capabilities
+        sampling = plugins.rollout_engines()[rollout.name].capabilities
         settings: dict[str, Any] = {name: config.value(key) for name, key in train.settings.items()}
         return cls(
             prompts=config.data.batch_size,
@@ -92,7 +97,9 @@ class Workload:
             micro_batch_tokens=engine.micro_batch_tokens,
             micro_batch_rows=engine.micro_batch_rows,
             attention=config.model.attention,
-            continuous=plugins.rollout_engines()[rollout.name].capabilities.continuous_batching,
+            continuous=sampling.continuous_batching,
+            shares_module=sampling.shares_module,
+            pooled_cache=sampling.cache_key is not None,
             offload=engine.offload,
             **settings,
         )

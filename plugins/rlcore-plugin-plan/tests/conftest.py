@@ -46,7 +46,8 @@ def paper():
             "ref": llama(actor),
             "reward_model": llama(critic, "number"),
         }
-        settings = {"recompute": True, "micro_batch_tokens": 8192, "continuous": True, **work}
+        engine = {"continuous": True, "shares_module": False, "pooled_cache": True}  # as vLLM
+        settings = {"recompute": True, "micro_batch_tokens": 8192, **engine, **work}
         workload = Workload(1024, Lengths(1024, (1024,)), **settings)
         devices = (Devices(load("a100-80g"), gpus),)
         return Problem(PPO, sizes, frozenset({"actor", "critic"}), workload, devices, {})

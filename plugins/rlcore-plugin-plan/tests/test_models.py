@@ -216,6 +216,38 @@ def test_memory_of_a_role():
     assert memory.cache_bytes(SIZE, GenerationLayout(Layout()), WORK) == 4 * 80 * 100
 
 
+def test_a_frozen_bf16_role_holds_two_bytes_a_parameter():
+    bf16 = replace(WORK, dtype_bytes=2)
+    # Whole, the embeddings of 1,000 parameters stay in fp32; sharded over two places, everything is rounded.
+    whole = memory.role_held(SIZE, Layout(), False, (ROWS,), bf16, frozen=True)
+    assert whole.resident == pytest.approx(2 * 4e6 + 4 * 1000)
+    # 800 tokens of 10 numbers, 34 bytes each, in the one layer that is under way, and its output; logits of 100 thrice.
+    assert whole.working == pytest.approx(2 * 800 * 10 * 34 + 3 * 4 * 800 * 100)
+    shared = memory.role_held(SIZE, Layout(dp=2), False, (ROWS,), bf16, frozen=True)
+    assert shared.resident == pytest.approx(2 * PARAMETERS / 2)
+    # What another role follows, or samples with, keeps fp32, and each forward rounds it once more.
+    kept = memory.role_held(SIZE, Layout(), False, (ROWS,), bf16)
+    assert kept.resident == pytest.approx(4 * PARAMETERS)
+    assert kept.working - whole.working == pytest.approx(2 * PARAMETERS)
+    assert memory.role_held(SIZE, Layout(), False, (), WORK, frozen=True).resident == pytest.approx(4 * PARAMETERS)
+
+
+def test_sampling_is_counted_by_what_the_engine_can_do():
+    alone, slow = GenerationLayout(Layout()), replace(ROUND, bandwidth=1e30)
+    # Rows of 60 + 10 and 60 + 40 tokens, 80 elements of 4 bytes each: room for the longest, or for the mean.
+    uneven = replace(WORK, lengths=Lengths(60, (10, 40)), continuous=True)
+    assert memory.cache_bytes(SIZE, alone, uneven) == 4 * 80 * 100
+    assert memory.cache_bytes(SIZE, alone, replace(uneven, pooled_cache=True)) == 4 * 80 * 85
+    # The trained module serves an engine that can share it, however its rows are admitted.
+    assert memory.generating_bytes(SIZE, alone, uneven) == 0
+    assert transition_seconds(SIZE, alone, uneven, slow) == 0
+    copied = replace(uneven, shares_module=False)
+    assert memory.generating_bytes(SIZE, alone, copied) == pytest.approx(4 * PARAMETERS)
+    assert transition_seconds(SIZE, alone, copied, ROUND) == pytest.approx(2 * 4 * PARAMETERS / 1e10)
+    # A pool that only samples has no trained module.
+    assert memory.generating_bytes(SIZE, alone, uneven, apart=True) == pytest.approx(4 * PARAMETERS)
+
+
 def test_lengths():
     lengths = Lengths(10, (5, 20, 20, 5))
     assert (lengths.response, lengths.most, lengths.row) == (12.5, 20, 22.5)

@@ -41,7 +41,7 @@ def test_throughput_is_of_the_published_size(paper, gpus, published):
 
 
 def generation_seconds(problem, shards):
-    fixed = Fixed({frozenset(problem.roles): None}, {"actor": (1, 8)}, shards)
+    fixed = Fixed({frozenset(problem.roles): None}, {"actor": (1, 8)}, {"actor": shards})
     return search(replace(problem, fixed=fixed))[0].stages[0]
 
 

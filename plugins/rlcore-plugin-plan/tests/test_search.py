@@ -81,7 +81,9 @@ def pool_stages(problem, kind, parts):
             resident += math.ceil(held.resident / unit)
             working = max(working, math.ceil(held.working / unit))
         if replicas is not None:
-            generating += math.ceil(memory.generating_bytes(problem.sizes[role], replicas, work) / unit)
+            generating += math.ceil(
+                memory.generating_bytes(problem.sizes[role], replicas, work, apart=role == ROLLOUT) / unit
+            )
     if resident + generating + working > UNITS:
         return None
     total = [0.0] * len(problem.stage_names)
@@ -181,7 +183,7 @@ def test_a_role_that_follows_has_its_leaders_layout_on_one_pool(small):
 
 def test_what_is_fixed_is_kept(small):
     pools = {frozenset({"actor", "ref"}): 4, frozenset({"critic"}): None}
-    fixed = Fixed(pools, {"actor": (2, 2)}, 2)
+    fixed = Fixed(pools, {"actor": (2, 2)}, {"actor": 2})
     (plan,) = search(replace(small(8, roles=3), fixed=fixed))
     counts = {frozenset(part.role for part in pool.parts): pool.count for pool in plan.pools}
     assert counts[frozenset({"actor", "ref"})] == 4

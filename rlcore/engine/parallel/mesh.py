@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TrainMesh:
-    """The place of this rank in a layout.
+    """This rank's coordinates in a layout, and the process groups along its axes.
 
     Axes, outermost first: `replicate` and `shard`, which together are dp (`shard` ranks share one copy of the weights,
     0: all of dp), `pp`, `tp`. Axes of size 1 are left out, except `shard`. With one rank there is no mesh.
@@ -32,7 +32,7 @@ class TrainMesh:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has the whole model; copies then only add up their gradients."""
+        """Whether every rank has the full model; the copies then only average their gradients."""
         return self.layout.pp == self.layout.tp == self.shards == 1
 
     @property
@@ -47,7 +47,7 @@ class TrainMesh:
 
     @cached_property
     def devices(self) -> Any:
-        """The torch DeviceMesh."""
+        """The torch DeviceMesh. The first access is a collective of all ranks, as it creates process groups."""
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {"replicate": self.copies, "shard": self.shards, "pp": self.layout.pp, "tp": self.layout.tp}
@@ -79,6 +79,7 @@ class TrainMesh:
         """Gather a tensor of `rows` rows that FSDP2 sharded: equal shards, except on the last ranks."""
         if self.shards == 1:
             return local
+        # all_gather needs equal sizes, and FSDP2 gives the last ranks fewer rows.
         size = -(-rows // self.shards)
         padded = local.new_zeros(size, *local.shape[1:])
         padded[: len(local)] = local
@@ -95,7 +96,8 @@ class TrainMesh:
         return torch.cat(parts, dim)
 
     def average_copies(self, tensor: Tensor) -> None:
-        """Average a tensor, in place, over the whole copies of the model."""
+        """Average a tensor, in place, over the copies of the model."""
+        # A sum and a division, as gloo has no average.
         dist.all_reduce(tensor, group=self.group("replicate"))
         tensor.div_(self.copies)
 
@@ -108,6 +110,7 @@ class TrainMesh:
         )
         theirs = torch.empty_like(tensor)
         group = self.group("pp")
+        # Both directions in one batch: two ranks that both send first would wait for each other.
         ops = [dist.P2POp(dist.isend, tensor, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()

@@ -15,13 +15,13 @@ from rlcore.model_folder import load_model_config
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 """Supported entries of transformers' tensor-parallel plans; embeddings stay whole on every rank."""
 FULL_ATTENTION = frozenset({"full_attention"})
-"""The `attention_kinds` of a model whose every token attends to all tokens before it, at any length."""
+"""The `attention_kinds` of a model in which every token attends to all earlier tokens, at any length."""
 
 
 def attention_kinds(config: Any) -> frozenset[str]:
     """Return the kinds of attention of a transformers config's decoder layers, in transformers' words.
 
-    `layer_types` names them. Without it all layers are alike, with a sliding window if the config has one in use.
+    `layer_types` names them. Without it all layers are equal, with a sliding window if the config sets and enables one.
     """
     text = config.get_text_config()
     if kinds := getattr(text, "layer_types", None):
@@ -40,6 +40,7 @@ def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
     asked = engine.layouts[role]
     if len(asked) != 2 or min(asked) < 1:
         raise ConfigError(f"engine.layouts.{role} = {asked} must be [pp, tp], two numbers from 1, as in [1, 2]")
+    # `engine.dp` belongs to the shared pp and tp; with others, dp is the rest of the workers.
     return replace(engine, pp=asked[0], tp=asked[1], dp=0)
 
 
@@ -92,9 +93,7 @@ class ModelShape:
     def problem(self, layout: Layout) -> str:
         """Return the reason why the model cannot use a layout; "" if it can."""
         if layout.pp > self.layers:
-            return f"pp={layout.pp} is more stages than it has layers to cut ({self.layers}); {self.why_not}".strip(
-                "; "
-            )
+            return f"pp={layout.pp} needs more layers than its {self.layers}; {self.why_not}".strip("; ")
         if layout.tp > 1 and not self.divided:
             return f"tp={layout.tp}: {self.why_not}"
         for name, number in self.divided.items():
@@ -111,9 +110,9 @@ class ModelShape:
 
 
 def check_model_layout(model: ModelConfig, layout: Layout) -> None:
-    """Raise ConfigError, listing the possible ones, when a model cannot use a layout.
+    """Raise ConfigError, with a list of the possible layouts, when a model cannot use a layout.
 
-    The workers check again, so a folder that cannot be read here passes.
+    A folder that cannot be read here passes, as the workers check again.
     """
     if layout.pp == layout.tp == 1:
         return

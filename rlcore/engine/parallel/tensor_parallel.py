@@ -1,9 +1,9 @@
-"""Tensor parallelism by the model's own plan: linear layers become DTensors cut over the `tp` axis of the mesh.
+"""Tensor parallelism by the model's own plan: linear layers become DTensors sharded over the `tp` axis of the mesh.
 
-A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` cuts a linear layer's outputs, so that
-attention sees a share of the heads; `rowwise` cuts its inputs and adds the results up; the weights of
-`replicated_with_grad_allreduce` are whole on each rank but see only its heads (Qwen3's norms of queries and keys), so
-their gradients are added up. Everything else is whole on every rank, and every rank computes it alike.
+A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` shards a linear layer's outputs, so
+that attention computes a share of the heads. `rowwise` shards its inputs and adds up the results. The weights of
+`replicated_with_grad_allreduce` are replicated, but each rank applies them to its own heads (Qwen3's norms of queries
+and keys), so their gradients are added up. Everything else is replicated, and every rank computes it in full.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rlcore.errors import ConfigError
 
 
 def plan_of(hf: Any) -> dict[str, str]:
-    """Return the style of each module that the plan of a Hugging Face model names, by the module's full name.
+    """Return the style of each module in the plan of a Hugging Face model, by the module's full name.
 
-    Raises ConfigError for a model without a plan, or with one that is not understood.
+    Raises ConfigError for a model without a plan, and for a plan with unknown styles.
     """
     plan: Mapping[str, str] = getattr(hf.config.get_text_config(), "base_model_tp_plan", None) or {}
     unknown = sorted(set(plan.values()) - set(STYLES))
     if not plan or unknown:
-        what = f"has entries {', '.join(unknown)}" if unknown else "does not exist"
+        fault = f"has the unknown styles {', '.join(unknown)}" if unknown else "is missing"
         raise ConfigError(
-            f"{type(hf).__name__} cannot be trained with engine.tp above 1: its base_model_tp_plan {what}; understood "
+            f"{type(hf).__name__} cannot be trained with engine.tp above 1: its base_model_tp_plan {fault}; supported "
             f"are {', '.join(STYLES)}"
         )
     patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
@@ -44,7 +44,7 @@ def plan_of(hf: Any) -> dict[str, str]:
 
 
 def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
-    """Return the dimension along which each parameter is sharded; parameters without one are whole on every rank."""
+    """Return the dimension along which each parameter is sharded; parameters without one are replicated."""
     dims = {}
     for name in names:
         module, _, kind = name.rpartition(".")
@@ -70,18 +70,19 @@ def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
     fed: Counter[str] = Counter()
     for name, style in plan.items():
         if style in styles and isinstance(modules.get(name), nn.Linear):
-            # Every rank has read the same weights, so each cuts its part out and none is sent.
+            # Every rank has read the same weights, so each takes its own shard and nothing is sent.
             parallelize_module(modules[name], mesh, styles[style](), src_data_rank=None)
             fed[name.rpartition(".")[0]] += style == "colwise"
+    # A module whose input feeds several sharded layers, as attention's queries, keys and values.
     for name, count in fed.items():
         if count > 1:
             modules[name].register_forward_pre_hook(partial(_share_input, mesh), with_kwargs=True)
 
 
 def _share_input(mesh: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Make a module's input one DTensor, so that the gradients of its linear layers are added up before they are sent.
+    """Turn a module's input into one DTensor, so that its linear layers' gradients are added up locally first.
 
-    Queries, keys and values then cost one sum over the ranks in backward, not three.
+    Queries, keys and values then cost one all-reduce in backward instead of three.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -94,7 +95,7 @@ def _share_input(mesh: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 def shard_dims(hf: Any, ranks: int) -> dict[str, int]:
-    """Return the dimension along which `ranks` tensor-parallel ranks divide each parameter; others are whole.
+    """Return the dimension along which `ranks` tensor-parallel ranks divide each parameter; others are replicated.
 
     Raises ConfigError for a model that they cannot divide.
     """

@@ -1,14 +1,14 @@
-"""Samples of a policy that is not quite the one that is trained: importance weights, and how far apart the two are.
+"""Importance weights for samples of another policy than the trained one, and the difference of the two policies.
 
-The two differ where weights are older (`trainer.rollouts_ahead`), where the rollout engine rounds otherwise than the
-train engine, or where one of them is wrong. With b the policy that sampled token t of a row and pi_old the one that the
-algorithm compares with (`old_log_probs`; without that column the weights of the moment, as constants), the gradient of
-each token's part of a loss is multiplied by a weight w_t made from pi_old(y_t) / b(y_t), as `trainer.importance` says.
+They differ when weights are older (`trainer.rollouts_ahead`), when rollout and train engine round differently, or when
+one of them is wrong. Let b be the policy that sampled token t of a row, and pi_old the policy of `old_log_probs`
+(without that column: the current weights, as constants). The gradient of each token's part of a loss is multiplied by a
+weight w_t, a function of pi_old(y_t) / b(y_t) that `trainer.importance` chooses.
 
-This is decoupled PPO (arXiv 2110.00641: the behaviour policy is another than the proximal one, against which the ratio
-is clipped). Losses know nothing of it: the values they get are unchanged, and the gradients are multiplied by w_t
-on the way back to the model. For a loss that sees the policy through outputs per token this equals weighting every
-token's term: its derivative is the sum over tokens of dL/d(output_t) times d(output_t)/d(weights).
+This is decoupled PPO (arXiv 2110.00641), in which the behaviour policy differs from the proximal policy of the clipped
+ratio. Losses need no change: their inputs keep their values, and the gradients are multiplied by w_t on the way back to
+the model. For a loss of per-token outputs this equals weighting every token's term: the loss's derivative is the sum
+over tokens of dL/d(output_t) times d(output_t)/d(weights).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def correct(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device
     how = accumulator.item.importance
     assert how is not None
     columns = LossBatch(batch, device)
+    # Constants, or the weights themselves would get a gradient.
     old = columns["old_log_probs"] if "old_log_probs" in batch else out.log_probs.detach()
     sampled, mask = columns["rollout_log_probs"], columns["response_mask"].bool()
     weights = importance_weights(old, sampled, mask, how.kind, cap=how.cap, floor=how.floor)
@@ -71,7 +72,7 @@ def correct(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device
 
 
 def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device) -> None:
-    """Record how far the log-probs of sampled tokens by the train engine are from those by the rollout engine.
+    """Record the difference of the train engine's and the rollout engine's log-probs of sampled tokens.
 
     Metrics: rollout/train_rollout_logprob_diff (mean absolute difference, nats), the same with _max and with _beyond
     (share of tokens that differ by more than LOGPROB_DIFF_BOUND), rollout/kl (of the trained policy from the sampling
@@ -92,15 +93,16 @@ def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumu
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:
     """Return `output` [rows, tokens, ...] with its gradient multiplied by `weights` [rows, tokens]."""
     shaped = weights.view(*weights.shape, *[1] * (output.dim() - 2))
+    # A view of its own: a hook on `output` itself would also weight the gradients of other readers.
     same = output.view_as(output)
     same.register_hook(lambda gradient: gradient * shaped)  # type: ignore[no-untyped-call]
     return same
 
 
 def staleness(items: Sequence[UpdateItem], version: int, ranks: Ranks) -> dict[str, float]:
-    """Return by how many optimizer steps the weights that sampled the rows of all ranks are behind `version`.
+    """Return the age of the rows of all ranks: the optimizer steps between their weights and `version`.
 
-    Metrics: rollout/staleness (mean) and rollout/staleness_max; none where nothing is corrected.
+    Metrics: rollout/staleness (mean) and rollout/staleness_max; none if no item has importance weights.
     """
     mine: list[int] = []
     corrected = [item.batch for item in items if is_corrected(item) and "weights_version" in item.batch]
@@ -108,5 +110,6 @@ def staleness(items: Sequence[UpdateItem], version: int, ranks: Ranks) -> dict[s
         mine += (version - batch.view("weights_version")).tolist()
     if not corrected:
         return {}
+    # Every rank has the same items, so all or none reach this gather.
     ages = list(chain.from_iterable(ranks.gather(mine)))
     return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": float(max(ages))} if ages else {}

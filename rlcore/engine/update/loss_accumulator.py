@@ -22,7 +22,7 @@ Totals = dict[str, tuple[float, float]]
 class LossBatch(Mapping[str, Any]):
     """The columns of some rows as a loss reads them: tensors on the device, ragged ones padded on the right with zeros.
 
-    All columns that follow the responses get the same padded length. A column is converted when it is first read.
+    All columns with one entry per response token get the same padded length. A column is converted at its first read.
     """
 
     def __init__(self, batch: DataProto, device: torch.device) -> None:
@@ -94,6 +94,7 @@ def sum_counts(
 def _counts(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device) -> dict[str, float]:
     tokens = int(batch.view("responses").lengths.max())
     tries = []
+    # Two sets of outputs, far apart: a count that depends on outputs most likely differs between them.
     for fill in (0.0, -10.0):
         out = Outputs.blank(needs_of(item.loss), len(batch), tokens, vocab, torch.tensor(fill, device=device))
         with torch.no_grad():
@@ -112,7 +113,7 @@ def _counts(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device
 class LossAccumulator:
     """The sums and counts of one item's loss over one mini-batch, on this rank.
 
-    `scale` multiplies the loss of each micro-batch. `faults` names terms that are not finite and counts that do not add
+    `scale` multiplies the loss of each micro-batch. `faults` lists terms that are not finite and counts that do not add
     up, each as a sentence.
     """
 
@@ -135,6 +136,7 @@ class LossAccumulator:
             if term.weight is not None and self.global_counts[key] > 0:
                 share = term.total * (term.weight * self.item.weight * self.scale / self.global_counts[key])
                 loss = share if loss is None else loss + share
+        # Without an objective here, a loss of zero still runs the backward, whose collectives other ranks wait in.
         return loss if loss is not None else sum(t.total for t in terms.values()) * 0.0  # type: ignore[return-value]
 
     def add_metric(self, metric: str, total: Tensor | float, count: Tensor | float) -> None:
@@ -150,6 +152,7 @@ class LossAccumulator:
         """Note a fault for each term whose counts over micro-batches do not add up to that of the mini-batch."""
         for key, count in counted.items():
             got = self.totals.get(f"loss/{key}", (0.0, 0.0))[1]
+            # Counts may be sums of fractional weights, which float32 rounds differently for each cut.
             if not math.isclose(got, count, rel_tol=1e-4, abs_tol=1e-6):
                 self.faults.append(
                     f"the counts of loss term {key!r} add up to {got} over the micro-batches, but to {count} over the "

@@ -1,4 +1,4 @@
-"""Cutting rows into mini-batches, ranks and micro-batches; rows that belong together are never parted."""
+"""Cuts rows into mini-batches, ranks and micro-batches; never splits rows that belong together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlcore.protocol.row_groups import row_groups, split_evenly
 
 
 def column_values(batch: DataProto, name: str | None) -> list[object] | None:
-    """Return a column's values by row, to tell units by; None for no column."""
+    """Return a column's values by row, which define the units; None without a column."""
     return None if name is None else list(batch.view(name).tolist())
 
 
@@ -26,9 +26,9 @@ def update_plan(
 ) -> list[list[list[int]]]:
     """Return the row indices for each rank and mini-batch, `plan[rank][mini_batch]`.
 
-    Mini-batches are consecutive runs of rows and the same whatever the number of ranks. With fewer units than
-    mini-batches some are empty; an update skips and counts those. The units of each are spread over the ranks by the
-    rows' `costs`; without costs, by their number of rows.
+    Mini-batches are consecutive runs of rows, equal for any number of ranks. With fewer units than mini-batches some
+    are empty; an update skips and counts those. The units of each are spread over the ranks by the rows' `costs`;
+    without costs, by their number of rows.
     """
     units = row_groups(rows, together)
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -48,8 +48,9 @@ def micro_batches(
 ) -> list[list[int]]:
     """Cut rows of the given token `lengths` into micro-batches of at most `max_rows` and `max_tokens` (0: no limit).
 
-    Units are taken longest first, so that rows of like length meet. A unit larger than a limit is a micro-batch alone.
-    Where that gives fewer than `at_least`, as a pipeline has stages to keep busy, they get equal shares of the tokens.
+    Units are sorted by length, longest first, so that a micro-batch holds rows of similar length. A unit above a limit
+    is a micro-batch of its own. If this gives fewer than `at_least` (a pipeline has stages to keep busy), the limit
+    becomes an equal share of the tokens.
     """
     units = row_groups(len(lengths), together)
     units.sort(key=lambda unit: -max(lengths[row] for row in unit))
@@ -65,6 +66,7 @@ def micro_batches(
             tokens = 0
         batches[-1].extend(unit)
         tokens += size
+    # The second condition ends the recursion: the rows may be too few or too uneven for `at_least` micro-batches.
     if len(batches) < at_least and max_tokens != (share := max(1, sum(lengths) // at_least)):
         return micro_batches(lengths, together, max_rows, share, at_least)
     return batches

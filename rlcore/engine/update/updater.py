@@ -65,6 +65,7 @@ class Updater:
         Token-level outputs are ragged fp32, as long as `responses`. A reward model's `scores` are fp32 [rows].
         """
         engine = self._engine
+        # Micro-batches reorder rows by length; the numbers restore the batch's order at the end.
         numbered = batch.select(["prompts", "responses"], [])
         numbered["row"] = torch.arange(len(batch))
         parts = self._micro_batches(numbered, None)
@@ -77,6 +78,7 @@ class Updater:
                     pieces[name].append(outputs[name])
             return torch.zeros((), device=self._ranks.device)
 
+        # Empty on all ranks together, as the counts were gathered: no rank waits for another one's forward.
         if padded:
             engine.forward(padded, names, keep)
         sizes = self._output_sizes(parts)
@@ -84,6 +86,7 @@ class Updater:
         columns: dict[str, Ragged | Tensor] = {}
         for name in names:
             flat = torch.cat(pieces[name]) if pieces[name] else torch.zeros(sum(sizes), device=self._ranks.device)
+            # Only the last pipeline stage has outputs.
             values = self._mesh.broadcast_from_stage(self._mesh.layout.pp - 1, flat).cpu().split(sizes)
             rows = [values[row] for row in order]
             if engine.kind.scores_rows:
@@ -93,7 +96,7 @@ class Updater:
         return columns
 
     def _output_sizes(self, parts: Sequence[DataProto]) -> list[int]:
-        """Return how many output values each row has, in the order of the micro-batches."""
+        """Return the number of output values of each row, in the order of the micro-batches."""
         lengths: list[int] = []
         for part in parts:
             lengths += part.view("responses").lengths.tolist()
@@ -113,7 +116,10 @@ class Updater:
         return [batch[rows] for rows in cuts]
 
     def _pad_to_equal_count(self, parts: Sequence[DataProto], by_rank: Sequence[int]) -> list[DataProto | None]:
-        """Append None until there are as many micro-batches as on the busiest rank, and as pipeline stages."""
+        """Append None up to the busiest rank's number of micro-batches, and up to the number of pipeline stages.
+
+        Every forward may be a collective, so all ranks run equally many.
+        """
         stages = self._mesh.layout.pp
         count = max(*by_rank, stages if stages > 1 else 0)
         return [*parts, *[None] * (count - len(parts))]
@@ -123,7 +129,7 @@ class Updater:
     def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
         """Take one optimizer step for each mini-batch of each epoch and return the metrics.
 
-        `step` is the run's step, from 0, which the learning rate follows. A mini-batch without rows on any rank is
+        `step` is the run's step, from 0, which sets the learning rate. A mini-batch without rows on any rank is
         skipped and counted. Raises DataError on every rank, before the optimizer step, for a frozen role and for a loss
         or gradient that is not finite; the error names the rows.
         """
@@ -138,6 +144,7 @@ class Updater:
         skipped = 0
         for _ in range(epochs):
             for index in range(len(items[0].sizes)):
+                # After the first optimizer step the weights are no longer those that sampled, so only that is measured.
                 done = self._mini_batch([(item, item.mini_batch(index)) for item in items], lr, measure=not norms)
                 if done is None:
                     skipped += 1
@@ -163,11 +170,13 @@ class Updater:
     ) -> _OptimizerStep | None:
         """Accumulate the gradient of one mini-batch and step. None: no rank has anything to optimise.
 
-        `measure`: also record how far the weights are from the policy that sampled the rows.
+        `measure`: also record the difference between the weights and the policy that sampled the rows.
         """
         cuts = [self._micro_batches(batch, item.keep_together) for item, batch in work]
         counts = [self._counts(item, batch, parts) for (item, batch), parts in zip(work, cuts, strict=True)]
+        # One message for both: a gather costs a round trip over all ranks.
         by_rank = self._ranks.gather(([len(parts) for parts in cuts], counts))
+        # The ranks of one model-parallel copy hold the same rows, which count once.
         global_counts = _global_counts(self._mesh.one_per_dp_rank([counts for _, counts in by_rank]))
         if not any(sum(counted.values()) > 0 for counted in global_counts):
             return None
@@ -178,6 +187,7 @@ class Updater:
         try:
             return self._step(work, padded, counts, global_counts, lr, measure=measure)
         except DataError:
+            # Half a gradient must not remain for the next update, if the caller catches the error.
             self._engine.zero_grad()
             raise
 
@@ -207,6 +217,7 @@ class Updater:
             if padded[index]:
                 self._backward(padded[index], accumulator, measure=measure and is_sampled(item), last=index == final)
             accumulators.append(accumulator)
+        # The other stages never call the loss.
         if self._mesh.is_last_stage:
             for accumulator, counted in zip(accumulators, counts, strict=True):
                 accumulator.check_counts(counted)
@@ -216,6 +227,7 @@ class Updater:
             """Gather all ranks' losses and gradient norms in one message and check them; return the clipping factor."""
             reports: list[Report] = [(each.totals, each.faults, each.largest) for each in accumulators]
             told = self._ranks.gather((squares, reports))
+            # First: faults of a loss name its term and rows, and are the cause of a bad norm.
             done.add(self._mesh.one_per_dp_rank([report for _, report in told]))
             done.gradient_norm = math.sqrt(sum(of_rank for of_rank, _ in told))
             if not math.isfinite(done.gradient_norm):
@@ -231,7 +243,7 @@ class Updater:
         item, device = accumulator.item, self._ranks.device
 
         def finish(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
-            if part is None:  # another rank has rows: this one joins its collectives with a loss of zero
+            if part is None:  # only another rank has rows: join its collectives with a loss of zero
                 return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
             out = _by_row(outputs, part)
             if measure:

@@ -26,8 +26,8 @@ class GenerationLayout:
     """`pp` stages x `tp` tensor shards; each training copy generates as `micro_dp` replicas of them.
 
     A generating stage is `training.pp / pp` neighbouring training stages, a generating tensor shard `training.tp / tp`
-    neighbouring training shards. In the paper's grouping each rank gets the generating shard that its training shard is
-    a part of: tensor groups are ranks at intervals of `training.tp / tp`, micro-DP groups neighbours.
+    neighbouring training shards. In the paper's grouping each rank gets the generating shard that contains its training
+    shard: tensor groups are ranks at intervals of `training.tp / tp`, micro-DP groups are neighbours.
 
     Raises ConfigError when `pp` or `tp` does not divide training's.
     """
@@ -87,16 +87,16 @@ class GenerationLayout:
         return range(self.place(rank).tp * count, (self.place(rank).tp + 1) * count)
 
     def reuses(self, rank: int) -> bool:
-        """Whether the rank's training shard is a part of its generating shard."""
+        """Whether the rank's generating shard contains its training shard."""
         at = self.training.place(rank)
         return at.pp in self.stages(rank) and at.tp in self.tensor_shards(rank)
 
     @property
     def engine_order(self) -> list[int]:
-        """The order in which an engine with groups of consecutive ranks (vLLM) numbers the ranks.
+        """The numbering of the ranks in an engine whose groups are consecutive ranks (vLLM).
 
-        `engine_order[i]` is the training rank with number i there: tensor groups are consecutive, then the stages of a
-        replica, then the replicas.
+        `engine_order[i]` is the training rank with number i in the engine. Tensor groups are consecutive, then the
+        stages of a replica, then the replicas.
         """
 
         def key(rank: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has renamed it.
+# torch 2.13 renamed the function.
 _all_gather_in_place: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -31,6 +31,7 @@ class ProcessGroups:
 
     def own(self, groups: Sequence[Sequence[int]]) -> Group:
         """Return the one of `groups` that contains this rank (collective)."""
+        # Every rank creates all groups, also those of other ranks: new_group is a collective of the whole world.
         for ranks in (tuple(sorted(group)) for group in groups):
             if ranks not in self._made:
                 self._made[ranks] = Group(ranks, dist.new_group(list(ranks)) if len(ranks) > 1 else None)
@@ -50,8 +51,9 @@ class Piece:
 class Meter:
     """Counts of this rank in bytes.
 
-    `received` from other ranks and `copied` within the process, over all switches. `held` in buffers now, and the
-    `peak` of that. `redundant`: training weights that the last switch left in memory beside their place in a buffer.
+    `received` from other ranks and `copied` within the process, over all switches. `held` in buffers now, and `peak`,
+    the largest value of `held`. `redundant`: training weights that the last switch left in memory a second time,
+    outside the buffer.
     """
 
     received: int = 0
@@ -76,7 +78,7 @@ class Meter:
         self.held -= buffer.nbytes
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor, unless source and target are the same memory."""
+        """Copy a tensor; does nothing if source and target are the same memory."""
         if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
             target.copy_(source)
             self.copied += target.nbytes

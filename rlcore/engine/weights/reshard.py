@@ -1,10 +1,11 @@
-"""From training shards to generating shards, by exchanges inside micro-DP groups (HybridFlow, arXiv 2409.19256, 5.3).
+"""Makes generating shards of training shards, by exchanges inside micro-DP groups (HybridFlow, arXiv 2409.19256, 5.3).
 
-One flat buffer holds this rank's generating shards. A rank's training shard is a part of its generating shard, so it is
-copied to its place in the buffer, and the exchange writes the other parts beside it: nothing is staged.
+One flat buffer holds this rank's generating shards. A rank's generating shard contains its training shard. So the
+training shard is copied to its place in the buffer, and the exchange writes the other parts next to it, without a
+staging copy.
 
-In the buffer each parameter is a run of elements with its cut dimension first, so that every shard is one run too. A
-row-wise parallel weight therefore lies transposed, and engines get a view of it with swapped strides.
+In the buffer each parameter is a run of elements with its cut dimension first, so every shard is one run too. A
+row-parallel weight is therefore stored transposed, and engines get a view of it with swapped strides.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Reshard:
     With t tensor shards and p stages in training, t_g and p_g in generation, and M bytes of divided parameters, each
     rank receives (t p - t_g p_g) / (t_g p_g t p) M, and its buffer has M / (t_g p_g) bytes (Table 2).
 
-    `cuts` are those of the training layout by Hugging Face name, in the same order on all ranks. `bucket_bytes` bounds
-    the bytes under way while earlier parameters are used. Raises ConfigError for a tensor that the layout cannot divide
-    evenly.
+    `cuts` are the ShardSpecs of the training layout by Hugging Face name, in the same order on all ranks.
+    `bucket_bytes` bounds the bytes under way while earlier parameters are used. Raises ConfigError for a tensor that
+    the layout cannot divide evenly.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Reshard:
                 )
         self._join(groups)
         self.shard_specs = {name: cut for name, cut in cuts.items() if self._holds(cut)}
-        # Matrices before vectors, so that no bias parts the weights that engines fuse.
+        # Matrices before vectors: no bias then separates neighbouring weights, which engines fuse into one view.
         order = sorted(self.shard_specs, key=lambda name: -len(self.shard_specs[name].shape))
         ends = list(accumulate((self._numel(self.shard_specs[name]) for name in order), initial=0))
         self._runs = dict(zip(order, pairwise(ends), strict=True))
@@ -68,13 +69,13 @@ class Reshard:
 
     @property
     def buffer(self) -> Tensor:
-        """The flat buffer [elements] of all that this rank holds; made when it is first needed."""
+        """The flat buffer [elements] of this rank's generating shards, allocated at first use."""
         if self._buffer is None:
             self._buffer = self.meter.allocate(self._elements, self.dtype, self.device)
         return self._buffer
 
     def release(self) -> None:
-        """Let the buffer go. Shards given out stay valid, and keep its memory, as long as someone holds one."""
+        """Release the buffer. Shards yielded earlier stay valid, and keep its memory alive while one of them exists."""
         if self._buffer is not None:
             self.meter.free(self._buffer)
             self._buffer = None
@@ -98,6 +99,7 @@ class Reshard:
             flat = self._flat(name)
             under_way.append((name, self.meter.exchange(flat, self._pieces(cut), self._group(cut), self.rank)))
             waiting += flat.nbytes
+            # Hand out the oldest only when the bucket is full: the engine's copy then overlaps the later exchanges.
             while waiting > self.bucket_bytes and len(under_way) > 1:
                 waiting -= self._flat(under_way[0][0]).nbytes
                 yield self._finished(*under_way.popleft())
@@ -105,7 +107,7 @@ class Reshard:
             yield self._finished(*under_way.popleft())
 
     def redundant_bytes(self, shards: Mapping[str, Tensor]) -> int:
-        """Return the bytes of the buffer that repeat `shards`: those whose memory does not lie in it."""
+        """Return the bytes of those `shards` whose memory lies outside the buffer, so that the buffer repeats them."""
         start, stop = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
         beside = [shard for shard in shards.values() if not start <= shard.data_ptr() < stop]
         return sum(shard.numel() * self.buffer.itemsize for shard in beside)
@@ -116,16 +118,18 @@ class Reshard:
         return name, self._shard(self.shard_specs[name], self._flat(name))
 
     def _put(self, shards: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's training shards to their places in the buffer, unless they live there."""
+        """Copy this rank's training shards to their places in the buffer, unless they are there already."""
         slots = {name: self._slot(cut, self._flat(name)) for name, cut in self.shard_specs.items() if self._gives(cut)}
         for name, shard in shards:
             slot = slots.pop(name, None)
             if slot is None or slot.shape != shard.shape:
                 wanted = "none" if slot is None else list(slot.shape)
-                raise DataError(f"rank {self.rank} gave a shard of {name} {list(shard.shape)}; the layout has {wanted}")
+                raise DataError(
+                    f"rank {self.rank}: shard of {name} has shape {list(shard.shape)}; the layout has {wanted}"
+                )
             self.meter.copy(shard, slot)
         if slots:
-            raise DataError(f"rank {self.rank} did not give its shards of {', '.join(sorted(slots)[:5])}")
+            raise DataError(f"rank {self.rank}: shards are missing of {', '.join(sorted(slots)[:5])}")
 
     def _flat(self, name: str) -> Tensor:
         start, stop = self._runs[name]
@@ -136,7 +140,7 @@ class Reshard:
         return self.place.pp in cut.stages
 
     def _cut_first(self, cut: ShardSpec, flat: Tensor) -> Tensor:
-        """Return a run of elements, which lie with the cut dimension first, as a part of the parameter."""
+        """Return a run of elements, stored with the cut dimension first, as a shard of the parameter."""
         if cut.dim is None:
             return flat.view(cut.shape)
         others = [size for dim, size in enumerate(cut.shape) if dim != cut.dim]
@@ -155,7 +159,7 @@ class Reshard:
         return any(stage in cut.stages for stage in self._stages)
 
     def _numel(self, cut: ShardSpec) -> int:
-        """Return the number of its elements in the buffer."""
+        """Return the number of the parameter's elements in the buffer."""
         whole = torch.Size(cut.shape).numel()
         return whole if cut.dim is None else whole * len(self._shards) // self.layout.training.tp
 
@@ -165,10 +169,10 @@ class Reshard:
         return self._same_shard if cut.dim is None else self._peers
 
     def _pieces(self, cut: ShardSpec) -> list[Piece]:
-        """Return the part of the run that each rank of the group gives."""
+        """Return the part of the run that each rank of the group sends."""
         if cut.dim is None and all(stage in cut.stages for stage in self._stages):
             return []
-        # Tied embeddings are on two stages; the first one's are taken.
+        # Tied embeddings are on two stages with equal weights; the first stage sends them.
         stage = next(stage for stage in self._stages if stage in cut.stages)
         there = [rank for rank in self._group(cut).ranks if self.layout.training.place(rank).pp == stage]
         size = self._numel(cut) // len(there)

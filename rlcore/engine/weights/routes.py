@@ -1,8 +1,8 @@
-"""The routes by which weights reach a rollout engine. A worker chooses one at its start and keeps it.
+"""The routes of weights to a rollout engine. A worker chooses one at its start and keeps it.
 
-SharedModule: the rollout engine samples with the trained module itself; nothing travels.
-Resharded: the model is cut over pp or tp, and the rollout engine takes shards; ranks exchange the missing ones.
-Gathered: the rollout engine has weights of its own; every parameter travels whole, one at a time.
+SharedModule: the rollout engine samples with the trained module itself; nothing is sent.
+Resharded: the model is sharded over pp or tp, and the rollout engine takes shards; ranks exchange the missing ones.
+Gathered: the rollout engine has weights of its own; every parameter is gathered in full, one at a time.
 Received: the rollout engine is in other processes; every parameter travels by reference through Ray.
 """
 
@@ -20,7 +20,7 @@ from rlcore.errors import DataError
 
 
 class WeightRoute(ABC):
-    """Brings a rollout engine to the newest weights. `meter` counts the bytes of its switches, where it counts any."""
+    """Updates a rollout engine to the newest weights. `meter` counts the bytes of switches, in Resharded only."""
 
     def __init__(self, rollout: RolloutEngine) -> None:
         self.rollout = rollout
@@ -29,7 +29,7 @@ class WeightRoute(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The version that sampling has to use."""
+        """The version of the weights that sampling must use."""
 
     @abstractmethod
     def bring(self) -> None:
@@ -63,7 +63,7 @@ class SharedModule(_FromTrainEngine):
 
 
 class Gathered(_FromTrainEngine):
-    """Every parameter is gathered whole, one at a time, and copied into the rollout engine's own weights."""
+    """Every parameter is gathered in full, one at a time, and copied into the rollout engine's own weights."""
 
     def bring(self) -> None:
         """See WeightRoute."""
@@ -85,7 +85,7 @@ class Resharded(_FromTrainEngine):
             self.rollout.adopt(shards, self.train.version, self._reshard.shapes)
             self.meter.redundant = self._reshard.redundant_bytes(self.train.held_parameters())
         finally:
-            if not self.rollout.adopts:  # its weights are in memory of its own
+            if not self.rollout.adopts:  # it has copied the shards
                 self._reshard.release()
 
 
@@ -94,13 +94,13 @@ class Received(WeightRoute):
 
     @property
     def version(self) -> int:
-        """See WeightRoute: the version that came last."""
+        """See WeightRoute: the version received last."""
         return self.rollout.version
 
     def bring(self) -> None:
-        """See WeightRoute. Raises DataError when no weights have come."""
+        """See WeightRoute. Raises DataError when no weights have been received."""
         if self.rollout.version < 0:
-            raise DataError("this worker samples with the weights of other processes, and none have been sent to it")
+            raise DataError("this worker samples with the weights of other processes, but has received none")
 
     def receive(self, weights: RemoteWeights) -> None:
         """Copy the weights into the rollout engine. Raises DataError naming the parameters that do not fit."""
@@ -117,6 +117,7 @@ def choose_route(
     if rollout.shares_module:
         return SharedModule(rollout, train)
     is_cut = train.layout.pp * train.layout.tp > 1
+    # An engine with a copy of the whole model on each rank gains nothing from an exchange of shards.
     if is_cut and (rollout.adopts or generation.tp > 1):
         return Resharded(
             rollout, train, Reshard(generation, train.shard_specs, groups, dtype=train.dtype, device=train.ranks.device)

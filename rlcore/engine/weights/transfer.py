@@ -1,4 +1,4 @@
-"""Whole parameters as a batch, one row for each, so that they travel between processes like any other column."""
+"""Packs full parameters into a batch, one row each, so that they travel between processes like any other column."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`rollout=hf`: sampling with a Hugging Face module, the trained one itself where it is whole in this process."""
+"""`rollout=hf`: sampling with a Hugging Face module; the trained one itself if this process has all of it."""

@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class BufferedLayer(CacheLayerMixin):
     """Keys and values [rows, heads, columns, head size]; reading gives the filled columns.
 
-    All rows end at the same column; a shorter row begins at a later one. The buffers grow with their contents, up to
-    `limit` columns, so that rows dropped early never take the memory of a full-length row.
+    All rows end at the same column; a shorter row starts at a later one. The buffers grow with their contents, up to
+    `limit` columns, so that rows that end early never take the memory of a full-length row.
     """
 
     is_compileable = False
@@ -24,7 +24,7 @@ class BufferedLayer(CacheLayerMixin):
         self.limit, self.rows, self.length = limit, 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the prompts' keys and values [rows, heads, tokens, head size] as the first buffers."""
+        """Use the prompts' keys and values [rows, heads, tokens, head size] as the first buffers."""
         self.keys, self.values = key_states, value_states
         self.is_initialized = True
 
@@ -51,7 +51,7 @@ class BufferedLayer(CacheLayerMixin):
             setattr(self, name, buffer)
 
     def _capacity(self, length: int) -> int:
-        """Return the columns of new buffers: half as many again as are filled, and at least 64 more."""
+        """Return the columns of new buffers: 1.5 times the filled ones, at least 64 more, at most `limit`."""
         return min(self.limit, length + max(64, length // 2))
 
     def select(self, rows: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -68,8 +68,8 @@ class BufferedLayer(CacheLayerMixin):
     def join(self, other: BufferedLayer, length: int, limit: int) -> None:
         """Append the rows of another layer; all rows then end at column `length`.
 
-        Own rows move by `length - self.length` columns; what moves beyond column 0 is dropped. Columns before a row's
-        first hold zeros, so that a masked column adds nothing to attention. Buffers with enough room are kept.
+        Own rows move by `length - self.length` columns; columns moved below 0 are dropped. Columns before a row's first
+        hold zeros, so that a masked column adds nothing to attention. Buffers with enough room are kept.
         """
         rows, moves = self.rows + other.rows, length != self.length
         self.limit = limit
@@ -92,7 +92,7 @@ class BufferedLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
-        """Return how many columns a row can have."""
+        """Return the largest number of columns of a row."""
         return self.limit
 
 

@@ -15,5 +15,5 @@ class HFConfig:
     batch_size: int = option(256, "sequences that a worker decodes at once", min=1, was="rollout.batch_size")
     graphs: Literal["auto", "off"] = option(
         "auto",
-        "replay the decoding step as CUDA graphs, on a GPU and for a model that allow it; off: launch each kernel",
+        "replay the decoding step as CUDA graphs if GPU and model allow it; off: launch each kernel",
     )

@@ -40,9 +40,9 @@ def make_adjacent(*modules: nn.Linear) -> None:
 
 
 def fused_weights(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tensor]:
-    """Return the weight [outputs of all, inputs], and the bias if there is one, of several linear layers as one.
+    """Return the weight [outputs of all, inputs], and the bias if there is one, of several linear layers as one layer.
 
-    A view where the parts are adjacent in memory and have the `dtype`, else a copy.
+    Returns views if the parts are adjacent in memory and have the `dtype`, else copies.
     """
     return [_concatenated([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
 
@@ -87,7 +87,7 @@ class FusedDecodeStep:
 
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> tuple[FusedDecodeStep | None, str]:
-        """Return the step for `hf`, or None where the module is not served; and a description with the reason."""
+        """Return the step for `hf`, or None if it does not support the module; and a description with the reason."""
         reason = _unsupported(hf)
         if reason is None:
             step = FusedDecodeStep(hf, dtype)
@@ -100,7 +100,7 @@ class FusedDecodeStep:
         return None, description
 
     def prepare(self, positions: int, device: torch.device) -> None:
-        """Hold the weights as they are now, cast or concatenated where necessary, until `release`.
+        """Read the current weights, cast or concatenated where necessary, and keep them until `release`.
 
         Rotary tables cover the first `positions` positions; a later call with more extends them.
         """
@@ -115,7 +115,7 @@ class FusedDecodeStep:
             self._cos, self._sin = rotary_tables(self._base, positions, device)
 
     def release(self) -> None:
-        """Let go of the weights: copies would take memory from training, and views keep buffers alive."""
+        """Drop the weights: copies would take memory from training, and views keep buffers alive."""
         self._weights, self._head, self._positions = [], [], 0
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
@@ -202,7 +202,7 @@ def _norm(module: Any, values: Tensor) -> Tensor:
 
 
 def _unsupported(hf: Any) -> str | None:
-    """Return why the fused step cannot be the module's; None if it may be."""
+    """Return the reason why the fused step cannot run the module; None if it may."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
     if base is None or not kinds or not kinds <= LAYERS:

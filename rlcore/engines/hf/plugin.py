@@ -15,7 +15,7 @@ RLCORE_API = 1
 
 
 def create_hf(setup: RolloutSetup[HFConfig]) -> RolloutEngine:
-    """Make the engine. It has no use for `engine_order`: its groups are torch's, in any order."""
+    """Make the engine. It ignores `engine_order`: its groups are torch's, in any order."""
     from rlcore.engines.hf.rollout import HFRollout
 
     return HFRollout(

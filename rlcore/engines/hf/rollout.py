@@ -1,4 +1,4 @@
-"""Rollouts on a Hugging Face model: one prefill for each different prompt; rows join and leave while others decode."""
+"""Rollouts on a Hugging Face model: one prefill for each distinct prompt; rows join and leave while others decode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rlcore.model_folder import loading_options, model_dtype, model_path, read_t
 
 
 class HFRollout(RolloutEngine):
-    """Decodes with a Hugging Face module: the train engine's own if it is whole in this process, else a copy.
+    """Decodes with a Hugging Face module: the train engine's own if this process has all of it, else a copy.
 
     `batch_size` rows have a slot and decode together; further requests wait for one. While requests are in flight a
-    shared module is in the state for decoding; it goes back to what training set when the last one has left.
+    shared module is in the state for decoding; afterwards training's settings are restored.
 
     `tensor_group`: the ranks that decode the same rows together, each with its shard of the linear layers. They sample
     the same tokens, because each computes the same logits and every row has its own noise.
@@ -60,8 +60,8 @@ class HFRollout(RolloutEngine):
                 attn_implementation=self.attention,
                 **loading_options(model),
             )
-            # Parameters go on requiring a gradient, though none is ever made: torch chooses kernels by that, and the
-            # log-probs are to be, to the last bit, those of a trained module that is shared.
+            # Parameters keep requires_grad, though no gradient is ever computed: torch chooses kernels by it, and the
+            # log-probs must equal those of a shared trained module to the last bit.
             self.hf.to(device).eval()
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
@@ -85,12 +85,12 @@ class HFRollout(RolloutEngine):
             self.description = f"decodes {form}" if self._slots is not None else f"{self.description}, as {form}"
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
-        """See RolloutEngine. A shared module already has the weights, so that only the version moves."""
+        """See RolloutEngine. A shared module already has the weights, so only the version changes."""
         refuse_in_flight(self.in_flight)
         if not self.shares_module:
             own = dict(self.hf.named_parameters())
             check_same_parameters(self.shapes, shapes)
-            self.version = -1  # until all are there
+            self.version = -1  # until all weights are copied: an interrupted sync leaves a mixture
             with torch.no_grad():
                 for name, tensor in checked(weights, shapes):
                     own[name].copy_(tensor if self._shards is None else self._shards.shard_of(name, tensor))
@@ -101,7 +101,7 @@ class HFRollout(RolloutEngine):
         refuse_in_flight(self.in_flight)
         own = dict(self.hf.named_parameters())
         check_same_parameters({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
-        self.version = -1  # until all are there
+        self.version = -1  # until all weights are replaced
         for name, tensor in checked(shards, shapes):
             own[name].data = tensor
         self.version = version
@@ -109,7 +109,7 @@ class HFRollout(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine."""
         if self.version < 0:
-            raise DataError("the engine has no whole set of weights: sync comes before the first request")
+            raise DataError("the engine has no complete set of weights: call sync before the first request")
         check_requests(requests, self._in_flight)
         self._in_flight.update((request.id, request) for request in requests)
         self._waiting.extend(requests)
@@ -120,13 +120,14 @@ class HFRollout(RolloutEngine):
         return self._in_flight.keys()
 
     def step(self) -> list[Finished]:
-        """See RolloutEngine. One token of each row; several in slots."""
+        """See RolloutEngine. Decodes one token of each row; in slots several."""
         if not self._in_flight:
             return []
         if self._mode is None:
             self._mode = ExitStack()
             self._mode.enter_context(self._decoding_mode())
         with torch.no_grad():
+            # Slots are chosen or refused only while no row decodes: a row cannot change its form of decoding.
             if self._slots is not None and self._rows is None and not self._slots.requests:
                 self._in_slots = self._slots.open(self._waiting, self.slots)
             if self._slots is not None and self._in_slots:
@@ -140,20 +141,20 @@ class HFRollout(RolloutEngine):
             return self._leave(self._rows.append(*drawn, self.end_ids, self.tokenizer))
 
     def _step_in_slots(self, slots: SlotRows) -> list[Finished]:
-        """Let requests join until one does not fit beside the others, and decode up to the next look."""
+        """Let waiting requests join up to the first that does not fit, and decode up to the next look."""
         fitting = 0
         while fitting < len(self._waiting) and slots.fits(self._waiting[fitting]):
             fitting += 1
         if requests := self._admitted(slots.slots, len(slots.requests), fitting):
             logits, cache, index, _ = self._prefilled(requests)
             slots.join(requests, logits, cache, index)
-        return self._gone(slots.advance(self.version))
+        return self._forget(slots.advance(self.version))
 
-    def _gone(self, finished: list[Finished]) -> list[Finished]:
-        """Forget rows that have left."""
+    def _forget(self, finished: list[Finished]) -> list[Finished]:
+        """Remove rows that have left from the requests in flight."""
         for row in finished:
             del self._in_flight[row.id]
-        self._rest_if_idle()
+        self._release_if_idle()
         return finished
 
     def abort(self, ids: Collection[str]) -> list[Finished]:
@@ -165,10 +166,10 @@ class HFRollout(RolloutEngine):
         rows = [] if self._rows is None else self._rows.rows
         aborted = self._leave({index: "abort" for index, row in enumerate(rows) if row.request.id in gone})
         if self._slots is not None:
-            aborted += self._gone(self._slots.abort(gone, self.version))
+            aborted += self._forget(self._slots.abort(gone, self.version))
         for request in [self._in_flight.pop(each) for each in gone if each in self._in_flight]:  # without a slot
             aborted.append(Finished(request.id, request.sampled, request.sampled_log_probs, "abort", self.version))
-        self._rest_if_idle()
+        self._release_if_idle()
         return aborted
 
     def close(self) -> None:
@@ -176,9 +177,10 @@ class HFRollout(RolloutEngine):
         self.abort(self.in_flight)
 
     def _admitted(self, slots: int, taken: int, fitting: int) -> list[Request]:
-        """Take from the queue the requests that get slots now, of the first `fitting`; possibly none.
+        """Take the requests that get slots now from the first `fitting` of the queue; possibly none.
 
-        A prefill of few rows is slow, so rows join when an eighth of the slots is free or all that fit get one.
+        A prefill of few rows wastes time, so rows join when an eighth of the slots is free, or when all that fit get
+        one.
         """
         count = min(slots - taken, fitting)
         if count < min(fitting, max(1, slots // 8)):
@@ -195,10 +197,10 @@ class HFRollout(RolloutEngine):
                 self._rows.drop(reasons)
             else:
                 self._rows = None
-        return self._gone(finished)
+        return self._forget(finished)
 
-    def _rest_if_idle(self) -> None:
-        """Without requests in flight, hold nothing and give the module back to training."""
+    def _release_if_idle(self) -> None:
+        """Without requests in flight, release all memory and give the module back to training."""
         if not self._in_flight and self._mode is not None:
             if self._fused is not None:
                 self._fused.release()
@@ -207,7 +209,8 @@ class HFRollout(RolloutEngine):
 
     @contextmanager
     def _decoding_mode(self) -> Iterator[None]:
-        """Hold the module in the state for decoding; a shared one goes back to what training set."""
+        """Keep the module in the state for decoding, then restore training's settings."""
+        # Module by module: gradient checkpointing trains single layers only.
         training = [module for module in self.hf.modules() if module.training]
         implementation = self.hf.config._attn_implementation
         self.hf.config._attn_implementation = self.attention
@@ -251,21 +254,21 @@ class HFRollout(RolloutEngine):
         return logits
 
     def _prefilled(self, requests: Sequence[Request]) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
-        """Run each different prompt once, padded on the left.
+        """Run each distinct prompt once, padded on the left.
 
-        Returns the logits of the next token of each request [requests, vocab], the cache of the different prompts, the
+        Returns the logits of the next token of each request [requests, vocab], the cache of the distinct prompts, the
         row of each request in it, int64 [requests] on the device, and the requests' lengths, int64 [requests].
         """
-        different: dict[tuple[int, ...], int] = {}
+        distinct: dict[tuple[int, ...], int] = {}
         known = [(*request.prompt, *request.sampled) for request in requests]
-        index = torch.tensor([different.setdefault(tokens, len(different)) for tokens in known])
-        lengths = torch.tensor([len(tokens) for tokens in different])
+        index = torch.tensor([distinct.setdefault(tokens, len(distinct)) for tokens in known])
+        lengths = torch.tensor([len(tokens) for tokens in distinct])
         longest = int(lengths.max())
         columns = torch.arange(longest)
         starts = (longest - lengths)[:, None]
-        mask = torch.zeros(len(different), longest).masked_fill(columns < starts, float("-inf"))
-        ids = torch.zeros(len(different), longest, dtype=torch.int64)
-        for row, tokens in enumerate(different):
+        mask = torch.zeros(len(distinct), longest).masked_fill(columns < starts, float("-inf"))
+        ids = torch.zeros(len(distinct), longest, dtype=torch.int64)
+        for row, tokens in enumerate(distinct):
             ids[row, longest - len(tokens) :] = torch.tensor(tokens)
         limit = longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
         cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, limit)

@@ -1,7 +1,7 @@
-"""The rows that decode together: the state of each, and how rows join and leave between two steps.
+"""The rows that decode together: their state, and the joining and leaving of rows between two steps.
 
-All rows share columns: their newest tokens are in the same column, so that a step writes one column of everything. A
-row that is shorter than others begins at a later column, and the columns before it are masked.
+All rows share columns: their newest tokens are in the same column, so a step writes one column of every buffer. A
+shorter row starts at a later column, and the columns before it are masked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlcore.ops import uniform_noise
 
 @dataclass
 class Row:
-    """A request, and the columns of its first prompt token and of the first token that is sampled here."""
+    """A request, with the columns of its first prompt token and of its first new token."""
 
     request: Request
     start: int
@@ -30,12 +30,12 @@ class Row:
 
     @property
     def limit(self) -> int:
-        """The column after the last token that it may sample."""
+        """The column after the last token that the row may sample."""
         return self.first + self.request.sampling.max_tokens - len(self.request.sampled)
 
     @property
     def may_end(self) -> int:
-        """The first column in which it may end, by min_tokens."""
+        """The first column in which the row may end, by min_tokens."""
         return self.first + self.request.sampling.min_tokens - len(self.request.sampled)
 
 
@@ -55,10 +55,10 @@ class DecodingRows:
         drawn = torch.tensor([len(row.request.sampled) for row in rows])
         self.noise = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
         self.noise[:, length:] = uniform_noise(keys, drawn, columns - length).to(device)
-        self._composed(columns)
+        self._derive(columns)
 
-    def _composed(self, columns: int) -> None:
-        """Set what follows from which rows there are."""
+    def _derive(self, columns: int) -> None:
+        """Set the fields that depend on the set of rows."""
         starts = torch.tensor([row.start for row in self.rows])
         mask = torch.zeros(len(self.rows), columns)
         self.mask = mask.masked_fill(torch.arange(columns) < starts[:, None], float("-inf")).to(self.positions.device)
@@ -85,7 +85,7 @@ class DecodingRows:
         self.positions = torch.cat([self.positions, other.positions])
         self.cache.join(other.cache, length, columns)
         self.rows, self.length = rows, length
-        self._composed(columns)
+        self._derive(columns)
 
     def draw(self, logits: Tensor, end_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next token int64 [rows] and its log-prob fp32 [rows] from `logits` [rows, vocab]."""
@@ -101,19 +101,20 @@ class DecodingRows:
         return tokens, log_probs
 
     def _current_groups(self) -> list[tuple[Sampling, bool, Tensor]]:
-        """Return the rows that draw alike: a sampling, whether its end tokens are banned, and the rows' indices."""
+        """Return the groups of rows with one sampling: the sampling, whether end tokens are banned, the row indices."""
         if not self._groups or self.length >= self._groups_until:
             grouped: dict[tuple[Sampling, bool], list[int]] = {}
             for index, row in enumerate(self.rows):
                 grouped.setdefault((row.request.sampling, self.length < row.may_end), []).append(index)
             device = self.positions.device
             self._groups = [(*key, torch.tensor(rows, device=device)) for key, rows in grouped.items()]
+            # A ban ends at a known column, so the groups are valid until the nearest one.
             ends = [row.may_end for row in self.rows if row.may_end > self.length]
             self._groups_until = min(ends, default=max(row.limit for row in self.rows))
         return self._groups
 
     def append(self, tokens: Tensor, log_probs: Tensor, end_ids: Tensor, tokenizer: Any) -> dict[int, Reason]:
-        """Append a column of tokens with their log-probs; return why rows end with it, by the row's index."""
+        """Append a column of tokens with their log-probs; return the reasons of rows that end with it, by row index."""
         self.tokens[:, self.length], self.log_probs[:, self.length] = tokens, log_probs
         self.length += 1
         ended = (tokens[:, None] == end_ids).any(-1).nonzero().flatten().tolist()
@@ -124,6 +125,7 @@ class DecodingRows:
             self._nearest_limit = min((limit for limit in limits if limit > self.length), default=0)
         if self._has_stops:
             reasons.update((index, "stop") for index in self._stopped(tokenizer))
+        # Last: an end token decides, also at the length limit.
         reasons.update((index, "end") for index in ended)
         return reasons
 
@@ -154,7 +156,7 @@ class DecodingRows:
         return out
 
     def drop(self, gone: Collection[int]) -> None:
-        """Remove the rows at these indices; at least one stays. Rows from the end move to where others left."""
+        """Remove the rows at these indices; at least one stays. Rows from the end move to the freed indices."""
         left = len(self.rows) - len(gone)
         holes = [index for index in range(left) if index in gone]
         fillers = [index for index in range(left, len(self.rows)) if index not in gone]

@@ -1,8 +1,8 @@
 """Requests in slots: rows that a static step decodes, on a GPU by replaying CUDA graphs.
 
 A graph is captured once for each number of rows (the slots, and halves of them) and kept, since buffers and weights
-stay at their addresses. The host looks at what ended every few steps; the rows that go on then move together, so that
-the next graph can be a smaller one.
+keep their addresses. The host looks for ended rows every few steps. The remaining rows then move together, so that the
+next graph can be a smaller one.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from rlcore.ops import uniform_noise
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16
-"""Steps between two looks of the host; a row that has ended takes its slot's time until then."""
+"""Steps between two looks of the host; an ended row occupies its slot until the next look."""
 FEWEST_ROWS = 8
-"""Rows of the smallest graph."""
+"""Number of rows of the smallest graph."""
 MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
-"""Slots take at most this much of the device's memory, and of what is free."""
+"""Largest share of the device's memory, and of its free memory, that slots take."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """What all rows that decode together have in common."""
+    """The sampling parameters that all rows of a batch of slots share."""
 
     temperature: float
     top_p: float
@@ -58,7 +58,7 @@ class Distribution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is cut away."""
+        """Whether neither top-k nor top-p restricts the tokens, at a temperature above 0."""
         return self.temperature > 0 and self.top_p >= 1 and self.top_k == 0
 
 
@@ -89,21 +89,22 @@ class SlotRows:
         return 0 if self._step is None else self._step.slots.slots
 
     def open(self, waiting: Sequence[Request], most: int) -> bool:
-        """Prepare, while no row has a slot, for requests that are like the first; False where memory is too small.
+        """Prepare slots for requests with the first one's distribution; False if memory is too small.
 
-        The weights are copied as they are now. There are at most `most` slots.
+        Called while no row has a slot. Copies the current weights. There are at most `most` slots.
         """
         self._distribution = Distribution.of(waiting[0].sampling)
-        alike = [each for each in waiting if Distribution.of(each.sampling) == self._distribution]
-        self._bans = any(each.sampling.min_tokens for each in alike)
-        width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in alike))
-        room = _rounded(max(each.sampling.max_tokens for each in alike))
+        compatible = [each for each in waiting if Distribution.of(each.sampling) == self._distribution]
+        self._bans = any(each.sampling.min_tokens for each in compatible)
+        width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in compatible))
+        room = _rounded(max(each.sampling.max_tokens for each in compatible))
         if self._weights is None:
             self._weights = StepWeights(self.hf, self.dtype)
         self._weights.refresh()
         if self._step is None or width > self._step.slots.width or room > self._step.slots.room:
             if self._step is not None:
                 width, room = max(width, self._step.slots.width), max(room, self._step.slots.room)
+            # Free the old buffers before the new ones are allocated. Graphs hold their addresses, so they go too.
             self._step, self._pool = None, None
             self._graphs.clear()
             slots = min(most, self._affordable(width, room))
@@ -113,18 +114,19 @@ class SlotRows:
         return True
 
     def _affordable(self, width: int, room: int) -> int:
-        """Return how many slots the device has memory for."""
+        """Return the number of slots that fit into the device's memory."""
         assert self._weights is not None
         if self.device.type != "cuda":
             return 2**31
         free, total = torch.cuda.mem_get_info(self.device)
+        # Blocks that torch has cached are free as well.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(min(MEMORY_SHARE * total, FREE_SHARE * free)) // Slots.bytes_of_one(width, room, self._weights)
 
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
         assert self._weights is not None
         base = getattr(self.hf, self.hf.base_model_prefix)
-        aligned = self._weights.heads.size % 8 == 0  # as the flash kernel needs it
+        aligned = self._weights.heads.size % 8 == 0  # a condition of the flash kernel
         flash = self.device.type == "cuda" and self.dtype is torch.bfloat16 and aligned
         return StaticStep(
             Slots(slots, width, room, self._weights, self.device),
@@ -149,8 +151,8 @@ class SlotRows:
     def join(self, requests: Sequence[Request], logits: Tensor, cache: BufferedCache, index: Tensor) -> None:
         """Give requests slots, and draw the first token of each.
 
-        `logits` [requests, vocab] are those of that token. Request i has row `index[i]`, int64 [requests], of `cache`,
-        whose rows end at the cache's last column.
+        `logits` [requests, vocab] are the logits of that token. Request i has row `index[i]`, int64 [requests], of
+        `cache`, whose rows end at the cache's last column.
         """
         assert self._step is not None
         s, first = self._step.slots, len(self.requests)
@@ -184,7 +186,7 @@ class SlotRows:
             kept.flatten(0, 1).index_copy_(0, places, filled.index_select(0, source).to(self.dtype))
 
     def _draw(self) -> Draw:
-        """Return how tokens are drawn: in few passes on a GPU where nothing is cut away, else as all engines do."""
+        """Return the function that draws tokens; on a GPU without top-k and top-p one with few passes."""
         each = self._distribution
         if self.device.type == "cuda" and each.is_plain:
             return partial(self._fast_draw, temperature=each.temperature)
@@ -192,7 +194,7 @@ class SlotRows:
         return lambda logits, noise: sample_tokens(logits, noise, sampling)
 
     def advance(self, version: int) -> list[Finished]:
-        """Decode all rows by up to LOOK_EVERY tokens; return those that ended, whose slots are free then."""
+        """Decode all rows by up to LOOK_EVERY tokens; return the ended ones and free their slots."""
         assert self._step is not None
         limits = [each.sampling.max_tokens - len(each.sampled) for each in self.requests]
         left = max(limit - max(1, stored) for limit, stored in zip(limits, self._stored, strict=True))
@@ -209,7 +211,7 @@ class SlotRows:
         return rows
 
     def _replayed(self, rows: int) -> Callable[[], None]:
-        """Return what decodes the first `rows` slots by one token."""
+        """Return the function that decodes the first `rows` slots by one token."""
         assert self._step is not None
         run = partial(self._step, rows, self._draw(), bans=self._bans)
         if not self.capture:
@@ -220,13 +222,14 @@ class SlotRows:
         return self._graphs[key].replay
 
     def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture `run`. While it is tried and captured all rows count as ended, so that it changes nothing."""
+        """Capture `run`. All rows count as ended during warm-up and capture, so that these change nothing."""
         assert self._step is not None
         ended = self._step.slots.ended
         kept = ended.clone()
         ended.fill_(True)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        # Warm up on another stream, as torch requires before a capture: kernels choose their work space there.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -240,7 +243,7 @@ class SlotRows:
         return graph
 
     def _look(self, version: int) -> list[Finished]:
-        """Fetch which rows have ended and return them."""
+        """Fetch the flags of ended rows from the device, and return these rows."""
         assert self._step is not None
         s, rows = self._step.slots, len(self.requests)
         ended, by_itself, count = torch.stack([s.ended[:rows], s.by_itself[:rows], s.count[:rows]]).tolist()
@@ -253,7 +256,7 @@ class SlotRows:
         return self._leave(reasons, version)
 
     def _stopped(self, count: Sequence[int], reasons: dict[int, tuple[Reason, int]]) -> dict[int, tuple[Reason, int]]:
-        """Return the rows in which a stop string was completed since the last look, and how many tokens they keep."""
+        """Return the rows with a stop string completed since the last look, and the number of tokens to keep."""
         assert self._step is not None
         stopped: dict[int, tuple[Reason, int]] = {}
         for row, request in enumerate(self.requests):
@@ -270,7 +273,7 @@ class SlotRows:
         return stopped
 
     def abort(self, ids: Collection[str], version: int) -> list[Finished]:
-        """Take rows out as they are."""
+        """Remove rows, with their tokens so far."""
         gone = {row: request for row, request in enumerate(self.requests) if request.id in ids}
         return self._leave({row: ("abort", self._stored[row]) for row in gone}, version)
 
@@ -291,7 +294,7 @@ class SlotRows:
         return finished
 
     def _drop(self, gone: Collection[int]) -> None:
-        """Free the slots of rows; rows from the end move to where others left."""
+        """Free the slots of rows; rows from the end move to the freed slots."""
         assert self._step is not None
         rows, left = len(self.requests), len(self.requests) - len(gone)
         holes = [row for row in range(left) if row in gone]
@@ -311,9 +314,9 @@ Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Ten
 def capturable(
     hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, prefill: Prefill
 ) -> tuple[SlotRows | None, str]:
-    """Return slots for a module on a GPU in the fastest form that a probe finds right, and a description of the form.
+    """Return slots for a module on a GPU, in the fastest form that passes a probe, and a description of the form.
 
-    Without slots, the description says why. Each form that fails is a line in the log.
+    Without slots, the description is the reason. The log has a line for each form that failed.
     """
     reason = ""
     parameters = sum(parameter.numel() for parameter in hf.parameters())
@@ -327,6 +330,7 @@ def capturable(
             log.info("%s cannot decode in %s: %s: %s", type(hf).__name__, form, type(error).__name__, error)
             reason = f"{form} failed with {type(error).__name__}"
             continue
+        # bf16 rounds log-probs by about 1e-2.
         if off <= (1e-4 if dtype is torch.float32 else 5e-2):
             log.info("%s decodes in slots, replaying %s", type(hf).__name__, form)
             return rows, f"in slots, replaying {form}"
@@ -337,7 +341,7 @@ def capturable(
 
 @torch.no_grad()
 def probe(rows: SlotRows, prefill: Prefill) -> float:
-    """Sample two short rows and return how far a log-prob is, at most, from that of the module's own forward."""
+    """Sample two short rows and return the largest difference of a log-prob to the module's own forward."""
     vocabulary = rows.hf.get_input_embeddings().weight.shape[0]
     ids = [(token * 7 % min(vocabulary, 89) + 3) % vocabulary for token in range(8)]
     sampling = Sampling(max_tokens=6)
@@ -361,5 +365,5 @@ def probe(rows: SlotRows, prefill: Prefill) -> float:
 
 
 def _rounded(tokens: int) -> int:
-    """Return a number of tokens rounded up, so that buffers are seldom made anew."""
+    """Return a number of tokens rounded up, so that buffers are seldom reallocated."""
     return -(-tokens // 128) * 128

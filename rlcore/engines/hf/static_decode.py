@@ -1,8 +1,8 @@
-"""A decoding step whose shapes never change, so that a GPU can replay it without the host.
+"""A decoding step with constant shapes, so that a GPU can replay it without the host.
 
-Each row has a slot: `width` places for keys and values, its own position and its own room for tokens, in fixed buffers
-on the device. A step feeds each slot's newest token, draws the next one, stores it, and marks the rows that ended.
-Nothing in it waits for the host, and no shape depends on which rows are alive.
+Each row has a slot: `width` columns for keys and values, its own position and its own room for tokens, in fixed buffers
+on the device. A step feeds each slot's newest token, draws the next one, stores it, and marks the rows that ended. It
+never waits for the host, and no shape depends on the set of live rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Heads:
-    """How the outputs of a layer's first product divide into query, key and value heads of one `size`."""
+    """The division of a layer's first product into query, key and value heads of one `size`."""
 
     queries: int
     keys: int
@@ -33,7 +33,7 @@ class Heads:
 
     @staticmethod
     def of(layer: Any) -> Heads:
-        """Read them off a decoder layer of LAYERS."""
+        """Read the numbers from a decoder layer of LAYERS."""
         attention = layer.self_attn
         size = attention.head_dim
         projections = (attention.q_proj, attention.k_proj)
@@ -55,7 +55,7 @@ class LayerWeights:
 
 
 class StepWeights:
-    """The weights of a module as a step needs them, at addresses that stay: copies, refreshed by `refresh`."""
+    """Copies of a module's weights in the form of a step, at constant addresses; `refresh` updates them."""
 
     def __init__(self, hf: Any, dtype: torch.dtype) -> None:
         base = getattr(hf, hf.base_model_prefix)
@@ -77,7 +77,7 @@ class StepWeights:
         return LayerWeights(before, qkv, head_norms, out, between, gate_up, down)
 
     def _fused(self, modules: Sequence[nn.Linear]) -> list[Tensor]:
-        """Return weight, and bias if there is one, of linear layers that read the same input, as one."""
+        """Return weight, and bias if there is one, of linear layers with the same input, fused into one layer."""
         weights: list[Tensor] = [module.weight for module in modules]
         biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
         return [self._copy(each) for each in (weights, biases) if each]
@@ -102,9 +102,9 @@ class StepWeights:
 def into_layer(
     hidden: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor, heads: Heads, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return queries [rows, query heads, size], and keys and values [rows, 2, key heads, size], of the residual stream.
+    """Compute a layer's queries [rows, query heads, size], and keys and values [rows, 2, key heads, size].
 
-    `hidden` [rows, hidden]; `cos` and `sin` [rows, 1, size].
+    `hidden` [rows, hidden] is the residual stream; `cos` and `sin` [rows, 1, size].
     """
     inputs = _norm(hidden, layer.before, heads).to(dtype)
     states = F.linear(inputs, *layer.qkv).view(len(hidden), -1, heads.size)
@@ -118,7 +118,7 @@ def into_layer(
 
 
 def out_of_layer(hidden: Tensor, read: Tensor, layer: LayerWeights, activation: Any, heads: Heads) -> Tensor:
-    """Return the residual stream after the layer, from what its attention read [rows, query heads, size]."""
+    """Return the residual stream after the layer; `read` [rows, query heads, size] is its attention's output."""
     hidden = hidden + F.linear(read.reshape(len(hidden), -1), *layer.out)
     gate, up = F.linear(_norm(hidden, layer.between, heads).to(read.dtype), *layer.gate_up).chunk(2, -1)
     return hidden + F.linear(activation(gate) * up, *layer.down)
@@ -134,7 +134,7 @@ def between_layers(
     activation: Any,
     heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the residual stream after `layer`, and what `into_layer` gives for the `following` one."""
+    """Return the residual stream after `layer`, and the results of `into_layer` for the `following` layer."""
     hidden = out_of_layer(hidden, read, layer, activation, heads)
     return hidden, *into_layer(hidden, following, cos, sin, heads, read.dtype)
 
@@ -144,11 +144,11 @@ def _norm(values: Tensor, weight: Tensor, heads: Heads) -> Tensor:
 
 
 Attend = Callable[[Tensor, Tensor], Tensor]
-"""From queries [rows, query heads, size] and a layer's cache [rows, width, 2, key heads, size] to what they read."""
+"""Attention of queries [rows, query heads, size] over a layer's cache [rows, width, 2, key heads, size]."""
 
 
 def masked_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
-    """Return attention of rows at `positions` int64 [rows] that covers the whole width under a mask."""
+    """Return attention over the full width, with a mask, for rows at `positions` int64 [rows]."""
     seen = torch.arange(width, device=positions.device) <= positions[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill(~seen, float("-inf"))
 
@@ -156,13 +156,13 @@ def masked_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.d
         keys, values = cache.permute(2, 0, 3, 1, 4)
         grouped = queries.view(len(queries), heads.keys, -1, heads.size)
         read = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=heads.scale)
-        return read.reshape(queries.shape)  # CUDA kernels give heads and queries in another order in memory
+        return read.reshape(queries.shape)  # not `view`: CUDA kernels return another memory order
 
     return attend
 
 
 def flash_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
-    """Return the same by the flash kernel for variable lengths, which reads only what a row has; bf16, on CUDA."""
+    """Return the same attention by the flash kernel, which reads filled columns only; for bf16 on CUDA."""
     starts = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
     filled, places = (positions + 1).to(torch.int32), starts * width
 
@@ -188,9 +188,9 @@ def flash_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dt
 
 
 def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw as `sample_tokens` does without cuts, in two passes over the logits: to a block of tokens, then inside it.
+    """Draw as `sample_tokens` does without top-k and top-p, in two passes: first a block of tokens, then one of them.
 
-    The sums are taken in another order, so a number at the very edge between two tokens may give the other one.
+    The sums have another order, so noise at the very border between two tokens may give the other token.
     """
     rows, vocabulary = logits.shape
     size = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if vocabulary % size == 0)
@@ -198,7 +198,7 @@ def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[T
     high = logits.amax(-1, keepdim=True).float()
     masses = ((blocks.float() - high[:, :, None]) / temperature).exp().sum(-1)
     ends = masses.cumsum(-1)
-    # Below the last sum, however the product is rounded: what lies beyond has no mass.
+    # Keeps the draw below the last sum after rounding: no token lies beyond it.
     under = 1 - 2**-23
     draw = torch.minimum(noise.float()[:, None] * ends[:, -1:], ends[:, -1:] * under)
     block = torch.searchsorted(ends, draw, right=True)
@@ -211,11 +211,11 @@ def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[T
 
 
 class Slots:
-    """The buffers of all rows, on one device. The rows that decode have the first slots.
+    """The buffers of all rows, on one device. The decoding rows have the first slots.
 
-    `tokens` int64 [slots] are the newest tokens, at `positions`; `count` of them were drawn here, `limit` is the most,
-    and none may end before `may_end`. `drawn` and `log_probs` are [slots, room + 1]: what ended rows would store goes
-    to the last column.
+    `tokens` int64 [slots] are the newest tokens, at `positions`. `count` is the number of drawn tokens, `limit` its
+    maximum, and `may_end` its minimum. `drawn` and `log_probs` are [slots, room + 1]: ended rows write to the last
+    column, which is never read.
     """
 
     INTEGERS = ("tokens", "positions", "count", "limit", "may_end")
@@ -254,9 +254,9 @@ class Slots:
 
 
 class StaticStep:
-    """One more token of each of the first slots, on fixed buffers.
+    """Decodes one more token for each of the first slots, on fixed buffers.
 
-    `rotary`: cosines and sines [width, size], as FusedDecodeStep has them. `attention` is one of the two above.
+    `rotary`: cosines and sines [width, size] of `rotary_tables`. `attention`: masked_attention or flash_attention.
     """
 
     def __init__(
@@ -301,6 +301,7 @@ class StaticStep:
         """Store a drawn token for each of the slots from `first` on, and mark the rows that end with it."""
         s = self.slots
         part = slice(first, first + len(tokens))
+        # Ended rows run along: a graph has no branches. They write to the spare column and change nothing else.
         live = ~s.ended[part]
         column = torch.where(live, s.count[part], s.room)[:, None]
         s.drawn[part].scatter_(1, column, tokens[:, None])
@@ -313,7 +314,7 @@ class StaticStep:
         s.ended[part].logical_or_(ends | (live & (s.count[part] >= s.limit[part])))
 
     def draw(self, first: int, logits: Tensor, draw: Draw, *, bans: bool) -> None:
-        """Draw and store the next token of the slots from `first` on; with `bans` none ends before it may."""
+        """Draw and store the next token of the slots from `first` on; `bans` enforces `may_end`."""
         s = self.slots
         part = slice(first, first + len(logits))
         if bans:

@@ -32,7 +32,7 @@ class RowParallelLinear(nn.Module):
 
 
 class TensorShards:
-    """Cuts a module in place to this rank's shard; shards follow the order of ranks in `group`.
+    """Reduces a module, in place, to this rank's shard; shards follow the order of ranks in `group`.
 
     Raises ConfigError for a model that this number of ranks does not divide.
     """
@@ -45,9 +45,10 @@ class TensorShards:
             if style == "rowwise" and isinstance(module, nn.Linear):
                 hf.set_submodule(name, RowParallelLinear(module, group.handle))
         for name, parameter in hf.named_parameters():
+            # A clone, as a view would keep the full parameter's memory.
             parameter.data = self.shard_of(name, parameter.data).clone()
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a full parameter, as a view."""
+        """Return this rank's shard of a full parameter, as a view."""
         dim = self._dims.get(name)
         return whole if dim is None else whole.chunk(self._count, dim)[self._index]

@@ -12,16 +12,18 @@ from rlcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """How the torch engine shards a model, and where it trades memory for speed."""
+    """How the torch engine shards a model and trades memory for speed."""
 
     shard: int = option(
         0,
-        "data-parallel ranks that share one copy of the weights (FSDP); 0: all of them, 1: a copy for each",
+        "data-parallel ranks that share one copy of the weights (FSDP); 0: all ranks, 1: a copy on each rank",
         min=0,
         was="engine.shard",
         incidental=True,
     )
-    logits_chunk: int = option(4096, "positions whose logits exist at one time", min=1, was="engine.logits_chunk")
+    logits_chunk: int = option(
+        4096, "positions whose logits are in memory at one time", min=1, was="engine.logits_chunk"
+    )
     compile: Literal["auto", "off"] = option(
         "auto",
         "compile the passes over logits, on a GPU for a model of 100 million parameters and more; off: run each kernel",

@@ -1,6 +1,6 @@
 """Training with torch's own parallelism: FSDP2 along dp, DTensor along tp, 1F1B pipelines along pp.
 
-Where every rank holds the whole model, alone or beside copies of it, the module is not wrapped.
+If every rank holds the full model, the module is not wrapped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlcore.protocol import DataProto
 
 
 class TorchEngine(TrainEngine):
-    """`engine=torch`: a Hugging Face model, spread over the ranks as `engine` says, with AdamW if it trains."""
+    """`engine=torch`: a Hugging Face model, spread over the ranks by the keys of `engine`, with AdamW if it trains."""
 
     def __init__(self, setup: TrainSetup[TorchConfig]) -> None:
         layout = layout_of(setup.engine, setup.ranks.world_size)
@@ -75,10 +75,11 @@ class TorchEngine(TrainEngine):
     def _keep_in_bf16(self) -> None:
         """Round the weights that every forward would round: half the memory, and the same outputs.
 
-        Autocast rounds the inputs of matrix products and nothing else; sharded parameters are rounded all alike.
+        Autocast rounds the inputs of matrix products only; FSDP rounds all sharded parameters.
         """
         modules: list[nn.Module] = [self.model]
         if self.mesh.is_whole:
+            # A head may be tied to the embedding, which autocast leaves in fp32.
             heads = {self.model.hf.get_input_embeddings(), self.model.hf.get_output_embeddings()}
             modules = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each not in heads]
         for module in modules:
@@ -89,17 +90,17 @@ class TorchEngine(TrainEngine):
         self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in self.model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = True  # of the layer itself: its submodules keep their dropout off
+                layer.training = True  # only the layer's own flag: submodules keep dropout off
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = self.mesh.data
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        # A pipeline stage keeps its layers whole between the micro-batches of a step.
+        # A pipeline stage keeps its layers gathered between the micro-batches of a step.
         keep = False if self._pipeline is not None else None
-        # A large model is sharded layer by layer, so that one layer is whole at a time. A small one is sharded in one
-        # piece, which takes one gather in place of a dozen.
+        # A large model is sharded layer by layer, so that only one layer is gathered at a time. A small one is sharded
+        # in one piece, which takes one gather instead of a dozen.
         if sum(math.prod(shape) for shape in self.shapes.values()) > self.own.layerwise_above:
             layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
             for module in self.model.modules():
@@ -140,7 +141,7 @@ class TorchEngine(TrainEngine):
         sharded_copies = self.mesh.copies > 1 and not self.mesh.is_whole
         for index, part in enumerate(parts):
             if sharded_copies:
-                # Copies of the shards add up their gradients once, in the last backward before the optimizer step.
+                # Copies of the shards all-reduce their gradients once, in the last backward before the optimizer step.
                 is_last = last and index + 1 == len(parts)
                 self.root.set_requires_all_reduce(is_last)  # type: ignore[operator]
             loss = finish(part, self._outputs(part, needs))
@@ -156,7 +157,7 @@ class TorchEngine(TrainEngine):
         return {"at_end": self.kind.scores_rows, "shares_prefixes": self.model.shares_prefixes}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        # FSDP's mixed precision casts sharded parameters; a whole module needs autocast.
+        # FSDP's mixed precision casts sharded parameters; an unwrapped module needs autocast.
         if not self.mesh.is_whole or self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.ranks.device.type, dtype=self.dtype)
@@ -170,6 +171,7 @@ class TorchEngine(TrainEngine):
         *,
         backward: bool,
     ) -> None:
+        # Stages exchange buffers of one size, so all micro-batches are padded to the largest.
         total = total_tokens(parts, **self._selection)
         selections = [Selection.of(part, **self._selection, device=self.ranks.device, total=total) for part in parts]
 
@@ -185,6 +187,7 @@ class TorchEngine(TrainEngine):
     def zero_grad(self) -> None:
         """See TrainEngine."""
         if self.optimizer is not None:
+            # Not zeros: between updates no memory is held for gradients.
             self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr: float, approve: Approve) -> None:
@@ -192,6 +195,7 @@ class TorchEngine(TrainEngine):
         if self.optimizer is None:
             raise DataError("this engine has no optimizer: it was created with trains=False")
         self.parameters.complete_gradients()
+        # Replicated parameters count once, on one of their ranks, so that the ranks' shares add up to the global norm.
         gradients, counted = self.parameters.gradients()
         squares = float(torch.stack(torch._foreach_norm(counted)).square().sum()) if counted else 0.0
         factor = approve(squares)
@@ -226,6 +230,7 @@ class TorchEngine(TrainEngine):
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
+        # Another dtype than the forward's comes from the fp32 masters: rounding twice would lose bits.
         if dtype is not self.dtype:
             return ((name, tensor.to(dtype)) for name, tensor in self.masters())
         self._ensure_resharded()
@@ -254,13 +259,13 @@ class TorchEngine(TrainEngine):
     def follow(self, other: TrainEngine, tau: float) -> None:
         """See TrainEngine. The other engine has the same layout, so each rank reads its own shards."""
         if not isinstance(other, TorchEngine):
-            raise DataError(f"a TorchEngine follows another TorchEngine, not a {type(other).__name__}")
+            raise DataError(f"a TorchEngine can follow only another TorchEngine, not a {type(other).__name__}")
         other._ensure_resharded()
         theirs = dict(other.parameters.named_local())
         self._move(other.shapes, lambda name: state.local(theirs[name]), tau)
 
     def _move(self, shapes: Shapes, target: Callable[[str], Tensor], tau: float) -> None:
-        """Move this rank's part of each parameter by `tau` of the way to `target(name)`, which is cut alike."""
+        """Move this rank's shard of each parameter by `tau` of the way to `target(name)`, the matching shard."""
         self._ensure_resharded()
         check_same_parameters(self.shapes, shapes)
         for name, parameter in self.parameters.named_local():
@@ -272,7 +277,7 @@ class TorchEngine(TrainEngine):
         self.version += 1
 
     def offload(self) -> None:
-        """See TrainEngine. The metrics of the next update say how much memory it freed."""
+        """See TrainEngine. The metrics of the next update show the freed memory."""
         reshard_fsdp(self.root)
         self._offloader.offload()
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model as the train engine sees it: packed tokens in; log-probs, values or scores of some out."""
+"""A Hugging Face model for the train engine: packed tokens in; log-probs, values or scores of selected tokens out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class PackedModel(nn.Module, ABC):
     """A Hugging Face model that reads packed rows.
 
-    `packed`: the model gets the rows end to end without padding; otherwise padded on the right.
+    `packed`: the model gets the rows end to end without padding; otherwise the rows are padded on the right.
     """
 
     hf: Any  # a transformers.PreTrainedModel
@@ -89,7 +89,7 @@ class PackedModel(nn.Module, ABC):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether it reads packings that hold a shared prompt once; variable-length kernels cannot."""
+        """Whether it reads packings with shared prompts stored once; variable-length kernels cannot."""
         return self.packed and self.attention == PACKED_ATTENTION
 
     @property
@@ -213,19 +213,19 @@ def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool
     hf, loading = _load(AutoModelForSequenceClassification, what, config, device, num_labels=1)
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise ConfigError(
-            f"{config.path!r}: {type(hf).__name__} has no linear head called `score`; it is not supported"
+            f"{config.path!r}: {type(hf).__name__} is not supported, as it has no linear head named `score`"
         )
     if any(name.startswith("score.") for name in loading["missing_keys"]):
         if not new_head:
             raise ConfigError(
-                f"{config.path!r} holds no weights of a score head, so it is no reward model; give a folder that was "
+                f"{config.path!r} has no weights of a score head, so it is not a reward model; give a folder that was "
                 "saved as AutoModelForSequenceClassification (docs/roles.md says which algorithm trains one)"
             )
         for parameter in hf.score.parameters():
             nn.init.zeros_(parameter)
 
     def hidden(model: ScalarModel, packing: Packing, select: Tensor, labels: Tensor) -> Tensor:
-        return model.hidden(packing, select)  # a score head of zeros would hide any difference
+        return model.hidden(packing, select)  # not the score: a head of zeros would hide any difference
 
     plain = ScalarModel(hf, packed=False)
     if not (padding_free and _packing_applies(hf)):
@@ -240,7 +240,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
     register_packed_attention()
     notices.disable_progress_bar()
     before = notices.get_verbosity()
-    notices.set_verbosity_error()  # a new head is expected, and the checks below refuse misfits
+    notices.set_verbosity_error()  # it warns of new heads; the checks below report wrong shapes
     folder = model_path(config.path)
     try:
         hf, loading = kind.from_pretrained(
@@ -250,7 +250,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the checks below refuse them by name
+            ignore_mismatched_sizes=True,  # the checks below report them by name
             **options,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -263,9 +263,9 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ConfigError(
-                f"model folder {config.path!r} does not load as a {what}: it holds {fault} {', '.join(names[:3])}{more}"
+                f"model folder {config.path!r} does not load as a {what}: it has {fault} {', '.join(names[:3])}{more}"
             )
-    hf.config.architectures = [type(hf).__name__]  # saved folders name this class
+    hf.config.architectures = [type(hf).__name__]  # the class that saved folders name
     return hf.to(device).eval(), loading
 
 
@@ -281,7 +281,7 @@ def _plain_attention(config: ModelConfig, device: torch.device) -> str:
 def _packing_applies(hf: Any) -> bool:
     """Whether packing can be right at all lengths: the probe's rows are too short to see a sliding window."""
     if attention_kinds(hf.config) != FULL_ATTENTION:
-        log.info("%s attends in other ways than full attention: rows are padded", type(hf).__name__)
+        log.info("%s has layers without full attention: rows are padded", type(hf).__name__)
         return False
     if hf.config._attn_implementation not in ("sdpa", "flash_attention_2", "flash_attention_3"):
         log.info("attention %r has no packed form: rows are padded", hf.config._attn_implementation)
@@ -305,7 +305,8 @@ def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor
     device = next(model.parameters()).device
     ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
     ids = ids % model.vocab_size
-    rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]  # which begin alike
+    # Rows of different length with a common prompt: both padding and sharing of prompts are exercised.
+    rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]
     packing = Packing.of(rows, prompts=[3, 3] if model.shares_prefixes else None)
     select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
     labels = torch.cat([row[1:] for row in rows]).to(device)
@@ -322,6 +323,7 @@ def _agrees(
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         log.info("%s does not work for %s (%s): falling back to the plain form", what, type(model.hf).__name__, error)
         return False
+    # Flash attention computes in bf16, which rounds log-probs by about 1e-2.
     tolerance = 5e-2 if model.attention.startswith("flash") else 1e-4
     if not torch.allclose(got, expected, atol=tolerance, rtol=tolerance):
         worst = (got - expected).abs().max().item()

@@ -30,12 +30,13 @@ class Offloader:
             self._optimizer.zero_grad(set_to_none=True)  # nothing reads the last step's gradients again
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # or torch's allocator keeps the memory from the rollout engine
+            # Otherwise torch's allocator keeps the freed blocks, and the rollout engine may not get them.
+            torch.cuda.empty_cache()
         self.is_offloaded = True
         self.metrics = {"memory/before_offload_gb": before, "memory/offloaded_gb": self._allocated()}
 
     def onload(self) -> None:
-        """Move all back."""
+        """Move all back to the device."""
         if self.is_offloaded:
             self._move(self._device)
             self.is_offloaded = False
@@ -43,7 +44,7 @@ class Offloader:
     @torch.no_grad()
     def _move(self, device: torch.device) -> None:
         if self._weights:
-            self._root.to(device)  # FSDP2 knows its shards again after that
+            self._root.to(device)  # afterwards FSDP2 finds its shards again
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             for key, value in state.items():
                 state[key] = value.to(device)

@@ -1,10 +1,10 @@
-"""Packed sequences, end to end without padding, and the attention that keeps them apart.
+"""Packed sequences, end to end without padding, and the attention that separates them.
 
-Every layer of a decoder except attention acts on single tokens, so the packed form [1, tokens, hidden] costs the
-existing tokens and no others. A token never sees later ones, so a prompt has the same hidden states in all rows that
-begin with it: it is packed once, and the gradients of all its rows add up in it. Backends without a variable-length
-kernel get queries, keys and values as [rows, longest], rows of similar length together. Padding is on the right, where
-a causal row never looks, so no mask is needed.
+Every layer of a decoder except attention acts on single tokens, so the packed form [1, tokens, hidden] computes real
+tokens only. A token never attends to later ones, so a prompt has the same hidden states in all rows that begin with it:
+it is packed once, and the gradients of all its rows add up in it. Backends without a variable-length kernel get
+queries, keys and values as [rows, longest], rows of similar length together. Padding is on the right, where causal
+attention never looks, so no mask is needed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PACKED_ATTENTION = "rlcore_packed"
 
 @dataclass(frozen=True)
 class PaddedView:
-    """A padded view [rows, longest] of packed rows. `tokens` int64 [rows * longest]: the packed token of each place.
+    """A padded view [rows, longest] of packed rows. `tokens` int64 [rows * longest]: the packed token of each position.
 
-    Places behind a row's end hold token 0; nothing reads its value there.
+    Positions after a row's end hold token 0; nothing reads their values.
     """
 
     tokens: Tensor
@@ -38,11 +38,12 @@ class PaddedView:
 
 @dataclass(frozen=True)
 class Packing:
-    """A packed batch, and the row and position of each token.
+    """A packed batch, with the row and position of each token.
 
     `input_ids` int64 [tokens]. `positions` int64 [tokens], from 0 in each row. `lengths` int64 [rows]. Row i takes its
-    first `shared[i]` tokens from row `owners[i]`; its own begin at token `starts[i]` (int64 [rows] each). `parts` are
-    padded views that together hold all rows; end to end, they have packed token j at place `places[j]`.
+    first `shared[i]` tokens from row `owners[i]`; its own tokens start at token `starts[i]` (int64 [rows] each).
+    `parts` are padded views that together contain all rows. Packed token j is at index `places[j]` of the views laid
+    end to end.
     """
 
     input_ids: Tensor
@@ -72,6 +73,7 @@ class Packing:
         stored = [row[begin:] for row, begin in zip(sequences, shared, strict=True)]
         lengths = list(map(len, sequences))
         longest, missing = max(lengths), total - sum(map(len, stored))
+        # Filling rows are no longer than the longest real one, so that they widen no padded view.
         for at in range(0, missing, longest):
             stored.append(torch.zeros(min(longest, missing - at), dtype=torch.int64))
             lengths.append(len(stored[-1]))
@@ -94,7 +96,7 @@ class Packing:
         """Add positions, and a padded view for each group of rows. `own` int64 [rows]: the tokens stored for a row."""
         row_of = torch.repeat_interleave(own)
         positions = torch.arange(len(row_of)) - self.starts[row_of] + self.shared[row_of]
-        base = torch.zeros_like(own)  # where each row's first place is
+        base = torch.zeros_like(own)  # index of each row's first position in the views
         parts, at = [], 0
         for rows in map(torch.tensor, groups):
             longest = int(self.lengths[rows].max())
@@ -163,7 +165,10 @@ def packed_attention(
 
 
 def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group rows of similar length, longest first. No row is shorter than half of its group's longest, or 16 tokens."""
+    """Group rows of similar length, longest first.
+
+    A row has at least half the length of its group's longest row, unless that has at most 32 tokens.
+    """
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not groups or 2 * max(lengths[row], 16) < lengths[groups[-1][0]]:
@@ -173,7 +178,7 @@ def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def register_packed_attention() -> Callable[..., Any]:
-    """Register `rlcore_packed` with transformers, which may be done twice, and return the function."""
+    """Register `rlcore_packed` with transformers and return the function. May be called repeatedly."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,4 +1,4 @@
-"""The parameters of a model over a layout's ranks: local shards, and gathers of whole parameters."""
+"""The parameters of a model over a layout's ranks: local shards, and gathers of full parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlcore.engines.torch import state
 from rlcore.engines.torch.model import PackedModel
 from rlcore.engines.torch.pipeline import keep_stage, stages_of
 
-MESSAGE = 2**24
-"""Elements of gradients in one message."""
+MESSAGE_ELEMENTS = 2**24
+"""Largest number of gradient elements in one message."""
 
 
 class Parameters:
@@ -42,23 +42,23 @@ class Parameters:
             keep_stage(model, mesh.place.pp, layout.pp)
         if layout.tp > 1:
             tensor_parallel.parallelize(self._hf, plan, mesh.devices["tp"])
-        here = [name for name in names if mesh.place.pp in stages[name]]
-        self._summed = tensor_parallel.summed(plan, here)
+        own_names = [name for name in names if mesh.place.pp in stages[name]]
+        self._summed = tensor_parallel.summed(plan, own_names)
         self._orders: list[list[str]] | None = None
 
     def named_local(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that this rank holds a part of, in the order of `shapes`."""
+        """Yield the parameters with a shard on this rank, in the order of `shapes`."""
         yield from self._hf.named_parameters()
 
     def by_mesh(self) -> list[dict[str, Any]]:
-        """Return the parameters in groups for an optimizer, whose fused step takes those of one DeviceMesh."""
+        """Return the parameters in optimizer groups by DeviceMesh, as AdamW's fused step cannot mix meshes."""
         groups: dict[Any, list[nn.Parameter]] = {}
         for _, parameter in self.named_local():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return [{"params": parameters} for parameters in groups.values()]
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor that is divided like the parameter `name`: a view."""
+        """Return this rank's shard, a view, of a full tensor that is divided like the parameter `name`."""
         mesh, dim = self._mesh, self.shard_specs[name].dim
         if dim is not None:
             whole = whole.chunk(mesh.layout.tp, dim)[mesh.place.tp]
@@ -68,9 +68,9 @@ class Parameters:
         return whole
 
     def iter_full(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather tensors that are divided like the parameters and yield them whole, in the order of `shapes`.
+        """Gather tensors that are divided like the parameters and yield them in full, in the order of `shapes`.
 
-        `tensors` has every name that this rank holds a part of. All ranks iterate to the end.
+        `tensors` has every name with a shard on this rank. All ranks iterate to the end.
         """
         mesh = self._mesh
         for name, cut in self.shard_specs.items():
@@ -96,15 +96,16 @@ class Parameters:
         for prefix, module in root.named_modules():
             if not isinstance(module, FSDPModule):
                 continue
-            module.unshard()  # one gather for all of its parameters; those of modules inside it stay sharded
+            module.unshard()  # one gather for all its own parameters; nested FSDP modules stay sharded
             for name, parameter in nn.Module.named_parameters(module):  # type: ignore[arg-type]
                 if not _over_data(parameter):
                     yield f"{prefix}.{name}".rpartition("hf.")[2], state.local(parameter).detach()
             module.reshard()
 
     def iter_gathered(self, root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole parameter in the dtype of the forward. All ranks iterate. See `iter_tp_shards`."""
+        """Yield every full parameter in the dtype of the forward. All ranks iterate. See `iter_tp_shards`."""
         mesh = self._mesh
+        # FSDP's modules yield in an order of their own. The other stages need it to match the broadcasts.
         if self._orders is None:
             mine = [name for name, _ in self.iter_tp_shards(root, dtype)] if mesh.layout.pp > 1 else []
             everyone = mesh.ranks.gather((mesh.place.pp, mine)) if mesh.layout.pp > 1 else []
@@ -125,9 +126,9 @@ class Parameters:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Add up, in place, gradients that several ranks hold a part of: see `summed`, and tied embeddings.
+        """Add up, in place, gradients that are spread over several ranks: those of `summed`, and tied embeddings.
 
-        Whole copies of the model average their gradients here; FSDP does it for shards.
+        Unsharded copies of the model average their gradients here; FSDP does it for shards.
         """
         mesh = self._mesh
         if mesh.is_whole:
@@ -146,7 +147,7 @@ class Parameters:
 
     def _average_gradients(self) -> None:
         gradients = [parameter.grad for _, parameter in self.named_local() if parameter.grad is not None]
-        for some in messages(gradients, MESSAGE):
+        for some in messages(gradients, MESSAGE_ELEMENTS):
             flat = torch.cat([gradient.flatten() for gradient in some])
             self._mesh.average_copies(flat)
             for gradient, mean in zip(some, flat.split([each.numel() for each in some]), strict=True):
@@ -168,9 +169,9 @@ class Parameters:
 
 
 def reshard_fsdp(root: nn.Module) -> None:
-    """Put the sharded parameters back.
+    """Replace gathered parameters by the sharded ones.
 
-    After a forward without a backward, FSDP leaves the gathered parameters in place, in the dtype of the forward.
+    After a forward without a backward, FSDP keeps the gathered parameters, in the dtype of the forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -180,7 +181,7 @@ def reshard_fsdp(root: nn.Module) -> None:
 
 
 def _over_data(parameter: Any) -> bool:
-    """Whether a parameter is sharded by FSDP at the moment."""
+    """Whether a parameter is currently sharded by FSDP."""
     return state.is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names
 
 

@@ -1,4 +1,4 @@
-"""Pipeline stages: a model cut over its decoder layers, and micro-batches sent through it by the 1F1B schedule."""
+"""Pipeline stages: a model split by decoder layers, and micro-batches that run through it by the 1F1B schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PassThrough(nn.Module):
 
 
 def stage_of_layer(layers: int, stages: int) -> list[int]:
-    """Return the stage of each layer: consecutive runs whose lengths differ by one at most, the longer ones first."""
+    """Return the stage of each layer: consecutive runs with lengths that differ by at most one, longer ones first."""
     size, longer = divmod(layers, stages)
     by_layer: list[int] = []
     for stage in range(stages):
@@ -35,7 +35,7 @@ def stage_of_layer(layers: int, stages: int) -> list[int]:
 
 
 def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each parameter: embeddings the first, norm and head the last, tied ones both."""
+    """Return the stages of each parameter: embeddings on the first, norm and head on the last, tied ones on both."""
     if stages == 1:
         return dict.fromkeys(names, (0,))
     base = f"{hf.base_model_prefix}."
@@ -54,21 +54,21 @@ def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int
 
 
 def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
-    """Replace the modules of other stages, in place, by pass-throughs; the names of the rest stay the same.
+    """Replace the modules of other stages, in place, by pass-throughs; the names of the rest do not change.
 
-    Raises ConfigError for a model whose forward cannot be cut.
+    Raises ConfigError for a model whose forward cannot be split.
     """
     hf, base = model.hf, model.base
     if not model.packed or not getattr(model, "fused_head", True) or not hasattr(base, "layers"):
         raise ConfigError(
-            f"{type(hf).__name__} cannot be cut into pipeline stages (engine.pp={stages}): it needs layers that "
+            f"{type(hf).__name__} cannot be split into pipeline stages (engine.pp={stages}): it needs layers that "
             "read packed rows and a head that is one linear layer; set engine.pp=1 (the log says which is missing)"
         )
     last = stage == stages - 1
     if stage > 0 and not (last and _is_tied(hf)):
         base.embed_tokens = PassThrough()
-    for index, its in enumerate(stage_of_layer(len(base.layers), stages)):
-        if its != stage:
+    for index, owner in enumerate(stage_of_layer(len(base.layers), stages)):
+        if owner != stage:
             base.layers[index] = PassThrough()
     if not last:
         base.norm = PassThrough()
@@ -83,7 +83,7 @@ def _is_tied(hf: Any) -> bool:
 
 
 class Stage(nn.Module):
-    """One rank's part of the forward: its layers, and on the last stage `finish`."""
+    """One stage of the forward: its layers, and on the last stage `finish`."""
 
     def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Stage(nn.Module):
         self.finish: Finish | None = None
 
     def forward(self, received: Tensor, *, index: Tensor) -> Tensor:
-        """Return the hidden state [1, tokens, hidden]; of the last stage the loss, fp32 [1].
+        """Return the hidden state [1, tokens, hidden]; on the last stage the loss, fp32 [1].
 
         `received`: the output of the stage before; the first stage gets a placeholder. `index` int64 [1]: the number of
         the micro-batch.
@@ -107,15 +107,15 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """Sends the micro-batches of a step through all stages; all ranks of a place along dp call it together."""
+    """Runs the micro-batches of a step through all stages. All ranks of a data-parallel copy call it together."""
 
     def __init__(self, stage: Stage, mesh: TrainMesh, width: int, dtype: torch.dtype) -> None:
         self.stage, self.mesh, self.width, self.dtype = stage, mesh, width, dtype
 
     def run(self, selections: Sequence[Selection], finish: Finish, *, backward: bool) -> None:
-        """Run micro-batches of equally many tokens, at least as many as there are stages.
+        """Run micro-batches with equal numbers of tokens, at least one for each stage.
 
-        `finish` runs on the last stage alone. A DataError in it is raised here, on that stage.
+        `finish` runs on the last stage only. A DataError in it is raised here, on that stage.
         """
         self.stage.selections, self.stage.finish = selections, finish
         indices = torch.arange(len(selections))
@@ -135,7 +135,7 @@ class Pipeline:
             self.stage.selections, self.stage.finish = (), None
 
     def _schedule(self, tokens: int, count: int) -> Any:
-        # Made anew for each step: a PipelineStage keeps buffers for one number of tokens.
+        # A new schedule for each step, as a PipelineStage keeps buffers for one number of tokens.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         device, layout = self.mesh.ranks.device, self.mesh.layout
@@ -149,8 +149,9 @@ class Pipeline:
             output_args=torch.empty(1, device="meta") if self.mesh.is_last_stage else hidden,
             group=self.mesh.group("pp"),
         )
-        return Schedule1F1B(stage, count, loss_fn=_as_it_is, scale_grads=False)
+        # Losses are divided by global counts already, so gradients are not scaled by the number of micro-batches.
+        return Schedule1F1B(stage, count, loss_fn=_sum_loss, scale_grads=False)
 
 
-def _as_it_is(loss: Tensor, index: Tensor) -> Tensor:
+def _sum_loss(loss: Tensor, index: Tensor) -> Tensor:
     return loss.sum()

@@ -1,4 +1,4 @@
-"""Rows of a batch as model input: packed tokens, and the positions to read the output at."""
+"""Turns the rows of a batch into model input: packed tokens, and the positions of the needed outputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlcore.protocol import DataProto
 class Selection:
     """A micro-batch for PackedModel.forward.
 
-    `select` int64 [selected] are indices into the packed tokens: those that predict the response tokens `labels`, or,
-    where `at_end`, the last token of each row.
+    `select` int64 [selected] are indices into the packed tokens: the tokens that predict the response tokens `labels`,
+    or, with `at_end`, the last token of each row.
     """
 
     packing: Packing
@@ -53,8 +53,8 @@ class Selection:
 def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
     """Return each row's input tokens, int64 [length].
 
-    Without `at_end` the last token is left out, because it predicts nothing. A row with an empty response keeps its
-    prompt, and no position of it is selected.
+    Without `at_end` the last token is left out, as it predicts nothing. A row with an empty response keeps its prompt,
+    and none of its positions is selected.
     """
     if batch is None:
         return [torch.zeros(1, dtype=torch.int64)]

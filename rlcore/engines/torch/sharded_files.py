@@ -1,8 +1,8 @@
-"""Tensors over all ranks to disk and back with torch.distributed.checkpoint, only in safetensors files.
+"""Saves and loads sharded tensors with torch.distributed.checkpoint, only in safetensors files.
 
-Each rank writes its shards to a file of its own, and reads the shards that it needs from all files, under any layout.
-The header of a file is JSON and describes its shards. So nothing here can run code, unlike torch's default reader,
-which unpickles a file called `.metadata`.
+Each rank writes its shards to its own file, and reads its shards from all files, under any layout. A file's header is
+JSON and describes its shards. So loading cannot run code, unlike torch's default reader, which unpickles a file
+`.metadata`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     from torch.distributed.checkpoint import (
         hf_storage,
         state_dict_saver,
-    )  # a second of imports, that no start waits for
+    )  # imported here, as it takes a second that no start should wait for
 
     writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _run(state_dict_saver.save, "written", tensors, folder, ranks, storage_writer=writer)
@@ -33,7 +33,7 @@ def save(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def load(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Fill `tensors`, in place, from files of `save` or from a Hugging Face folder.
 
-    Raises CheckpointError for files that cannot be read and names that are not there.
+    Raises CheckpointError for files that cannot be read and for missing names.
     """
     from torch.distributed.checkpoint import hf_storage, state_dict_loader
 
@@ -46,7 +46,7 @@ def _run(function: Any, done: str, tensors: Mapping[str, Tensor], folder: Path, 
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is, with one rank
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as intended with one rank
             function(dict(tensors), no_dist=ranks.world_size == 1, **how)
     except (CheckpointException, OSError, SafetensorError, KeyError, ValueError) as error:
         causes = getattr(error, "failures", None)

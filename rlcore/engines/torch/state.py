@@ -1,4 +1,4 @@
-"""Weights, optimizer and random state to and from disk: safetensors and JSON, under any layout."""
+"""Saves and loads weights, optimizer and random state: safetensors and JSON, under any layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlcore.engines.torch.parameters import Parameters
 
 MOMENTS = "optimizer"
-"""The folder of a saved state with the optimizer's moments, called exp_avg.NAME and exp_avg_sq.NAME."""
+"""Folder of the optimizer's moments in a saved state; they are named exp_avg.NAME and exp_avg_sq.NAME."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -28,12 +28,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor, or a plain one as it is."""
+    """Return this rank's shard of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
-    """Copy this rank's part of the weights of a folder that `save_pretrained` wrote.
+    """Copy this rank's shards of the weights from a folder that `save_pretrained` wrote.
 
     Raises CheckpointError when names or shapes differ.
     """
@@ -65,6 +65,7 @@ def save_engine_state(
                 moments[f"{key}.{name}"] = value
     folder.mkdir(parents=True, exist_ok=True)
     everyone = ranks.gather((random_state(), steps))
+    # All ranks or none: saving is a collective, and a rank of another stage may have no moments.
     if any(its for _, its in everyone):
         sharded_files.save(moments, folder / MOMENTS, ranks)
     if ranks.rank == 0:
@@ -73,6 +74,7 @@ def save_engine_state(
             merged |= of_rank
         written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
         (folder / ENGINE_STATE).write_text(json.dumps(written))
+    # No rank goes on before ENGINE_STATE marks the state as complete.
     ranks.gather(None)
 
 

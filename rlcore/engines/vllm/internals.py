@@ -1,6 +1,6 @@
-"""Where rlcore reaches behind vLLM's public interface: the noise of its samples, and rows that have not ended yet.
+"""rlcore's use of vLLM's internals: the noise of its samples, and the tokens of rows that have not ended.
 
-Written for vLLM 0.32 (its first model runner, which `rollout.py` asks for).
+Written for vLLM 0.32 (its first model runner, which `rollout.py` selects).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlcore.ops import uniform_noise
 
 
 class RowNoise(LogitsProcessor):
-    """Knows, by vLLM's batch index, which number of which noise key draws each row's next token; changes no logits.
+    """Tracks each row's noise key and the number of its next token, by vLLM's batch index; changes no logits.
 
     A request names its key and its first number in `SamplingParams.extra_args`.
     """
@@ -31,11 +31,11 @@ class RowNoise(LogitsProcessor):
         self._rows: dict[int, tuple[int, int, Sequence[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """See LogitsProcessor. Greedy batches pass it by."""
+        """See LogitsProcessor. vLLM skips it for greedy batches."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See LogitsProcessor. The list of a row's output tokens is vLLM's own, which grows."""
+        """See LogitsProcessor. The list of a row's output tokens is vLLM's own and grows with the row."""
         process_dict_updates(
             self._rows, batch_update, lambda params, _, output: (*params.extra_args["rlcore_noise"], output)
         )
@@ -75,5 +75,5 @@ def output_so_far(engine: Any, internal_id: str) -> Any:
 
 
 def tokens_so_far(engine: Any, internal_id: str) -> Sequence[int]:
-    """Return the tokens that a request has by now; the list is vLLM's own."""
+    """Return the tokens of a request so far; the list is vLLM's own."""
     return engine.output_processor.request_states[internal_id].detokenizer.output_token_ids

@@ -16,7 +16,7 @@ RLCORE_API = 1
 
 
 def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
-    """Make the engine. It cannot use the train engine's module, so it keeps a copy of the weights."""
+    """Make the engine. It keeps a copy of the weights, as it cannot use the train engine's module."""
     from rlcore.engines.vllm.rollout import VLLMRollout
 
     return VLLMRollout(

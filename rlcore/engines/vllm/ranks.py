@@ -1,4 +1,4 @@
-"""vLLM in processes that already have torch.distributed's default group: the train engine's, in its own order."""
+"""vLLM in processes that already have torch.distributed's default group: the train engine's, in another order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlcore.engine.weights.meter import Group
 def in_engine_order(order: Sequence[int]) -> Iterator[None]:
     """While vLLM starts, have it create its groups from the ranks `order[i]` instead of i.
 
-    It cuts the default group into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the
-    ranks of a group, so `order` must ascend within a tensor group. Engines send each other no messages, so groups get
-    no message queue, which would take 24 MiB of shared memory each.
+    vLLM cuts the default group into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the
+    ranks of a group, so `order` must ascend within a tensor group. Engines exchange no messages, so groups get no
+    message queue, which would take 24 MiB of shared memory each.
     """
     from vllm.distributed import parallel_state
 
@@ -41,8 +41,8 @@ def in_engine_order(order: Sequence[int]) -> Iterator[None]:
 def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
     """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
 
-    vLLM's own reads the rank from the environment, where torchrun sets it. This one uses the rank's index in `order`.
-    It also names the shared memory in which ranks on a CPU add their results: the name is unique to the group, and
+    vLLM's own executor reads the rank from torchrun's environment variables. This one uses the rank's index in `order`.
+    It also names the shared memory in which ranks on a CPU add their results. The name is unique to the group, and
     differs between machines, so that vLLM uses torch's group across machines.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -54,14 +54,14 @@ def executor(group: Group, order: Sequence[int], device: torch.device) -> type:
 
 
 def unlink_shared_memory() -> None:
-    """Unlink this rank's shared memory, which all ranks of its tensor group have mapped by now.
+    """Unlink this rank's shared memory, after all ranks of its tensor group have mapped it.
 
-    vLLM unlinks it when its process ends, so a killed process, as Ray's are, would leave it behind.
+    vLLM unlinks it when its process exits. A killed process would leave it behind, and Ray kills its workers.
     """
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
-    if name := getattr(group.device_communicator.dist_module, "group_name", None):  # on one machine, not several
+    if name := getattr(group.device_communicator.dist_module, "group_name", None):  # set only within one machine
         Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink()
 
 

@@ -30,25 +30,25 @@ from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
 
 REASONS: dict[str, Reason] = {"stop": "end", "length": "length", "abort": "abort"}
-"""Our reasons by vLLM's; stop strings are not left to vLLM."""
+"""rlcore's reasons by vLLM's; rlcore itself looks for stop strings."""
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A request, and the id by which vLLM knows it."""
+    """A request and its id in vLLM."""
 
     request: Request
     internal_id: str
 
 
 class VLLMRollout(RolloutEngine):
-    """Decodes with vLLM. It starts without weights, and has none again if an update broke off half-way.
+    """Decodes with vLLM. It starts without weights, and has none after an interrupted update.
 
-    Rows with the same prompt share the whole blocks of its key-value cache.
+    Rows with the same prompt share the full blocks of its key-value cache.
 
-    `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer; all ranks of all
-    such groups start together, and `engine_order` lists them, group after group. The ranks of a group sample alike:
-    they have the same logits and noise, and schedule alike.
+    `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer. All ranks of all
+    such groups start together; `engine_order` lists them, group after group. The ranks of a group sample the same
+    tokens, as they have the same logits, noise and schedule.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class VLLMRollout(RolloutEngine):
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
                 dtype=str(model_dtype(model)).removeprefix("torch."),
-                load_format="dummy",  # all weights come by `sync`, before the first token
+                load_format="dummy",  # `sync` brings all weights before the first token
                 generation_config="vllm",  # each request names its end tokens; no other default applies
                 max_model_len=-1,  # the model's and the cache's limit
                 max_num_seqs=config.batch_size,
@@ -118,13 +118,13 @@ class VLLMRollout(RolloutEngine):
         self.version = -1
         self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
-            raise DataError("vLLM kept keys and values of the former weights: its prefix cache could not be emptied")
+            raise DataError("vLLM could not empty its prefix cache, which holds keys and values of the old weights")
         self.version = version
 
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine. Raises DataError also for a row that does not fit into the key-value cache."""
         if self.version < 0:
-            raise DataError("the vLLM engine has no whole set of weights: sync comes before the first request")
+            raise DataError("the vLLM engine has no complete set of weights: call sync before the first request")
         check_requests(requests, self._requests)
         most = max((len(each.prompt) + each.sampling.max_tokens for each in requests), default=0)
         if most > self.longest:
@@ -180,7 +180,7 @@ class VLLMRollout(RolloutEngine):
         return [self._finished(each.request.id, output) for each, output in zip(gone, outputs, strict=True)]
 
     def close(self) -> None:
-        """See RolloutEngine. With it go vLLM's process groups, and the default one if vLLM made that."""
+        """See RolloutEngine. Destroys vLLM's process groups, and the default group if vLLM created it."""
         with keeping_default_group() if self._joined else nullcontext():
             self.llm.llm_engine.engine_core.shutdown()
 
@@ -191,14 +191,16 @@ class VLLMRollout(RolloutEngine):
         sampling, done = request.sampling, len(request.sampled)
         return SamplingParams(
             max_tokens=sampling.max_tokens - done,
-            min_tokens=max(0, min(sampling.min_tokens, sampling.max_tokens) - done),  # vLLM refuses more
+            min_tokens=max(
+                0, min(sampling.min_tokens, sampling.max_tokens) - done
+            ),  # vLLM refuses min_tokens > max_tokens
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=self.end_ids,
             ignore_eos=True,  # the tokenizer's; those of the generation config are in stop_token_ids
             logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token only
-            detokenize=False,  # stop strings are looked for here, also across the border to tokens sampled before
+            detokenize=False,  # `_stopped` looks for stop strings, also across the border to earlier tokens
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"rlcore_noise": (request.key, done)},
         )
@@ -208,7 +210,7 @@ class VLLMRollout(RolloutEngine):
         request = self._requests.pop(request_id).request
         tokens = list(output.token_ids)
         if request.sampling.temperature == 0:
-            log_probs = [0.0] * len(tokens)  # a greedy token was certain
+            log_probs = [0.0] * len(tokens)  # a greedy token has probability 1
         else:
             log_probs = [at[token].logprob for at, token in zip(output.logprobs or (), tokens, strict=True)]
         reason: Reason = REASONS[output.finish_reason]
@@ -219,9 +221,9 @@ class VLLMRollout(RolloutEngine):
 
 
 def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
-    """Return the shapes of the parameters by Hugging Face name, tied ones once, and the generation config.
+    """Return the parameters' full shapes, their shapes on `ranks` tensor-parallel ranks, and the generation config.
 
-    Whole, and as so many tensor-parallel ranks have them.
+    Shapes are by Hugging Face name, tied parameters once.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -230,7 +232,7 @@ def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     try:
         generation_config = GenerationConfig.from_pretrained(model_path(model.path), local_files_only=True)
-    except OSError:  # there is no such file
+    except OSError:  # the folder has none
         generation_config = GenerationConfig.from_model_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     dims = shard_dims(module, ranks) if ranks > 1 else {}
@@ -244,8 +246,8 @@ def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
 def _import_vllm() -> Any:
     """Return vllm.LLM, imported in a thread of its own.
 
-    vLLM keeps an exception of an optional import that failed, and with it all frames up the stack with their variables:
-    here they would be those that hold an engine, which could then never be released.
+    vLLM stores the exception of a failed optional import, and with it all frames of the stack and their variables. In
+    this thread those include an engine, which could then never be freed.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
@@ -253,11 +255,11 @@ def _import_vllm() -> Any:
 
 @contextmanager
 def _starting(*, on_cpu: bool) -> Iterator[None]:
-    """Set what vLLM reads while it starts, and leave the process's random state as it was: vLLM seeds it anew."""
+    """Set vLLM's environment variables, and restore the process's random state afterwards: vLLM seeds it."""
     state = random_state()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, where weights are handed over
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one whose sampler `internals` replaces
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run reports to nobody whom its config does not name
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, so that weights can be loaded
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `internals` replaces the sampler of the first runner
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run sends no reports that its config does not name
     try:
         with starting_on_cpu() if on_cpu else nullcontext():
             yield

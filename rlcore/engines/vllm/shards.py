@@ -1,4 +1,4 @@
-"""Weights for vLLM's loaders when each rank already holds only its shard."""
+"""Loads weights into vLLM on ranks that have only their shard."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlcore.engine.weights.transfer import Shapes
 def with_shards(
     module: nn.Module, weights: Iterable[tuple[str, Tensor]], whole: Shapes
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield weights to `module.load_weights`, which cuts its rank's part from full weights and takes shards uncut.
+    """Yield weights to `module.load_weights`, so that it takes this rank's slice of full weights, and shards unchanged.
 
-    A weight is a shard if its shape differs from that in `whole`. vLLM's loaders read from a parameter which part to
-    cut: while a shard is loaded, the parameter names the first part, or says that the weight is cut already. Close the
-    generator, which sets the parameters back.
+    A weight is a shard if its shape differs from that in `whole`. vLLM's loaders read the slice to take from an
+    attribute of the parameter: while a shard is loaded, the attributes name the first slice, or say that the weight is
+    sharded. Closing the generator restores the attributes.
     """
     own = [(parameter, getattr(parameter, "tp_rank", None)) for parameter in module.parameters()]
 

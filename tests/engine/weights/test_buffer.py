@@ -38,9 +38,9 @@ def test_weights_that_engines_fuse_are_one_matrix_in_the_buffer():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: given.pop("norm"), "did not give its shards of norm"),
-        (lambda given: given.update(q=torch.zeros(2, 6)), r"shard of q \[2, 6\]; the layout has \[4, 6\]"),
-        (lambda given: given.update(head=torch.zeros(1)), r"shard of head \[1\]; the layout has none"),
+        (lambda given: given.pop("norm"), "shards are missing of norm"),
+        (lambda given: given.update(q=torch.zeros(2, 6)), r"shard of q has shape \[2, 6\]; the layout has \[4, 6\]"),
+        (lambda given: given.update(head=torch.zeros(1)), r"shard of head has shape \[1\]; the layout has none"),
     ],
 )
 def test_shards_of_another_layout_are_refused(change, message):

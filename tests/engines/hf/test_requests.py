@@ -247,7 +247,7 @@ def test_an_update_that_broke_off_leaves_an_engine_that_refuses_requests(make_ro
     for take in (rollout.sync, rollout.adopt):
         with pytest.raises(DataError, match="weights are missing"):
             take(iter(list(weights.items())[:-1]), 1, shapes)
-        with pytest.raises(DataError, match="sync comes before the first request"):
+        with pytest.raises(DataError, match="call sync before the first request"):
             rollout.add([request])
         take(iter(weights.items()), 1, shapes)
         assert run(rollout, [(0, request)])["a"].weights_version == 1

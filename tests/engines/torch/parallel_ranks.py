@@ -41,7 +41,7 @@ engine_models = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(engine_models)
 
 LR = {"sgd": 0.05, "adamw": 1e-4}
-parameters.MESSAGE = 5000  # elements, so that whole copies average their gradients in several messages
+parameters.MESSAGE_ELEMENTS = 5000  # elements, so that whole copies average their gradients in several messages
 # 15 rows in groups of 3, so that dp places get unequal shares; then a single row, so that all but one get none.
 BATCHES = [
     engine_models.random_batch(5, 3, seed=1),

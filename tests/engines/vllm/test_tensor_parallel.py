@@ -94,7 +94,7 @@ def test_a_poisoned_update_is_refused_and_a_broken_one_leaves_an_engine_that_doe
         assert "q_proj.weight has shape [128, 128], not [" in case["whole"]
         assert case["kept"]
         assert "weights are missing" in case["broken"]
-        assert "sync comes before the first request" in case["after"]
+        assert "call sync before the first request" in case["after"]
         assert case["mended"]
 
 

@@ -91,7 +91,7 @@ def test_an_update_that_breaks_off_leaves_an_engine_that_does_not_answer(pair, p
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with pytest.raises(DataError, match="weights are missing"):
         pair.rollout.sync(iter(list(weights.items())[:-1]), 7, shapes)
-    with pytest.raises(DataError, match="sync comes before the first request"):
+    with pytest.raises(DataError, match="call sync before the first request"):
         pair.rollout.generate(prompts(LENGTHS, 1), greedy)
     pair.sync(7)
     assert vllm_greedy(pair, prompts(LENGTHS, 1), greedy)
