@@ -219,6 +219,12 @@ class ClusterConfig:
     start_timeout: float = option(
         120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True
     )
+    stall_timeout: float = option(
+        30.0,
+        "seconds without progress, while a role starts or in a collective, after which the run ends; 0: never",
+        min=0.0,
+        incidental=True,
+    )
 
 
 @dataclass(frozen=True)
