@@ -234,9 +234,6 @@ class TrackerConfig:
     use: list[str] = option(
         ["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one"
     )
-    project: str = option("rlcore", "wandb project")
-    entity: str | None = option(None, "wandb entity")
-    mode: Literal["online", "offline"] = option("online", "wandb mode")
 
 
 @dataclass(frozen=True)

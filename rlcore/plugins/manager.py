@@ -51,8 +51,14 @@ S = TypeVar("S")
 
 
 def own_engines() -> PluginManager:
-    """Load rlcore's own engines only, for their config sections: quick, as their plugin modules import no torch."""
+    """Load rlcore's own engines only: quick, as their plugin modules import no torch."""
     return PluginManager.load_only([e for e in installed() if is_own(e) and e.name.startswith("engine.")])
+
+
+def own_sections() -> Mapping[str, type]:
+    """Return the config classes that rlcore's own engines and trackers bring, by dotted name. Imports no torch."""
+    own = [e for e in installed() if is_own(e) and e.name.startswith(("engine.", "tracker."))]
+    return PluginManager.load_only(own).sections()
 
 
 @dataclass
