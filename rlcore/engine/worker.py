@@ -6,6 +6,7 @@ SamplingWorker: a rollout engine in processes of its own, which samples in the r
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,8 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.glossary import column_specs
 from rlcore.workers import Dispatch, Worker, register
+
+log = logging.getLogger(__name__)
 
 TOKENS = ("prompts", "responses")
 GENERATED = column_specs(
@@ -89,6 +92,7 @@ class _GeneratingWorker(Worker):
         self._seconds: dict[str, float] = {}
         self.rollout: RolloutEngine | None = None
         self.route: WeightRoute | None = None
+        self._fitting_rows: int | None = None
 
     def _engines(self) -> list[TrainEngine | RolloutEngine]:
         return [] if self.rollout is None else [self.rollout]
@@ -166,11 +170,43 @@ class _GeneratingWorker(Worker):
                 for worker in self._trained:
                     worker.train.offload()
         with self._timed("generate"), self._fits("generate", [batch]):
-            out = self.rollout.generate(batch, sampling)
+            out = self._generate_fitting(self.rollout, batch, sampling)
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
+
+    def _generate_fitting(self, engine: RolloutEngine, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Generate for as many rows at a time as have fitted so far, and for half of them where they do not fit.
+
+        A row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have to make
+        the same calls, so they do not try again.
+        """
+        parts: list[DataProto] = []
+        start = 0
+        while start < len(batch) or not parts:
+            size = min(self._fitting_rows or len(batch), len(batch) - start)
+            rows = batch if size == len(batch) else batch[start : start + size]
+            try:
+                parts.append(engine.generate(rows, sampling))
+                start += size
+                continue
+            except torch.OutOfMemoryError:
+                if size <= 1 or self.setup.rollout.tp > 1 or engine.in_flight:
+                    raise
+            # After the handler, which holds the failed call's tensors.
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            key = self.setup.rollout_engine.capabilities.slots_key or ""
+            decoding = getattr(self.setup.rollout_config, key.rpartition(".")[2], size)
+            told = self._fitting_rows is not None
+            self._fitting_rows = min(size, decoding) // 2 or 1
+            log.log(
+                logging.INFO if told else logging.WARNING,
+                "generate of %d rows does not fit into the memory of %s: from now on %d rows at a time",
+                *(size, self.device, self._fitting_rows),
+            )
+        return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def switch_bytes(self) -> dict[str, int]:
