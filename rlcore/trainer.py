@@ -29,7 +29,7 @@ from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager
-from rlcore.preflight import preflight
+from rlcore.preflight import Preflight, preflight
 from rlcore.rewards.compose import resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.run import EndedStep, Run, open_run
@@ -41,13 +41,14 @@ from rlcore.workers.gpus import find_gpus
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, plugins: PluginManager) -> dict[str, Any]:
+def train(config: Config, plugins: PluginManager, *, checked: Preflight | None = None) -> dict[str, Any]:
     """Train, or resume the unfinished run in the same folder, and return the content of summary.json.
 
+    checked: the preflight of this config, where the caller has done it.
     Faults of config, data, model folder, rewards, trackers and run folder are found before Ray starts. Raises the
     errors of rlcore.errors; if the loop had begun, summary.json then has the status "failed".
     """
-    checked = preflight(config, plugins)
+    checked = checked or preflight(config, plugins)
     algorithm = checked.algorithm
     dataset = plugins.datasets()[config.data.name]
     loaders = _loaders(algorithm, config, plugins)

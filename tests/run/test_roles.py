@@ -182,7 +182,7 @@ def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tm
     with pytest.raises(ConfigError, match=r"^reward\.model=.*/bare holds no tokenizer"):
         roles(tmp_path / "bare")
     asked = replace(config, reward=replace(config.reward, model=str(scorer())))
-    with pytest.raises(ConfigError, match=r"brings a role 'reward_model' of its own; leave out reward.model"):
+    with pytest.raises(ConfigError, match=r"has its own role 'reward_model'; leave out reward.model"):
         resolve_roles({"reward_model": Role(trains=True, kind=REWARD)}, asked)
 
 
