@@ -1,8 +1,7 @@
 """rlcore: post-training of language models with reinforcement learning.
 
-A plugin may import the names below and `rlcore.ops`. One that brings an engine also imports `rlcore.engine`, one with
-workers of its own `rlcore.workers`, and one that plans placements `rlcore.planning`. Each name is imported when it is
-first used, so `import rlcore` itself loads neither torch nor ray.
+Plugins may import only the names below and `rlcore.ops`. Each name is imported at its first use, so `import rlcore`
+itself loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -115,5 +114,5 @@ def __dir__() -> list[str]:
 
 
 def _kinds() -> ModuleType:
-    """Return the module that holds the kinds of plugin and lists their names."""
+    """Return the module with the specs of the plugin kinds."""
     return importlib.import_module("rlcore.plugins.specs")

@@ -131,8 +131,8 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
 
 
 def _add_plugin_options(parser: argparse.ArgumentParser) -> None:
-    what = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
-    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=what)
+    plugin_help = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
+    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=plugin_help)
     parser.add_argument("--trace-hooks", action="store_true", help="print each hook call and its time to stderr")
 
 
@@ -190,7 +190,7 @@ def _complete(argv: list[str]) -> int:
     Of plugins only the modules of the given command and of rlcore's own engines are imported, for their config keys.
     """
     from rlcore.config.compose import hydra_nodes, schema_node
-    from rlcore.plugins import PluginManager, installed, own_engines
+    from rlcore.plugins import PluginManager, installed, own_sections
 
     arguments = [argument for argument in argv if "=" in argument]
     if any(argument.startswith("query=") for argument in arguments):
@@ -208,7 +208,7 @@ def _complete(argv: list[str]) -> int:
             given = PluginManager.load_only([commands[name]]).commands()[name]
             skipped = len([*name.split(), *given.usage.split()])
         os.environ["COMP_LINE"] = " ".join([line.split()[0], *words[skipped:]])
-    nodes = schema_node(own_engines().sections())
+    nodes = schema_node(own_sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
     with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)

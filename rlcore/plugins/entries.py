@@ -7,7 +7,8 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -51,7 +52,7 @@ class PluginInfo:
 
 
 class BrokenPlugin(PluginError):
-    """A plugin with its faults; the message says how to go on without it."""
+    """A plugin with its faults; the message has the option that blocks it."""
 
     def __init__(self, info: PluginInfo, *faults: str) -> None:
         super().__init__(f"{info}: {'; '.join(faults)}\nTo go on without it: -p no:{info.name}")
@@ -59,10 +60,10 @@ class BrokenPlugin(PluginError):
 
 
 def installed() -> list[EntryPoint]:
-    """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
+    """Return the installed plugins' entry points in the order of loading, from metadata; imports nothing."""
     found: list[EntryPoint] = []
     seen: set[str] = set()
-    for distribution in distributions():
+    for distribution in metadata.distributions():
         # One whose metadata cannot be read breaks `entry_points()`, and so every command, whatever it brings.
         if f"[{GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
             name = _metadata(distribution, "Name")
@@ -72,7 +73,7 @@ def installed() -> list[EntryPoint]:
     return sorted(found, key=lambda entry: (not is_own(entry), entry.name))
 
 
-def _entries_of(distribution: Distribution) -> Sequence[EntryPoint]:
+def _entries_of(distribution: metadata.Distribution) -> Sequence[EntryPoint]:
     try:
         return distribution.entry_points.select(group=GROUP)
     except Exception as error:  # importlib.metadata splits the lines and does not check them
@@ -80,7 +81,7 @@ def _entries_of(distribution: Distribution) -> Sequence[EntryPoint]:
         return [EntryPoint(_metadata(distribution, "Name"), text, GROUP)._for(distribution)]  # type: ignore[attr-defined]
 
 
-def _metadata(distribution: Distribution, key: str) -> str:
+def _metadata(distribution: metadata.Distribution, key: str) -> str:
     """Return a field of a distribution's metadata, UNKNOWN where it is missing."""
     facts = distribution.metadata
     return facts[key] if key in facts else UNKNOWN  # noqa: SIM401 (typed without `get` in Python 3.11)
