@@ -1,7 +1,7 @@
 """rlcore: post-training of language models with reinforcement learning.
 
-The names below are all that a plugin may import (with `rlcore.ops`). Each is imported when it is first used, so
-`import rlcore` itself loads neither torch nor ray.
+Plugins may import only the names below and `rlcore.ops`. Each name is imported at its first use, so `import rlcore`
+itself loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -114,5 +114,5 @@ def __dir__() -> list[str]:
 
 
 def _kinds() -> ModuleType:
-    """Return the module that holds the kinds of plugin and lists their names."""
+    """Return the module with the specs of the plugin kinds."""
     return importlib.import_module("rlcore.plugins.specs")

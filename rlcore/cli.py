@@ -77,8 +77,7 @@ def _find(words: Sequence[str], options: argparse.Namespace) -> CommandSpec:
     entries = _commands()
     name = _longest(words, entries)
     if name is not None and f"no:{entries[name].name}" not in options.plugin:
-        entry = entries[name]
-        return PluginManager.load_only(lambda other: other.name == entry.name).commands()[name]
+        return PluginManager.load_only([entries[name]]).commands()[name]
     known = PluginManager.load(options.plugin, trace=options.trace_hooks).commands()
     name = _longest(words, known)
     if name is None:
@@ -99,7 +98,10 @@ def _commands() -> dict[str, EntryPoint]:
     """Return the entry points of the installed commands by name, those of SUMMARIES first."""
     from rlcore.plugins import command_of, installed
 
-    found = {name: entry for entry in installed() if (name := command_of(entry.name)) is not None}
+    found: dict[str, EntryPoint] = {}
+    for entry in installed():
+        if (name := command_of(entry.name)) is not None:
+            found.setdefault(name, entry)  # rlcore's own come first; `load` refuses another of the same name
     return {name: found[name] for name in (*(own for own in SUMMARIES if own in found), *found)}
 
 
@@ -129,8 +131,8 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
 
 
 def _add_plugin_options(parser: argparse.ArgumentParser) -> None:
-    what = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
-    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=what)
+    plugin_help = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
+    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=plugin_help)
     parser.add_argument("--trace-hooks", action="store_true", help="print each hook call and its time to stderr")
 
 
@@ -155,12 +157,9 @@ def _keys(spec: CommandSpec, parser: argparse.ArgumentParser, line: CommandLine)
 
 
 def _help() -> str:
-    from rlcore.plugins import installed
+    from rlcore.plugins import distribution_of, installed
 
-    commands = {
-        name: SUMMARIES.get(name, f"from {entry.dist.name if entry.dist else entry.module}")
-        for name, entry in _commands().items()
-    }
+    commands = {name: SUMMARIES.get(name, f"from {distribution_of(entry)[0]}") for name, entry in _commands().items()}
     algorithms = [entry.name for entry in installed() if "." not in entry.name]
     lines = [
         "usage: rlcore COMMAND [OPTION ...] [OVERRIDE ...]",
@@ -191,7 +190,7 @@ def _complete(argv: list[str]) -> int:
     Of plugins only the modules of the given command and of rlcore's own engines are imported, for their config keys.
     """
     from rlcore.config.compose import hydra_nodes, schema_node
-    from rlcore.plugins import PluginManager, installed, own_engines
+    from rlcore.plugins import PluginManager, installed, own_sections
 
     arguments = [argument for argument in argv if "=" in argument]
     if any(argument.startswith("query=") for argument in arguments):
@@ -206,11 +205,10 @@ def _complete(argv: list[str]) -> int:
         # hydra completes a program without subcommands: leave out ours, and the words that its usage line has first.
         skipped = 1
         if (name := _longest(words, commands)) is not None:
-            entry = commands[name]
-            given = PluginManager.load_only(lambda other: other.name == entry.name).commands()[name]
+            given = PluginManager.load_only([commands[name]]).commands()[name]
             skipped = len([*name.split(), *given.usage.split()])
         os.environ["COMP_LINE"] = " ".join([line.split()[0], *words[skipped:]])
-    nodes = schema_node(own_engines().sections())
+    nodes = schema_node(own_sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}
     with hydra_nodes(nodes) as hydra:
         hydra.shell_completion(config_name="config", overrides=arguments)

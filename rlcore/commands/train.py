@@ -17,6 +17,7 @@ from rlcore.commands.line import CommandLine
 if TYPE_CHECKING:
     from rlcore import Config
     from rlcore.plugins import PluginManager
+    from rlcore.preflight import Preflight
 
 RLCORE_API = 1
 
@@ -53,13 +54,13 @@ def _require_plugins(line: CommandLine) -> None:
             require_plugins(Path(word.removeprefix("run.dir=").strip("'\"")).expanduser(), line.plugins)
 
 
-def _train(config: Config, plugins: PluginManager) -> int:
+def _train(config: Config, plugins: PluginManager, checked: Preflight | None = None) -> int:
     if config.cluster.pools == "auto":
-        config = plugins.place_roles(config)
+        config, checked = plugins.place_roles(config), None
     from rlcore.trainer import train
 
     try:
-        return 130 if train(config, plugins)["status"] == "interrupted" else 0
+        return 130 if train(config, plugins, checked=checked)["status"] == "interrupted" else 0
     finally:
         # Let the collector free this run's models before the next job of a sweep makes its own.
         gc.unfreeze()
@@ -72,15 +73,14 @@ def _sweep(line: CommandLine) -> int:
 
     stem = time.strftime("multirun/%Y-%m-%d_%H-%M-%S")
     jobs = sweep(line.overrides)
-    configs = []
+    flights = []
     for number, job in enumerate(jobs):
         config = line.compose(job)
         folder = dataclasses.replace(config.run, dir=f"{config.run.dir or stem}/{number}")
-        configs.append(dataclasses.replace(config, run=folder))
-        preflight(configs[-1], line.plugins)
-    for number, (job, config) in enumerate(zip(jobs, configs, strict=True)):
-        print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {config.run.dir}", flush=True)
-        if status := _train(config, line.plugins):
+        flights.append(preflight(dataclasses.replace(config, run=folder), line.plugins))
+    for number, (job, checked) in enumerate(zip(jobs, flights, strict=True)):
+        print(f"job {number + 1} of {len(jobs)}: {' '.join(job)} -> {checked.config.run.dir}", flush=True)
+        if status := _train(checked.config, line.plugins, checked):
             return status
     return 0
 

@@ -97,13 +97,14 @@ def text(sections: dict[str, type[Any]]) -> str:
 
 
 def markdown(own: Mapping[str, type]) -> str:
-    """Return the page docs/configuration.md; `own` are the config classes of rlcore's own engines, by dotted name."""
+    """Return the page docs/configuration.md; `own` are the config classes of rlcore's own plugins, by dotted name."""
     parts = [_INTRODUCTION]
     options = group_options()
     sections: dict[str, type] = {}
     for section, cls in CORE_SECTIONS.items():
         sections[section] = cls
         sections |= {path: brought for path, brought in own.items() if path.startswith(f"{section}.")}
+    sections |= own
     for section, cls in sections.items():
         parts.append(f"## {section}\n\n{cls.__doc__}\n")
         if section in options:

@@ -219,6 +219,12 @@ class ClusterConfig:
     start_timeout: float = option(
         120.0, "seconds to wait for Ray and for the workers to start", min=1.0, incidental=True
     )
+    stall_timeout: float = option(
+        30.0,
+        "seconds without progress, while a role starts or in a collective, after which the run ends; 0: never",
+        min=0.0,
+        incidental=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -228,9 +234,6 @@ class TrackerConfig:
     use: list[str] = option(
         ["console"], "trackers besides jsonl, which is always on: console, wandb, or an installed one"
     )
-    project: str = option("rlcore", "wandb project")
-    entity: str | None = option(None, "wandb entity")
-    mode: Literal["online", "offline"] = option("online", "wandb mode")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -14,6 +16,10 @@ from typing import Literal
 from rlcore.errors import PluginError, did_you_mean
 
 GROUP = "rlcore"
+UNKNOWN = "unknown"
+"""The name and version of a distribution whose metadata lacks them."""
+UNREADABLE = "unreadable: "
+"""How the value of the one entry point begins that stands for an entry_points.txt that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class PluginInfo:
 
 
 class BrokenPlugin(PluginError):
-    """A plugin with its faults; the message says how to go on without it."""
+    """A plugin with its faults; the message has the option that blocks it."""
 
     def __init__(self, info: PluginInfo, *faults: str) -> None:
         super().__init__(f"{info}: {'; '.join(faults)}\nTo go on without it: -p no:{info.name}")
@@ -54,8 +60,31 @@ class BrokenPlugin(PluginError):
 
 
 def installed() -> list[EntryPoint]:
-    """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (not is_own(entry), entry.name))
+    """Return the installed plugins' entry points in the order of loading, from metadata; imports nothing."""
+    found: list[EntryPoint] = []
+    seen: set[str] = set()
+    for distribution in metadata.distributions():
+        # One whose metadata cannot be read breaks `entry_points()`, and so every command, whatever it brings.
+        if f"[{GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
+            name = _metadata(distribution, "Name")
+            if name not in seen:
+                found += _entries_of(distribution)
+            seen |= {name} - {UNKNOWN}
+    return sorted(found, key=lambda entry: (not is_own(entry), entry.name))
+
+
+def _entries_of(distribution: metadata.Distribution) -> Sequence[EntryPoint]:
+    try:
+        return distribution.entry_points.select(group=GROUP)
+    except Exception as error:  # importlib.metadata splits the lines and does not check them
+        text = f"{UNREADABLE}{type(error).__name__}: {error}"
+        return [EntryPoint(_metadata(distribution, "Name"), text, GROUP)._for(distribution)]  # type: ignore[attr-defined]
+
+
+def _metadata(distribution: metadata.Distribution, key: str) -> str:
+    """Return a field of a distribution's metadata, UNKNOWN where it is missing."""
+    facts = distribution.metadata
+    return facts[key] if key in facts else UNKNOWN  # noqa: SIM401 (typed without `get` in Python 3.11)
 
 
 def is_own(entry: EntryPoint) -> bool:
@@ -76,8 +105,9 @@ def command_of(entry_point: str) -> str | None:
 
 def distribution_of(entry: EntryPoint) -> tuple[str, str]:
     """Return the name and version of the distribution that brings an entry point."""
-    # Typed optional, but always set on the entry points that entry_points() gives.
-    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "unknown")
+    # Typed optional, but always set on the entry points of a distribution.
+    assert entry.dist is not None
+    return _metadata(entry.dist, "Name"), _metadata(entry.dist, "Version")
 
 
 def info_of(entry: EntryPoint) -> PluginInfo:
@@ -89,7 +119,9 @@ def info_of(entry: EntryPoint) -> PluginInfo:
 
 def import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:
     """Import the module of an entry point. Raises PluginError for one that names anything else."""
-    if entry.attr:
+    if entry.value.startswith(UNREADABLE):
+        raise PluginError(f"its entry_points.txt cannot be read: {entry.value.removeprefix(UNREADABLE)}")
+    if re.fullmatch(r"\w+(\.\w+)*", entry.value) is None:
         raise PluginError(f"its entry point is {entry.value!r}; it must name a module, without ':'")
     return importlib.import_module(entry.module), None
 

@@ -1,4 +1,4 @@
-"""A new plugin distribution, written from the templates in `template/`: what `rlcore new-plugin NAME` does."""
+"""Writes a new plugin distribution from the templates in `template/`, for `rlcore new-plugin NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from rlcore.errors import ConfigError
-from rlcore.plugins.entries import installed
+from rlcore.plugins.entries import distribution_of, installed
 
 PREFIX = "rlcore-plugin-"
 FILES = {
@@ -72,5 +72,5 @@ def _check_name(given: str, name: str) -> None:
     for entry in installed():
         # Names of distributions are equal without regard to case.
         if entry.name.lower() == name.lower():
-            owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
+            owner = " ".join(distribution_of(entry))
             raise ConfigError(f"an algorithm {entry.name!r} is installed already, by {owner}; choose another name")

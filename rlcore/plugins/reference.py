@@ -15,7 +15,7 @@ from typing import Any
 from rlcore.config.reference import markdown as configuration
 from rlcore.plugins import hookspecs
 from rlcore.plugins.checks import HOOKS
-from rlcore.plugins.manager import own_engines
+from rlcore.plugins.manager import own_sections
 from rlcore.plugins.specs import API_VERSION
 
 _INTRODUCTION = f"""\
@@ -56,5 +56,5 @@ def _parameters(hook: Callable[..., Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    pages = {"hooks": markdown, "configuration": lambda: configuration(own_engines().sections())}
+    pages = {"hooks": markdown, "configuration": lambda: configuration(own_sections())}
     print(pages[sys.argv[1]](), end="")

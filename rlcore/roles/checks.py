@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def check_roles(
     roles: Mapping[str, Role], config: Config, plugins: PluginManager, *, reserved: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError for the first role that cannot be. Reads model folders, but loads no weights.
+    """Raise ConfigError for the first impossible role. Reads model folders, but loads no weights.
 
-    reserved: names that a role cannot have.
+    reserved: names that no role may have.
     """
     for name, role in roles.items():
         _check_name(name, reserved)
@@ -36,7 +36,7 @@ def check_roles(
 
 
 def check_engines(config: Config, plugins: PluginManager) -> None:
-    """Raise ConfigError for settings that the engines of a run, or of a role with its own, cannot work with."""
+    """Raise ConfigError for settings that the engines of this config do not support."""
     betas = config.engine.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"engine.betas = {betas} must be two numbers from 0 to below 1, as in [0.9, 0.999]")
@@ -87,8 +87,8 @@ def _check_head(name: str, role: Role) -> None:
 def _check_leader(name: str, role: Role, leader: str, roles: Mapping[str, Role]) -> None:
     if leader not in roles or leader == name or role.trains:
         raise ConfigError(
-            f"role {name!r} follows {leader!r}; a role that does not train can follow one of the others: "
-            f"{', '.join(other for other in roles if other != name) or 'there is none'}"
+            f"role {name!r} follows {leader!r}; a role that does not train can follow another one: "
+            f"{', '.join(other for other in roles if other != name) or 'none'}"
         )
     other = roles[leader].kind
     if role.kind.head != other.head:
@@ -103,12 +103,12 @@ def _check_engine_holds(name: str, role: Role, config: Config, plugins: PluginMa
     kinds = plugins.train_engines()[own.engine.name].capabilities.kinds
     if role.kind not in kinds:
         raise ConfigError(
-            f"role {name!r} is a {role.kind}, which engine={own.engine.name} cannot hold; it holds a "
-            f"{' or a '.join(map(str, kinds))}. Choose another engine, for this role: roles.{name}.engine=NAME"
+            f"role {name!r} is a {role.kind}, which engine={own.engine.name} does not support; it supports a "
+            f"{' or a '.join(map(str, kinds))}. Choose another engine for this role: roles.{name}.engine=NAME"
         )
 
 
 def _setting_of_folder(name: str, role: Role, config: Config) -> str:
-    """Return the words that name the setting of a role's folder, to begin a message."""
+    """Return the setting that chose a role's folder, as the beginning of a message."""
     is_reward_model = name == REWARD_MODEL and role.model == config.reward.model
     return "reward.model=" if is_reward_model else f"the model of role {name!r}, "

@@ -45,9 +45,9 @@ class StepClock:
 class RoleHandle:
     """A model role of any kind; its subclass adds the calls of the kind.
 
-    Each method states which columns it reads and gives; the batch may have any others. `config` is the run's config as
-    this role sees it (`role_config`). `leader`: the workers of the role that this one follows, if other processes hold
-    them.
+    Each method documents the columns that it reads and gives; the batch may have others. `config` is the run's config
+    with this role's settings (`role_config`). `leader`: the workers of the followed role, if they are in other
+    processes.
     """
 
     kind: ClassVar[RoleKind]
@@ -66,7 +66,7 @@ class RoleHandle:
         self._config, self._clock = config, clock
         self._leader = None if leader is None else WeightExporter(leader, torch.float32)
 
-    if not TYPE_CHECKING:  # or a type checker would allow every method
+    if not TYPE_CHECKING:  # otherwise a type checker would allow every method name
 
         def __getattr__(self, name: str) -> Any:
             """Explain why this kind of role has no such method. Raises NoRoleError."""
@@ -85,7 +85,7 @@ class RoleHandle:
         return [self.group]
 
     def end_step(self, step: int) -> None:
-        """Send the weights to the workers that sample in the role's place. For the trainer; waits for nothing."""
+        """Send the weights to the role's rollout pool, if it has one. For the trainer; waits for nothing."""
 
     def sync(self) -> None:
         """Make the next generate call sample with the newest weights, also with rollouts ahead. For the trainer."""
@@ -104,7 +104,7 @@ class RoleHandle:
         It returns at once; reading a metric waits.
 
         `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
-        losses get its tensor columns, of which `prompts` and `responses` are needed, and `uid` and `keep_together`.
+        losses get its tensor columns (`prompts` and `responses` are required), `uid` and `keep_together`.
         Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
         Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
         role, for a loss that needs an output which this kind of role does not give, and for a loss or gradient that is
@@ -125,12 +125,15 @@ class RoleHandle:
             config=self._config.algo,
             importance=importance_of(self.role, self._config.trainer),
         )
+        # Before the call, so that the next `end_step` sends the weights even if this call is still running.
         self._weights_changed()
+        # Learning-rate schedules count from 0, the clock from 1.
         future = self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)
+        # Equal on all ranks, as every number was summed over all of them.
         return Metrics(lambda: future.get()[0])
 
     def _weights_changed(self) -> None:
-        """Note that the weights differ from those sent last to other workers."""
+        """Note that the weights differ from those last sent to other workers."""
 
     def follow(self, tau: float = 1.0) -> None:
         """Move this role's weights towards those of the role that it `follows`: w + tau (leader - w).
@@ -175,7 +178,7 @@ class RoleHandle:
 class PolicyHandle(RoleHandle):
     """A causal language model: log-probs, and responses if its role generates.
 
-    `rollout`: the workers that sample in its place, where generation has processes of its own.
+    `rollout`: the workers that sample for it, if sampling has processes of its own.
     """
 
     kind = POLICY
@@ -199,7 +202,7 @@ class PolicyHandle(RoleHandle):
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The role's own workers, and those that sample in its place."""
+        """The role's own workers, and those of its rollout pool."""
         return [self.group] if self._pool is None else [self.group, self._pool.group]
 
     @property
@@ -228,14 +231,16 @@ class PolicyHandle(RoleHandle):
             raise DataError(f"role {self.name!r} does not generate; declare it with Role(generates=True)")
         check_fields(prompts)
         sampling = self._sampling(options)
+        # Part of the noise keys: a second call in a step samples other responses.
         self._clock.calls += 1
         batch = prompts[:]
         if "sample_index" not in batch:
             batch["sample_index"] = _sample_index(batch.view("uid"))
-        asked = batch.select(["prompts", "sample_index"], ["uid"], [])
+        sent = batch.select(["prompts", "sample_index"], ["uid"], [])
         if self._pool is not None:
             self._pool.prepare(self._clock.step)
-        return batch.union(self.groups[-1].generate(asked, sampling))
+        # The last group samples: the rollout pool if there is one, else the role's own workers.
+        return batch.union(self.groups[-1].generate(sent, sampling))
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
         rollout = self._config.rollout
@@ -258,15 +263,15 @@ class PolicyHandle(RoleHandle):
     def log_probs(self, batch: DataProto, *, name: str = "log_probs", entropy: bool = False) -> DataProto:
         """Return the log-probs of `responses` after `prompts` as ragged fp32 column `name`, in nats.
 
-        `entropy=True` adds the column `entropy`. For old_log_probs the rollout's own may be given where they are the
-        same numbers. Both are at the rollout temperature of the role.
+        `entropy=True` adds the column `entropy`. For `old_log_probs` the result may be the rollout's own log-probs, if
+        they are the same numbers. Both columns are at the role's rollout temperature.
         """
         check_fields(batch)
         columns = list(TOKENS)
         if name == "old_log_probs" and "exact_log_probs" in batch:
             columns += ["rollout_log_probs", "exact_log_probs", "weights_version"]
         sent = batch.select(columns, [], [])
-        # Rows that will most likely get the rollout's numbers back cost nothing, and are best left where they are.
+        # Rows whose rollout numbers are returned cost nothing, so balancing them would only move data.
         may_be_served = len(columns) > 2 and not entropy and not self._config.trainer.rollouts_ahead
         if self.group.world_size > 1 and may_be_served and bool(batch.view("exact_log_probs").all()):
             return self.group.log_probs(sent, name, entropy)
@@ -323,7 +328,7 @@ HANDLES: dict[RoleKind, type[RoleHandle]] = {cls.kind: cls for cls in (PolicyHan
 
 
 def _sample_index(uid: Sequence[Any]) -> torch.Tensor:
-    """Return int64 [rows]: how many rows with the same uid came before."""
+    """Return int64 [rows]: the number of earlier rows with the same uid."""
     seen: Counter[str] = Counter()
     index = []
     for value in uid:

@@ -1,4 +1,4 @@
-"""Metrics of work that is still under way."""
+"""Metrics of calls that may still be running."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Metrics(MutableMapping[str, Any]):
-    """Metrics by name that are fetched when one of them is first read; until then nobody waits for them.
+    """Metrics by name, fetched at the first read; the read waits for the call and raises its error.
 
-    Adding one, by `metrics[name] = value` or `update`, does not read. Raises what kept them from being made.
+    Adding one, by `metrics[name] = value` or `update`, does not read.
     """
 
     def __init__(self, fetch: Callable[[], Mapping[str, Any]]) -> None:
@@ -18,6 +18,7 @@ class Metrics(MutableMapping[str, Any]):
 
     def _read(self) -> dict[str, Any]:
         if self._fetch is not None:
+            # Values that were set before the read win.
             self._values = {**self._fetch(), **self._values}
             self._fetch = None
         return self._values

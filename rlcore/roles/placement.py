@@ -1,4 +1,4 @@
-"""Placement: which roles share which processes, from `cluster.pools` to the pools on which workers are started."""
+"""Placement: turns `cluster.pools` into the pools that workers are started on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """The pools of a run, and the workers of plugins that are on them, by name."""
+    """The pools of a run, and the plugins' workers on them, by name."""
 
     pools: Sequence[PoolPlan]
     groups: Mapping[str, WorkerSpec] = field(default_factory=dict)
@@ -36,14 +36,17 @@ def plan_pools(
     engines: Mapping[str, TrainEngineSpec] | None = None,
     groups: Mapping[str, WorkerSpec] | None = None,
 ) -> list[PoolPlan]:
-    """Return the pools that `cluster.pools` asks for; if it is empty, all roles are on one of `cluster.workers` places.
+    """Return the pools of `cluster.pools`; if it is empty, one pool of `cluster.workers` places with all roles.
 
-    Reward functions that no pool lists get one of their own, of `reward.workers`, and each of the `groups` one as its
-    spec says. `engines`: the train engines by name, whose own rules for layouts are checked too. Raises ConfigError for
-    pools that cannot be read, and as `check_pools` does.
+    Reward functions that no pool lists get a pool of `reward.workers` places, and unlisted `groups` a pool by their
+    spec.
+    `engines`: the train engines by name; their own rules for layouts are checked too. Raises ConfigError for pools that
+    cannot be read, and as `check_pools` does.
     """
     if config.cluster.pools == "auto":
-        raise ConfigError("cluster.pools=auto is planned by `rlcore train`; here, write what `rlcore plan` found best")
+        raise ConfigError(
+            "cluster.pools=auto works in `rlcore train` only; here, give the pools that `rlcore plan` prints"
+        )
     groups = groups or {}
     listed = read_pools(config)
     if not listed and roles:
@@ -61,7 +64,7 @@ def plan_pools(
 
 def _planned(name: str, asked: PoolSettings, config: Config, groups: Mapping[str, WorkerSpec]) -> PoolPlan:
     cluster = config.cluster
-    # Defaults of a pool with models; a pool of reward functions or plugins' workers only is as large as if unlisted.
+    # Defaults of a pool with models. A pool with only reward functions or plugins' workers has their own defaults.
     workers, cpus, gpus = cluster.workers, cluster.cpus_per_worker, cluster.gpus_per_worker
     own = [groups[role] for role in asked.roles if role in groups]
     if asked.roles == [REWARD_WORKERS]:

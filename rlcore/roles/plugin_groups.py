@@ -1,4 +1,4 @@
-"""The worker groups that plugins bring into a run."""
+"""The worker groups of a run's plugins."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlcore.workers.executor import ProcessRequest
 
 
 def group_requests(specs: Mapping[str, WorkerSpec], pools: Sequence[OpenPool]) -> list[ProcessRequest]:
-    """Return the processes of the plugins' workers, one on each place of the pool that each is on.
+    """Return the requests for the plugins' processes, one on each place of their pool.
 
-    On a pool with roles or reward functions they use no GPU, and take no turns with the others.
+    On a pool with roles or reward functions they use no GPU and take no turns with the other processes.
     """
     requests = []
     for planned, pool in pools:
@@ -28,7 +28,7 @@ def group_requests(specs: Mapping[str, WorkerSpec], pools: Sequence[OpenPool]) -
 
 
 class PluginGroups:
-    """The worker groups of a run's plugins, and what `run.group(NAME)` gives for each."""
+    """The worker groups of a run's plugins, and the result of `run.group(NAME)` for each."""
 
     def __init__(self, specs: Mapping[str, WorkerSpec], groups: Mapping[str, WorkerGroup], config: Config) -> None:
         self.groups = dict(groups)
@@ -39,13 +39,13 @@ class PluginGroups:
             self._handles[name] = group if handle is None else handle(group, config)
 
     def get(self, name: str) -> Any:
-        """Return the WorkerGroup, or the handle that its plugin made of it. Raises PluginError for an unknown name."""
+        """Return the WorkerGroup, or its plugin's handle of it. Raises PluginError for an unknown name."""
         if name in self._handles:
             return self._handles[name]
         if name in self._config.sections:
-            remedy = f"Its plugin starts none with this config: see its keys, `{name}.*`"
+            remedy = f"Its plugin starts no workers with this config: see its keys, `{name}.*`"
         else:
-            remedy = f"A plugin has to bring it: install one that does (pip install rlcore-plugin-{name}?)"
+            remedy = f"Install the plugin that brings it (pip install rlcore-plugin-{name}?)"
         raise PluginError(
             f"this run has no worker group {name!r}.{did_you_mean(name, self._handles)} Its groups: "
             f"{', '.join(self._handles) or 'none'}. {remedy}"

@@ -1,4 +1,4 @@
-"""Checks of a run's pools, before anything starts: their roles, their places, layouts, and the sampling copy."""
+"""Checks of a run's pools, before anything starts: their roles, places, layouts, and the sampling copy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_pools(
     engines: Mapping[str, TrainEngineSpec],
     groups: Mapping[str, WorkerSpec],
 ) -> None:
-    """Raise ConfigError for the first pool that cannot be.
+    """Raise ConfigError for the first impossible pool.
 
-    engines: the train engines by name; without a role's own, its engine's rules for layouts are not checked.
+    engines: the train engines by name. Layout rules of an engine that is not among them are not checked.
     groups: the workers of plugins by name.
     """
     pool_of = _pool_of_each(pools, roles, groups)
@@ -45,11 +45,11 @@ def check_pools(
 def _pool_of_each(
     pools: Sequence[PoolPlan], roles: Mapping[str, Role], groups: Mapping[str, WorkerSpec]
 ) -> dict[str, str]:
-    """Return the name of the pool of everything that is listed. Raises ConfigError for unknown and repeated names."""
+    """Return each listed name's pool. Raises ConfigError for unknown and repeated names."""
     for name in groups:
         if name in (*roles, REWARD_WORKERS, ROLLOUT):
             raise ConfigError(
-                f"a plugin brings workers called {name!r}, which is also the name of a role or of a part of a pool; "
+                f"a plugin's workers are named {name!r}, like a role of this run or a reserved name of pools; "
                 "rename one of them, or block the plugin with -p no:NAME"
             )
     known = [*roles, REWARD_WORKERS, ROLLOUT, *groups]
@@ -68,7 +68,7 @@ def _pool_of_each(
             if name in pool_of:
                 both = (pool_of[name], pool.name)
                 where = f"pool {pool.name} twice" if both[0] == both[1] else "pools " + " and ".join(both)
-                raise ConfigError(f"cluster.pools: {name!r} is in {where}; it can be in one, once")
+                raise ConfigError(f"cluster.pools: {name!r} is in {where}; list it once")
             pool_of[name] = pool.name
     return pool_of
 
@@ -85,8 +85,8 @@ def _check_layout_names(config: Config, roles: Mapping[str, Role]) -> None:
 def _check_all_placed(pools: Sequence[PoolPlan], pool_of: Mapping[str, str], roles: Mapping[str, Role]) -> None:
     if missing := [name for name in roles if name not in pool_of]:
         raise ConfigError(
-            f"cluster.pools has no place for {', '.join(missing)}; add each to one of the pools "
-            f"{', '.join(pool.name for pool in pools)}, or to one more"
+            f"cluster.pools lacks {', '.join(missing)}; add each to one of the pools "
+            f"{', '.join(pool.name for pool in pools)}, or to a new one"
         )
 
 
@@ -98,7 +98,7 @@ def _check_places(pool: PoolPlan, *, in_process: bool) -> None:
         raise ConfigError(f"{where}: gpus_per_worker = {gpus} must be a whole number or a share below 1")
     if gpus > 1 and len(separate) > 1:
         raise ConfigError(
-            f"{where}: {', '.join(users)} are processes of their own and cannot share "
+            f"{where}: {', '.join(users)} are separate processes and cannot share "
             f"places of {gpus:g} GPUs; set gpus_per_worker to 1 or less with more workers, or colocate: fused"
         )
     if in_process and models and pool.workers != 1:
@@ -109,7 +109,7 @@ def _check_places(pool: PoolPlan, *, in_process: bool) -> None:
 
 
 def _check_groups(pool: PoolPlan, groups: Mapping[str, WorkerSpec]) -> None:
-    """Check that workers of plugins that need a GPU have a pool without roles, which would take the GPUs."""
+    """Check that plugins' workers with GPUs are on a pool without roles, as roles take all its GPUs."""
     for name in pool.groups:
         if groups[name].gpus_per_worker > 0 and pool.roles:
             raise ConfigError(
@@ -122,15 +122,15 @@ def _check_rollout(pool_of: Mapping[str, str], roles: Mapping[str, Role]) -> Non
     sampled = sampled_role(roles)
     if pool_of[sampled] == pool_of[ROLLOUT]:
         raise ConfigError(
-            f"cluster.pools.{pool_of[ROLLOUT]} lists {ROLLOUT} together with {sampled}, which samples there by itself: "
-            f"leave {ROLLOUT} out, or put it into another pool"
+            f"cluster.pools.{pool_of[ROLLOUT]} lists {ROLLOUT} together with {sampled}, which samples there itself: "
+            f"leave {ROLLOUT} out, or list it in another pool"
         )
 
 
 def _check_no_rollouts_ahead(roles: Mapping[str, Role], config: Config) -> None:
     if ahead := config.trainer.rollouts_ahead:
         raise ConfigError(
-            f"trainer.rollouts_ahead = {ahead} samples on a pool of its own while the actor trains: add one, as "
+            f"trainer.rollouts_ahead = {ahead} needs a second pool, which samples while the actor trains: add one, as "
             f"cluster.pools={{main: [{', '.join(roles)}], side: [{ROLLOUT}]}}, or set trainer.rollouts_ahead=0"
         )
 
@@ -155,8 +155,8 @@ def _check_layouts(
         leader = roles[name].follows
         if leader in settings and _spread(settings[leader]) != _spread(settings[name]):
             raise ConfigError(
-                f"pool {pool.name}: {name} follows {leader} and takes over its weights place by place, so both must "
-                f"have the same engine and the same [pp, tp] in engine.layouts; or put {name} into another pool"
+                f"pool {pool.name}: {name} follows {leader} and copies its weights shard by shard, so both need "
+                f"the same engine and the same [pp, tp] in engine.layouts; or put {name} into another pool"
             )
 
 
@@ -171,14 +171,14 @@ def _check_layout(config: Config, workers: int, engines: Mapping[str, TrainEngin
 
 
 def _spread(config: Config) -> tuple[str, int, int]:
-    """Return the settings by which two roles hold their weights alike."""
+    """Return the settings that decide the shards of a role's weights."""
     return config.engine.name, config.engine.pp, config.engine.tp
 
 
 def _check_engine_layout(engine: TrainEngineSpec, layout: Layout, config: Config) -> None:
     if not engine.capabilities.layouts and layout.world_size > 1:
         raise ConfigError(
-            f"engine={engine.name} trains a model in one process, not on {layout.world_size} workers: set "
+            f"engine={engine.name} supports one worker, not {layout.world_size}: set "
             "cluster.workers=1, or choose another engine"
         )
     if engine.check_layout is not None:
@@ -186,7 +186,7 @@ def _check_engine_layout(engine: TrainEngineSpec, layout: Layout, config: Config
 
 
 def _check_shards(pool: PoolPlan, config: Config) -> None:
-    """Check `rollout.tp` on a pool of sampling copies, which have layouts of their own."""
+    """Check `rollout.tp` on a pool of sampling copies; their layouts do not depend on the trained role's."""
     shards = config.rollout.tp
     if pool.workers % shards:
         possible = ", ".join(str(n) for n in range(1, pool.workers + 1) if pool.workers % n == 0)

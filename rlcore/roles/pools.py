@@ -17,30 +17,30 @@ from rlcore.workers import Executor, ResourcePool
 REWARD_WORKERS = "reward"
 """In a pool: the workers of the reward functions, as processes of their own without GPUs."""
 ROLLOUT = "rollout"
-"""In a pool: a copy of the role that trains and generates, which does its sampling."""
+"""In a pool: a copy of the role that trains and generates; it does the sampling."""
 
 Colocation = Literal["fused", "fractional"]
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """A pool as `cluster.pools` may spell it out; a list is short for its `roles`."""
+    """The settings of a pool in `cluster.pools`; a list is short for `roles`."""
 
-    roles: list[str] = option(..., "what is on the pool: roles, `reward`, `rollout`, workers of plugins")
+    roles: list[str] = option(..., "names of roles, `reward`, `rollout`, and workers of plugins")
     workers: int | None = option(None, "places, each for one rank (default: cluster.workers)", min=1)
     cpus_per_worker: int | None = option(None, "cores of a place (default: cluster.cpus_per_worker)", min=1)
     gpus_per_worker: float | None = option(None, "GPUs of a place (default: cluster.gpus_per_worker)", min=0.0)
-    node: str | None = option(None, "resource of Ray that the pool's nodes have (default: any node)")
+    node: str | None = option(None, "Ray resource that selects the pool's nodes (default: any node)")
     colocate: Colocation | None = option(None, "how the roles share the places (default: cluster.colocate)")
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A pool of `workers` places, and the names of the roles, REWARD_WORKERS and ROLLOUT among them, that are on it.
+    """A pool of `workers` places, and the names of its roles, which may include REWARD_WORKERS and ROLLOUT.
 
-    `fused` roles are workers in one process a place, `fractional` ones have a process each and take turns. `groups` are
-    the workers of plugins on the pool, each with a process on every place. `node` is a resource of Ray that every node
-    of the pool has; None is any node.
+    `fused` roles share one process per place; `fractional` roles have a process each and take turns. `groups` are the
+    workers of plugins on the pool, with a process of each on every place. `node` is a Ray resource of every node of the
+    pool; None: any node.
     """
 
     name: str
@@ -76,7 +76,7 @@ OpenPool = tuple[PoolPlan, ResourcePool]
 
 
 def read_pools(config: Config) -> dict[str, PoolSettings]:
-    """Return the pools that `cluster.pools` lists, by name; none if it is empty or `auto`.
+    """Return the pools in `cluster.pools` by name; none if it is empty or `auto`.
 
     Raises ConfigError for a pool that cannot be read.
     """
@@ -94,11 +94,12 @@ def _read_pool(spelled: Any, where: str) -> PoolSettings:
 
 
 def sampled_role(roles: Mapping[str, Role]) -> str:
-    """Return the role that ROLLOUT is a copy of. Raises ConfigError unless just one role trains and generates."""
+    """Return the role that ROLLOUT copies. Raises ConfigError unless exactly one role trains and generates."""
     both = [name for name, role in roles.items() if role.trains and role.generates]
     if len(both) != 1:
         raise ConfigError(
-            f"cluster.pools lists {ROLLOUT}, the sampling copy of the one role that trains and generates, but of this "
-            f"run's roles {', '.join(roles) or '(none)'} these do both: {', '.join(both) or 'none'}; leave it out"
+            f"cluster.pools lists {ROLLOUT}, a copy of the role that trains and generates, so exactly one role must do "
+            f"both. Of this run's roles {', '.join(roles) or '(none)'} these do: {', '.join(both) or 'none'}; leave "
+            f"{ROLLOUT} out"
         )
     return both[0]

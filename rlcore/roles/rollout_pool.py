@@ -1,4 +1,4 @@
-"""Sampling in processes of its own: which weights are sent there, and when the workers take them."""
+"""Sampling in processes of its own: the weights that they get, and the time of each switch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from rlcore.workers import WorkerGroup
 
 
 class RolloutPool:
-    """The workers that sample in a role's place, at most `ahead` steps before its training (trainer.rollouts_ahead).
+    """The workers that sample for a role, at most `ahead` steps before its training (trainer.rollouts_ahead).
 
     With `ahead=0` they always sample with the newest weights. With `ahead=k`, step t samples with the weights from the
     end of step t-1-k, or of the last `sync` if that came later; so step t can sample while step t-k trains. Calls of
-    `group` run in the order in which they are made. Nothing waits here: weights travel as references to columns that
-    may still be computed.
+    `group` run in call order. No method waits: weights travel as references to columns that may still be computed.
     """
 
     def __init__(self, group: WorkerGroup, trained: WeightExporter, ahead: int) -> None:
@@ -28,7 +27,7 @@ class RolloutPool:
         self._is_new = True
 
     def mark_stale(self) -> None:
-        """Note that the trained weights have changed since they were sent last."""
+        """Note that the trained weights have changed since the last send."""
         self._is_stale = True
 
     def prepare(self, step: int) -> None:
@@ -50,6 +49,7 @@ class RolloutPool:
         self._take(math.inf)
 
     def _send(self, step: float) -> None:
+        # Unchanged weights are not sent again: `_take` then keeps the ones that the workers have.
         if self._is_stale:
             self._sent.append((step, self._trained.send()))
             self._is_stale = False

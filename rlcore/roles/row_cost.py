@@ -1,4 +1,4 @@
-"""The cost of a row for a transformer, by which rows are spread over the ranks."""
+"""The cost of a row for a transformer, which balances rows over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = ("prompt_length", "response_length")
 def batch_costs(batch: DataProto, ranks: int, model: ModelConfig) -> list[int] | None:
     """Return the cost of each row for a model; None for a single rank or a batch without the columns LENGTHS.
 
-    Those are small and came to the controller with the reply of the call that made them, so nothing is fetched.
+    These columns are small, and arrived at the controller with their call's reply, so nothing is fetched.
     """
     if ranks == 1 or any(name not in batch for name in LENGTHS):
         return None
@@ -28,7 +28,7 @@ def row_costs(lengths: Sequence[int], hidden: int) -> list[int]:
 
     A layer of width d takes about 24 d^2 n floating-point operations for the matrices of n tokens, and 2 d n^2 for
     their causal attention (Kaplan et al., arXiv 2001.08361, section 2.1, with 12 d^2 parameters a layer). Divided by
-    2 d that is n (12 d + n), whatever the number of layers; a backward pass takes twice as much of both.
+    2 d that is n (12 d + n), for any number of layers; a backward pass takes twice as much of both.
     """
     return [length * (12 * hidden + length) for length in lengths]
 

@@ -1,4 +1,4 @@
-"""The roles of a run, and the run's config as each of them sees it."""
+"""The roles of a run, and each role's view of the run's config."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import REWARD, Algorithm, Role
 
 REWARD_MODEL = "reward_model"
-"""The role that `reward.model` adds to an algorithm's own."""
+"""The role that `reward.model` adds to the algorithm's roles."""
 
 
 def resolve_roles(declared: Mapping[str, Role], config: Config) -> dict[str, Role]:
     """Return the roles of a run: the algorithm's, and the reward model of `reward.model`, with their settings applied.
 
-    Raises ConfigError when the algorithm has a role of that name too, and as `with_settings` does.
+    Raises ConfigError when the algorithm itself has a role of that name, and as `with_settings` does.
     """
     roles = dict(declared)
     if config.reward.model is not None:
         if REWARD_MODEL in declared:
             raise ConfigError(
-                f"algo={config.algorithm} brings a role {REWARD_MODEL!r} of its own; leave out "
+                f"algo={config.algorithm} has its own role {REWARD_MODEL!r}; leave out "
                 f"reward.model={config.reward.model}"
             )
         roles[REWARD_MODEL] = Role(kind=REWARD, model=config.reward.model)
@@ -34,9 +34,9 @@ def resolve_roles(declared: Mapping[str, Role], config: Config) -> dict[str, Rol
 
 
 def with_settings(roles: Mapping[str, Role], config: Config) -> dict[str, Role]:
-    """Return the roles with the settings of `roles.NAME.*` in place of those that the algorithm declares.
+    """Return the roles with the settings of `roles.NAME.*`, which replace the algorithm's.
 
-    Raises ConfigError for settings of a role that is not there.
+    Raises ConfigError for settings of an unknown role.
     """
     changed = dict(roles)
     for name, given in config.roles.items():
@@ -70,10 +70,10 @@ def evaluated_roles(algorithm: Algorithm | None) -> dict[str, Role]:
 
 
 def role_config(config: Config, name: str, role: Role) -> Config:
-    """Return the config as one role sees it: with its own model folder, dtype, learning rate, engine and rollout keys.
+    """Return the config for one role, with its own model folder, dtype, learning rate, engine and rollout keys.
 
-    Raises ConfigError for an unknown rollout key, for a value that it cannot have, and for a layout in `engine.layouts`
-    that is not two numbers from 1.
+    Raises ConfigError for an unknown rollout key, an invalid value, and a layout in `engine.layouts` that is not two
+    numbers from 1.
     """
     engine = engine_of(config.engine, name)
     rollout = config.rollout
@@ -103,7 +103,7 @@ def own_section(config: Config, path: str, config_class: type | None) -> Any:
 
 
 def reads_text(role: Role, config: Config) -> bool:
-    """Whether the role is a reward model whose tokenizer differs from the actor's, so that token ids mean nothing."""
+    """Whether the role is a reward model whose tokenizer differs from the actor's, so that it must read texts."""
     if not role.kind.reads_text or role.model is None:
         return False
     return not same_tokenizer(replace(config.model, path=role.model), config.model)

@@ -1,4 +1,4 @@
-"""Start the workers of all roles on their pools, and give out their handles."""
+"""Starts the workers of all roles on their pools, and makes the roles' handles."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def start_roles(
 ) -> tuple[dict[str, RoleHandle], dict[str, WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    extra: further processes to start at the same time. Their groups are returned too, by name. A worker class of theirs
-    may have a method `start` that does not block: it runs while the models load, and its errors come first.
+    extra: further processes to start at the same time; their groups are returned too, by name. If their worker class
+    has a non-blocking method `start`, it runs while the models load, and its errors come first.
     """
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     setups = _setups(roles, config, plugins, sampled)
     process_sets: list[tuple[ResourcePool, Sequence[str]]] = []
     for planned, pool in pools:
         process_sets += [(pool, names) for names in planned.process_sets]
+    # Extra processes first: an error in their start (a reward function, a judge) shows before models are loaded.
     requests = [*extra, *(_process_request(pool, names, setups) for pool, names in process_sets)]
     groups: dict[str, WorkerGroup] = {}
     for started in executor.worker_groups(requests):
@@ -69,7 +70,7 @@ def start_roles(
 def _setups(
     roles: Mapping[str, Role], config: Config, plugins: PluginManager, sampled: str | None
 ) -> dict[str, RoleSetup]:
-    """Return each role's setup. `sampled`: the role that a rollout pool samples for, which then does not itself."""
+    """Return each role's setup. `sampled`: the role with a rollout pool; its own workers then do not sample."""
     leaders = {role.follows for role in roles.values()}
     setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
     if sampled is not None:
@@ -79,14 +80,14 @@ def _setups(
 
 
 def _remote_leader(role: Role, mates: Sequence[str], groups: Mapping[str, WorkerGroup]) -> WorkerGroup | None:
-    """Return the workers of the role that this one follows, if they are in other processes than its `mates`."""
+    """Return the workers of the followed role, unless it shares its processes with this role (`mates`)."""
     if role.follows is None or role.follows in mates:
         return None
     return groups[role.follows]
 
 
 def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup]) -> None:
-    """Call `start` of all workers that have it and that does not block, and wait for all of them."""
+    """Call the non-blocking `start` of all workers that have one, and wait for all of them."""
     loading = []
     for request in requests:
         for name, made in request.classes.items():
@@ -119,7 +120,7 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
 
 
 def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> ProcessRequest:
-    """Return the processes of roles that share them, one on each place of the pool."""
+    """Return the request for the shared processes of some roles, one on each place of the pool."""
     classes = {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in names}
     return ProcessRequest(pool, classes, "-".join(names))
 

@@ -1,4 +1,4 @@
-"""An update as the workers get it: which rows go to which rank and mini-batch, and the checks of an update call."""
+"""Checks an update call, and spreads its rows over ranks and mini-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlcore.protocol.glossary import check_fields
 
 
 def check_update(name: str, role: Role, losses: Sequence[Loss], epochs: int, mini_batches: int) -> None:
-    """Raise DataError for an update that role `name` cannot make."""
+    """Raise DataError for an update that role `name` does not support."""
     if not role.trains:
         raise DataError(f"role {name!r} is frozen; declare it with Role(trains=True) to update it")
     for option, value in (("epochs", epochs), ("mini_batches", mini_batches)):
@@ -27,12 +27,12 @@ def check_update(name: str, role: Role, losses: Sequence[Loss], epochs: int, min
         if missing := [need for need in needs_of(loss) if need not in gives]:
             raise DataError(
                 f"loss {getattr(loss, '__name__', loss)!r} needs {', '.join(missing)}, but role {name!r} is a "
-                f"{role.kind}, which gives {', '.join(gives)}; state what it needs with @needs(...)"
+                f"{role.kind}, which gives {', '.join(gives)}; declare the needed outputs with @needs(...)"
             )
 
 
 def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
-    """Return how the role's updates correct for tokens that an older policy sampled; None: not at all."""
+    """Return the correction of the role's updates for tokens of another policy; None: no correction."""
     kind = trainer.importance
     if kind == "auto":
         kind = "token" if trainer.rollouts_ahead else "off"
@@ -53,7 +53,7 @@ def plan_update(
 ) -> list[list[UpdateItem]]:
     """Return the items of each rank, one for each (batch, loss, weight), with the rows of its mini-batches in order.
 
-    `costs` gives the cost of each row, by which rows are spread over the ranks; None: their order decides.
+    `costs` returns the cost of each row, which balances rows over the ranks; None: balance by number of rows.
     """
     shares: list[list[UpdateItem]] = [[] for _ in range(ranks)]
     for rows, loss, weight in batches:

@@ -1,4 +1,4 @@
-"""Weights of a role's workers, on their way to the workers of another role."""
+"""Exports the weights of a role's workers for the workers of another role."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlcore.workers import WorkerGroup
 
 
 class WeightExporter:
-    """Exports whole parameters of a role's ModelWorkers in one `dtype`; rank r packs the r-th part of them.
+    """Exports full parameters of a role's ModelWorkers in one `dtype`; rank r packs the r-th part of them.
 
-    The controller gets references and never waits.
+    The controller gets references and never waits, except for the parameters' names at the first `send`.
     """
 
     def __init__(self, group: WorkerGroup, dtype: torch.dtype) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlcore import Config, TrackerSpec, hookimpl
+from rlcore import Config, ConfigSpec, TrackerSpec, hookimpl
 from rlcore.trackers.base import Tracker
 from rlcore.trackers.jsonl import JsonlTracker
+from rlcore.trackers.wandb import WandbConfig, WandbTracker
 
 RLCORE_API = 1
 
@@ -17,17 +18,17 @@ def _console(config: Config, run_dir: Path) -> Tracker:
     return ConsoleTracker(config, run_dir)
 
 
-def _wandb(config: Config, run_dir: Path) -> Tracker:
-    from rlcore.trackers.wandb import WandbTracker
-
-    return WandbTracker(config, run_dir)
-
-
 @hookimpl
 def rlcore_trackers() -> list[TrackerSpec]:
     """Return the console, the files (which are always on) and wandb."""
     return [
         TrackerSpec("console", _console),
         TrackerSpec("jsonl", JsonlTracker),
-        TrackerSpec("wandb", _wandb),
+        TrackerSpec("wandb", WandbTracker),
     ]
+
+
+@hookimpl
+def rlcore_configs() -> ConfigSpec[WandbConfig]:
+    """Register the keys `wandb.*`."""
+    return ConfigSpec("wandb", WandbConfig)

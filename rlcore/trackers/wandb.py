@@ -8,17 +8,26 @@ import secrets
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, option
 from rlcore.errors import ConfigError
 from rlcore.trackers.base import Tracker
 
 RUN_ID = "wandb_run_id"
 
 
+@dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """The wandb run, where `tracker.use` names wandb."""
+
+    project: str = option("rlcore", "wandb project", was="tracker.project", incidental=True)
+    entity: str | None = option(None, "wandb entity", was="tracker.entity", incidental=True)
+    mode: Literal["online", "offline"] = option("online", "wandb mode", was="tracker.mode", incidental=True)
+
+
 class WandbTracker(Tracker):
-    """Logs to wandb, online or offline (`tracker.mode`); its files are in RUN/wandb.
+    """Logs to wandb, online or offline (`wandb.mode`); its files are in RUN/wandb.
 
     RUN/wandb_run_id holds the wandb run's id, so a resumed run continues the same wandb run. The x-axis is the metric
     `step`, so steps that a resumed run repeats are drawn at their old place. wandb itself retries when its server is
@@ -40,21 +49,22 @@ class WandbTracker(Tracker):
     def start(self, resume_step: int) -> None:
         """Start or resume the wandb run; ConfigError when wandb refuses, for example online without an API key."""
         wandb, config = self._wandb, self._config
+        own = config.section(WandbConfig)
         try:
             self._run = wandb.init(
-                project=config.tracker.project,
-                entity=config.tracker.entity,
+                project=own.project,
+                entity=own.entity,
                 name=config.run.name or self._run_dir.name,
                 id=self._run_id(),
-                resume="allow" if config.tracker.mode == "online" else None,
-                mode=config.tracker.mode,
+                resume="allow" if own.mode == "online" else None,
+                mode=own.mode,
                 dir=str(self._run_dir),
                 config=dataclasses.asdict(config),
                 settings=wandb.Settings(console="off", silent=True),  # the console tracker owns the console
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"wandb failed to start: {error}. Log in with `wandb login`, or set tracker.mode=offline."
+                f"wandb failed to start: {error}. Log in with `wandb login`, or set wandb.mode=offline."
             ) from error
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

@@ -134,6 +134,7 @@ class RayExecutor(Executor):
             log_dir=self._log_dir,
             distributions=self._distributions,
             start_timeout=self._cluster.start_timeout,
+            stall_timeout=self._cluster.stall_timeout,
             inline_bytes=int(self._cluster.inline_kb * 1000),
             env=self._env(),
         )

@@ -111,6 +111,14 @@ class RayFuture(Future):
                 self._succeeded_refs.add(ref)
         return False
 
+    def check_progress(self, running: Sequence[Any] | None = None) -> None:
+        """Raise WorkerError if the call hangs. `running`: references of the replies that are not there yet."""
+        if running is None:
+            _, running = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
+        ranks = sorted(self._refs[ref] for ref in running)
+        ended = sorted(rank for rank in self._refs.values() if rank not in ranks)
+        self._processes.check_progress(self._role, self._method, ranks, ended)
+
     def _wait_for_ranks(self) -> list[Any]:
         """Return the results by rank, or raise the first failure."""
         outputs: list[Any] = [None] * self._processes.world_size
@@ -133,10 +141,13 @@ class RayFuture(Future):
         with an earlier turn on its place. Or an earlier, still unread call failed on one rank and blocks the others.
         """
         self._processes.check()
+        self.check_progress(list(waiting))
         for processes in self._processes.all_started():
             for earlier in processes.running():
                 if earlier is not self and earlier.has_failed():
                     earlier.outputs()
+                elif earlier is not self:
+                    earlier.check_progress()
         watched = {*pings.values(), *((self._processes, rank) for rank in waiting.values())}
         for processes in self._processes.all_started():
             new = processes.ping(but=[rank for owner, rank in watched if owner is processes])

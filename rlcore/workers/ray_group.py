@@ -22,6 +22,7 @@ from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
+from rlcore.workers.progress import STARTS, ProgressWatch, Stall, read_stall, why_hung
 from rlcore.workers.ray_call import EncodedCall, encode_calls
 from rlcore.workers.ray_future import RayFuture
 from rlcore.workers.ray_nodes import ray_resources
@@ -61,6 +62,7 @@ class RayProcesses(Processes):
         log_dir: Path | None = None,
         distributions: Mapping[str, str] | None = None,
         start_timeout: float = 120.0,
+        stall_timeout: float = 0.0,
         inline_bytes: int = INLINE_BYTES,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -69,6 +71,8 @@ class RayProcesses(Processes):
         self._pool = pool
         self._classes = classes
         self._start_timeout = start_timeout
+        self._stall_timeout = stall_timeout
+        self._watch_keys: list[str] = []
         self.meshes = {}
         self._broken: WorkerError | None = None
         self._stragglers: Stragglers | None = None
@@ -107,7 +111,9 @@ class RayProcesses(Processes):
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
             log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
-            host = actor.remote(self.name, rank, log, distributions, self._inline_bytes, self._one_node)
+            self._watch_keys.append(f"rlcore-stall/{self.name}-{rank}-{token}")
+            watch = ProgressWatch(self._watch_keys[-1], self._stall_timeout)
+            host = actor.remote(self.name, rank, log, distributions, self._inline_bytes, self._one_node, watch)
             self.hosts.append(host)
             with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
                 warnings.simplefilter("ignore", RayDeprecationWarning)
@@ -250,6 +256,32 @@ class RayProcesses(Processes):
         if self._broken is not None:
             raise self._broken.with_traceback(None)
 
+    def check_progress(self, role: str, method: str, ranks: Sequence[int], ended: Sequence[int]) -> None:
+        """Raise WorkerError if a call hangs: none of the `ranks` that still run it makes progress, as `Stall` says.
+
+        Only a start may hang by itself; of other calls one rank at least has to wait in a collective.
+        """
+        if not self._stall_timeout:
+            return
+        stalls: list[Stall] = []
+        for rank in ranks:
+            stall = read_stall(self._watch_keys[rank])
+            if stall is None or (stall.role, stall.method) != (role, method) or stall.place == "data":
+                return
+            stalls.append(stall)
+        hung = bool(stalls) and min(stall.seconds for stall in stalls) >= self._stall_timeout
+        if hung and (method in STARTS or any(stall.place == "collective" for stall in stalls)):
+            names = [self._name_of(role, rank) for rank in ranks]
+            self._broken = WorkerError(why_hung(names, f"{role}.{method}", stalls, ended))
+            raise self._broken
+
+    def _name_of(self, role: str, rank: int) -> str:
+        mesh = self.meshes.get(role)
+        # The coordinate on a mesh of one axis is the rank itself.
+        coordinates = mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
+        where = f" on {self._infos[rank].address}" if self._infos else ""
+        return rank_name(role, rank, self.world_size, coordinates) + where
+
     def failure(self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int]) -> RLCoreError:
         """Return the controller's error for the first failure of a call. `waiting` holds the ranks that still run it.
 
@@ -258,12 +290,7 @@ class RayProcesses(Processes):
         # A rank that died makes its peers fail in their collectives; their errors may arrive first.
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
-        mesh = self.meshes.get(role)
-        # The coordinate on a mesh of one axis is the rank itself.
-        coordinates = mesh.coordinates[rank] if mesh is not None and len(mesh.axes) > 1 else None
-        where = rank_name(role, rank, self.world_size, coordinates)
-        if self._infos:
-            where += f" on {self._infos[rank].address}"
+        where = self._name_of(role, rank)
         if isinstance(error, RayActorError):
             self._broken = WorkerError(f"{where} died during {method}: {_cause(error)}\n{self._last_lines(rank)}")
             return self._broken

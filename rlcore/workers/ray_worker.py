@@ -25,6 +25,7 @@ from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.failure import worker_failure
+from rlcore.workers.progress import ProgressWatch
 from rlcore.workers.ray_call import await_inputs, decode_call
 from rlcore.workers.ray_store import store_declared_result, store_result
 from rlcore.workers.spans import MAX_SPANS, Span
@@ -53,6 +54,7 @@ class WorkerHost:
         distributions: Mapping[str, str],
         inline_bytes: int,
         one_node: bool,
+        watch: ProgressWatch,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         if log is not None:
@@ -64,6 +66,7 @@ class WorkerHost:
         self._distributions = distributions
         self._inline_bytes = inline_bytes
         self._one_node = one_node
+        self._watch = watch
         self._address: str = ray.util.get_node_ip_address()
         # Rank 0 serves torch.distributed's store. The port is reserved now and used when workers join.
         self._reserved_port = _reserve_port() if rank == 0 else None
@@ -103,7 +106,8 @@ class WorkerHost:
         """Construct the worker of a role from its class, positional and keyword arguments."""
         context = WorkerContext(role=role, **self._context)
         try:
-            self._workers[role] = construct(context, *class_args, siblings=self._workers)
+            with self._watch.calling(role, "__init__"):
+                self._workers[role] = construct(context, *class_args, siblings=self._workers)
         except (Exception, SystemExit) as error:
             raise worker_failure(error, context, "__init__") from None
 
@@ -141,7 +145,8 @@ class WorkerHost:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
             began = time.time()
-            result = getattr(worker, method)(*args, **kwargs)
+            with self._watch.calling(role, method):
+                result = getattr(worker, method)(*args, **kwargs)
             if declared is not None:
                 declared.check(result)
             yield result, declared

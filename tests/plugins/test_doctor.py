@@ -55,7 +55,7 @@ def test_every_fault_of_every_plugin_is_shown(broken, capsys):
     assert "hooks.b_import  [hooks, broken]" in shown
     for fault in (
         "importing it failed: ModuleNotFoundError: No module named 'no_such_module_anywhere'",
-        "RLCORE_API = 7 is not known",
+        "RLCORE_API = 7 is unknown",
         "rlcore_step_ends() is not a hook. Did you mean 'rlcore_step_end'?",
         "rlcore_run_start() takes 'stpe'.",
         "rlcore_rewards() gives the name 'fine', which plugin 'hooks.a_good'",
@@ -98,3 +98,82 @@ def test_a_run_stops_at_the_first_and_says_that_there_are_more(broken, capsys):
 def test_a_command_of_a_sound_plugin_runs_beside_broken_ones(broken, capsys, tmp_path):
     assert main([*broken, "new-plugin", "fresh", "--dir", str(tmp_path)]) == 0
     assert (tmp_path / "rlcore-plugin-fresh" / "pyproject.toml").is_file()
+
+
+MARKED = """
+from dataclasses import dataclass
+from rlcore import AlgorithmSpec, CommandSpec, ConfigSpec, RewardSpec, RolloutEngineSpec, TrackerSpec, hookimpl, option
+RLCORE_API = 1
+"""
+RAISES = f"{MARKED}@hookimpl\ndef rlcore_trackers():\n    raise KeyError('lost')\n"
+EXITS = f"{MARKED}@hookimpl\ndef rlcore_datasets():\n    raise SystemExit('out of the hook')\n"
+NO_SPEC = f"{MARKED}@hookimpl\ndef rlcore_trackers():\n    return {{'name': 'x'}}\n"
+NO_NAME = f"{MARKED}@hookimpl\ndef rlcore_trackers():\n    return [TrackerSpec(['x'], dict)]\n"
+NO_DATACLASS = f"""{MARKED}
+class Section:
+    size: int = 3
+@hookimpl
+def rlcore_configs():
+    return ConfigSpec("loose", Section)
+"""
+NO_ALGORITHM = f"{MARKED}@hookimpl\ndef rlcore_algorithm():\n    return AlgorithmSpec('lost', int)\n"
+ODD_TYPE = f"""{MARKED}
+@dataclass(frozen=True)
+class Section:
+    where: set = option(None, "a set")
+@hookimpl
+def rlcore_rollout_engines():
+    return RolloutEngineSpec("odd", dict, Section)
+"""
+FIELDS = f"{MARKED}@hookimpl\ndef rlcore_rewards():\n    return RewardSpec('half')\n"
+SICK = {
+    "import_error": (IMPORT, ["importing it failed: ModuleNotFoundError: No module named 'no_such_module_anywhere'"]),
+    "syntax": ("def half(:", ["importing it failed: SyntaxError: invalid syntax"]),
+    "exits": ("raise SystemExit('enough')", ["importing it failed: SystemExit: enough"]),
+    "hooks": (HOOKS, ["RLCORE_API = 7 is unknown", "rlcore_step_ends() is not a hook", "takes 'stpe'"]),
+    "taken": (TAKEN, ["gives the name 'fine', which plugin 'hooks.a_good' (fit 1.2"]),
+    "raises": (RAISES, ["rlcore_trackers() failed: KeyError: 'lost'"]),
+    "hook_exits": (EXITS, ["rlcore_datasets() failed: SystemExit: out of the hook"]),
+    "no_spec": (NO_SPEC, ["rlcore_trackers() returned dict {'name': 'x'}; it must return TrackerSpec"]),
+    "no_name": (NO_NAME, ["rlcore_trackers() gave the name ['x']"]),
+    "no_dataclass": (NO_DATACLASS, ["the config_class of 'loose' is"]),
+    "odd_type": (ODD_TYPE, ["Section.where has the type set; allowed are"]),
+    "fields": (FIELDS, ["rlcore_rewards() failed: TypeError: RewardSpec.__init__() missing 1 required"]),
+    "empty": ("RLCORE_API = 1", ["it implements no hook"]),
+}
+ODD = {
+    "no_module": (
+        "hooks.no_module = not_there",
+        "importing it failed: ModuleNotFoundError: No module named 'not_there'",
+    ),
+    "attribute": ("hooks.attribute = json:dumps", "its entry point is 'json:dumps'; it must name a module"),
+    "taken_command": ("command.plugins = json", "plugin 'command.plugins' (rlcore "),
+    "same": ("hooks.a_good = json", "has the same name; rename or uninstall one of them"),
+    "twice": ("hooks.twice = a_good", "its module 'a_good' is already loaded under another plugin name"),
+    "spaces": ("hooks.spaces = not a module", "its entry point is 'not a module'; it must name a module"),
+    "no_value": ("hooks.no_value =", "its entry point is ''; it must name a module"),
+    "bare": ("hooks.bare", "its entry_points.txt cannot be read: TypeError: "),
+    "unnamed": (
+        "lost = no_algorithm",
+        "the algorithm 'lost' is <class 'int'>; it must be a subclass of rlcore.Algorithm",
+    ),
+}
+
+
+def test_all_kinds_of_faults_at_once(distribution, without_own, capsys):
+    """As many broken distributions beside a good one; two of them have no metadata."""
+    for name, (source, _) in SICK.items():
+        distribution(name, {f"hooks.{name}": f"sick_{name}"}, {f"sick_{name}": source})
+    for name, (line, _) in ODD.items():
+        folder = distribution(f"odd-{name}", {}, {"no_algorithm": NO_ALGORITHM} if name == "unnamed" else {})
+        (folder / f"odd_{name}-1.2.dist-info" / "entry_points.txt").write_text(f"[rlcore]\n{line}\n")
+        if name in ("twice", "no_module"):
+            (folder / f"odd_{name}-1.2.dist-info" / "METADATA").unlink()
+    distribution("fit", {"hooks.a_good": "a_good"}, {"a_good": GOOD})  # the last one comes first on sys.path
+    blocked = [name for name in without_own if not name.startswith("no:command.")]
+    assert main([*(word for name in blocked for word in ("-p", name)), "plugins"]) == 2
+    shown = capsys.readouterr().out
+    assert "hooks.a_good  [hooks, loaded]  fit 1.2" in shown
+    for fault in [*(fault for _, faults in SICK.values() for fault in faults), *(fault for _, fault in ODD.values())]:
+        assert fault in shown, fault
+    assert f"{len(SICK) + len(ODD)} of " in shown

@@ -80,12 +80,12 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
         ({"main": {"roles": ["actor"], "colocate": "fuse"}}, "main.colocate = 'fuse' is not one of .*mean 'fused'"),
         ({"main": {"roles": ["actor"], "gpus_per_worker": 1.5}}, "pools.main: gpus_per_worker = 1.5 must be a whole"),
         ({"main": []}, "cluster.pools.main lists no role; list one, or leave the pool out"),
-        ({"main": ["actor", "ref"]}, "cluster.pools has no place for critic; add each to one of the pools main, "),
+        ({"main": ["actor", "ref"]}, "cluster.pools lacks critic; add each to one of the pools main, "),
         (
             {"main": ["actor", "ref", "crtic"]},
             "main lists 'crtic', but this run has no such role. Did you mean 'cri",
         ),
-        ({"main": ["actor", "ref"], "side": ["critic", "ref"]}, "'ref' is in pools main and side; it can be in one"),
+        ({"main": ["actor", "ref"], "side": ["critic", "ref"]}, "'ref' is in pools main and side; list it once"),
         ({"main": ["actor", "ref", "critic", "ref"]}, "'ref' is in pool main twice"),
         ({"a": ["actor", "ref", "critic", "reward"], "b": ["reward"]}, "'reward' is in pools a and b"),
         (
@@ -94,7 +94,7 @@ def test_who_runs_some_of_the_roles_keeps_their_pools(config):
         ),
         (
             {"main": {"roles": ["actor", "ref", "critic"], "gpus_per_worker": 2, "colocate": "fractional"}},
-            "main: actor, ref, critic are processes of their own .* cannot share places of 2 GPUs; set gpus_per_worker",
+            "main: actor, ref, critic are separate processes and cannot share places of 2 GPUs; set gpus_per_worker",
         ),
     ],
 )
@@ -111,9 +111,9 @@ def test_the_command_config_checks_pools(capsys):
 def test_rollouts_need_a_role_to_copy_and_ahead_a_pool_of_their_own(config):
     roles = {"one": Role(trains=True, generates=True), "two": Role(trains=True, generates=True), "ref": Role()}
     pools = {"main": [*roles], "side": ["rollout"]}
-    with pytest.raises(ConfigError, match=r"the one role that trains and generates.*these do both: one, two"):
+    with pytest.raises(ConfigError, match=r"exactly one role must do both.*these do: one, two"):
         plan_pools(with_pools(config, pools), roles)
-    with pytest.raises(ConfigError, match=r"these do both: none; leave it out"):
+    with pytest.raises(ConfigError, match=r"these do: none; leave rollout out"):
         plan_pools(with_pools(config, {"main": ["ref"], "side": ["rollout"]}), {"ref": Role(generates=True)})
     ahead = replace(config, trainer=replace(config.trainer, rollouts_ahead=1))
     with pytest.raises(ConfigError, match=r"add one, as cluster.pools=\{main: \[actor, ref, critic\], side: \[rollout"):

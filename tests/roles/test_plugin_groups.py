@@ -73,7 +73,7 @@ def test_a_group_that_is_not_there(tmp_path, capsys):
     printed = capsys.readouterr().err
     assert "this run has no worker group 'memories'. Did you mean 'memory'? Its groups: memory." in printed
     assert "pip install rlcore-plugin-memories" in printed
-    assert "starts none with this config: see its keys, `judge.*`" in missing("judge", {"judge": None})
+    assert "starts no workers with this config: see its keys, `judge.*`" in missing("judge", {"judge": None})
     assert "pip install rlcore-plugin-judge" in missing("judge", {})
 
 
@@ -114,11 +114,11 @@ def test_a_pool_that_lists_a_group():
         ({"main": ["actor", "scorer"]}, SPECS, "lists 'scorer' together with actor, but its workers need GPUs"),
         ({"main": ["actor", "memry"]}, SPECS, r"lists 'memry'.*Did you mean 'memory'\? .*: actor; .*, memory, scorer"),
         ({"main": ["actor", "memory"], "side": ["memory"]}, SPECS, "'memory' is in pools main and side"),
-        ({}, {"actor": WorkerSpec("actor", Worker)}, "a plugin brings workers called 'actor', which is also the name"),
+        ({}, {"actor": WorkerSpec("actor", Worker)}, "a plugin's workers are named 'actor', like a role"),
         (
             {"main": ["actor"], "side": {"roles": ["memory", "scorer"], "gpus_per_worker": 2}},
             SPECS,
-            "memory, scorer are processes of their own and cannot share places of 2 GPUs",
+            "memory, scorer are separate processes and cannot share places of 2 GPUs",
         ),
     ],
 )

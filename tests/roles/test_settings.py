@@ -91,14 +91,14 @@ def test_an_engine_is_asked_for_the_kinds_that_it_holds(make, plugins, monkeypat
     torch_engine = plugins.train_engines()["torch"]
     mini = replace(torch_engine, name="mini", capabilities=replace(torch_engine.capabilities, kinds=(), layouts=False))
     monkeypatch.setattr(plugins, "train_engines", lambda: {"torch": torch_engine, "mini": mini})
-    with pytest.raises(ConfigError, match=r"role 'critic' is a critic, which engine=mini cannot hold; .*critic.engine"):
+    with pytest.raises(ConfigError, match=r"critic, which engine=mini does not support; .*critic.engine"):
         check_roles({**ROLES, "critic": Role(kind=CRITIC, trains=True, engine="mini")}, make(), plugins)
     config = make("cluster=local", "cluster.workers=2", "roles.ref.engine=mini")
-    with pytest.raises(ConfigError, match=r"pool main, ref: engine=mini trains a model in one process, not on 2"):
+    with pytest.raises(ConfigError, match=r"pool main, ref: engine=mini supports one worker, not 2"):
         plan_pools(config, resolve_roles(ROLES, config), plugins.train_engines())
     average = {**ROLES, "ref": Role(follows="actor")}
     config = make("roles.ref.engine=mini")
-    with pytest.raises(ConfigError, match=r"ref follows actor and .* both must have the same engine and the same"):
+    with pytest.raises(ConfigError, match=r"ref follows actor and .* both need the same engine and the same"):
         plan_pools(config, resolve_roles(average, config), plugins.train_engines())
 
 

@@ -182,7 +182,7 @@ def test_the_reward_model_of_the_config_is_checked_by_its_key(config, scorer, tm
     with pytest.raises(ConfigError, match=r"^reward\.model=.*/bare holds no tokenizer"):
         roles(tmp_path / "bare")
     asked = replace(config, reward=replace(config.reward, model=str(scorer())))
-    with pytest.raises(ConfigError, match=r"brings a role 'reward_model' of its own; leave out reward.model"):
+    with pytest.raises(ConfigError, match=r"has its own role 'reward_model'; leave out reward.model"):
         resolve_roles({"reward_model": Role(trains=True, kind=REWARD)}, asked)
 
 
@@ -255,7 +255,9 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
         many.actor.genrate(batch)
     assert not hasattr(many.actor, "values")
     assert many.role("cost", RewardHandle) is many.cost
-    with pytest.raises(NoRoleError, match=r"role 'cost' is a reward model.* no CriticHandle; .*'cost', RewardHandle\)"):
+    with pytest.raises(
+        NoRoleError, match=r"role 'cost' is a reward model.* not a CriticHandle; .*'cost', RewardHandle\)"
+    ):
         many.role("cost", CriticHandle)
     with pytest.raises(NoRoleError, match=r"this run has no role 'costs'\. Did you mean 'cost'"):
         many.role("costs", RewardHandle)

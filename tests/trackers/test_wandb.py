@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.config.schema import Config, TrackerConfig
 from rlcore.errors import ConfigError
-from rlcore.trackers.wandb import WandbTracker
+from rlcore.trackers.wandb import WandbConfig, WandbTracker
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,12 @@ class Algo:
     group_size: int = 8
 
 
-CONFIG = Config(algorithm="grpo", algo=Algo(), tracker=TrackerConfig(use=["wandb"], project="p", mode="offline"))
+CONFIG = Config(
+    algorithm="grpo",
+    algo=Algo(),
+    tracker=TrackerConfig(use=["wandb"]),
+    sections={"wandb": WandbConfig(project="p", mode="offline")},
+)
 
 
 def messages(data):

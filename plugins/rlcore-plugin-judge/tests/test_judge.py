@@ -333,7 +333,7 @@ def test_what_cannot_be_compared(endpoint):
         with pytest.raises(DataError, match="prompt_text"):
             judge.compare(batch(["a"]), other)
         assert judge.end_step()() == {}
-    with pytest.raises(PluginError, match=r"no worker group 'judge'.*starts none with this config: see its keys"):
+    with pytest.raises(PluginError, match=r"no worker group 'judge'.*starts no workers with this config: see its keys"):
         judge_of(JudgeConfig()).__enter__()
 
 

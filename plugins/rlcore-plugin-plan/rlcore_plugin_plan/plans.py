@@ -29,8 +29,6 @@ def make_plans(
     `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` stay as they are. Raises ConfigError
     when nothing fits, and for a config that cannot be planned.
     """
-    if not config.algorithm:
-        raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {', '.join(plugins.algorithms())}")
     return search(problem_of(config, plugins, devices(config), lengths=lengths, objective=objective))
 
 
@@ -53,7 +51,7 @@ def problem_of(
     if sampled and not lengths:  # all roles read the rows that the first one samples
         work = replace(work, lengths=Lengths(config.data.prompt_len, (sampled[0].response_len,)))
     problem = Problem(
-        record(config, plugins),
+        record(config, plugins, roles),
         sizes,
         frozenset(name for name, role in roles.items() if role.trains),
         work,

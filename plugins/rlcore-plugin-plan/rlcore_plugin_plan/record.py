@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlcore import Config, ConfigError, DataProto, DatasetSpec, Ragged
+from rlcore import Config, ConfigError, DataProto, DatasetSpec, Ragged, Role
 from rlcore.planning import REWARD_WORKERS, WorkerCall, WorkerObserver, marks_of, rehearse, run_roles
 from rlcore_plugin_plan.dataflow import GENERATION, UPDATE, WEIGHTS, WORK, Call, Dataflow
 
@@ -29,13 +29,14 @@ SAMPLING = ("temperature", "top_p", "top_k")
 """A role's own rollout keys that the recorded step keeps: whether the rollout serves log-probs follows from them."""
 
 
-def record(config: Config, plugins: PluginManager) -> Dataflow:
+def record(config: Config, plugins: PluginManager, roles: Mapping[str, Role] | None = None) -> Dataflow:
     """Return the dataflow of a step of `config.algorithm`, the last of the run.
 
+    roles: the run's, as `run_roles` returns them, which checks the config (default: they are asked for here).
     Prompts, scores and the results of plugins' workers are made up, all different; only the algorithm itself runs.
     Raises ConfigError, with the step's error, when the step cannot run this way.
     """
-    roles = run_roles(config, plugins)
+    roles = run_roles(config, plugins) if roles is None else roles
     # The tiny model has no head of a critic or reward model; a role that trains or follows gets a new one.
     tiny = {}
     for name, role in roles.items():

@@ -45,7 +45,7 @@ def test_roles_have_their_own_and_the_others_the_common_one(checked):
         ("{critic: [1, 0]}", r"engine.layouts.critic = \[1, 0\] must be \[pp, tp\], two numbers from 1"),
         ("{critic: [1, 3]}", "engine.pp=1, engine.tp=3, engine.dp=0 does not fit 4 workers"),
         ("{critic: [1, 4]}", "tp=4 does not divide its num_key_value_heads=2"),
-        ("{actor: [1, 2]}", "ref follows actor and takes over its weights place by place"),
+        ("{actor: [1, 2]}", "ref follows actor and copies its weights shard by shard"),
     ],
 )
 def test_what_cannot_be_is_refused(checked, layouts, message):
@@ -65,5 +65,5 @@ def test_an_evaluation_leaves_out_roles_that_it_has_not(checked):
 
 
 def test_auto_is_for_train(checked):
-    with pytest.raises(ConfigError, match=r"cluster\.pools=auto is planned by `rlcore train`"):
+    with pytest.raises(ConfigError, match=r"cluster\.pools=auto works in `rlcore train` only"):
         checked("cluster.pools=auto")

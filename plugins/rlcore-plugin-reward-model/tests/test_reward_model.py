@@ -157,6 +157,4 @@ def test_it_is_no_reward_model_of_a_run_that_trains_one(tmp_path, capsys):
     write_pairs(tmp_path / "pairs.jsonl", 12)
     paths = [f"data.path={tmp_path / 'pairs.jsonl'}", "data.batch_size=2", f"reward.model={tmp_path}"]
     assert train(tmp_path / "run", *paths) == 2
-    assert (
-        "algo=reward_model brings a role 'reward_model' of its own; leave out reward.model" in capsys.readouterr().err
-    )
+    assert "algo=reward_model has its own role 'reward_model'; leave out reward.model" in capsys.readouterr().err
