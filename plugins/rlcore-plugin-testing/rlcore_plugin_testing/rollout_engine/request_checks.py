@@ -197,7 +197,7 @@ def memory(suite: RolloutEngineSuite) -> str:
     held = []
     for _ in range(3):
         engine.add(requests)
-        for _ in range(60):
+        for _ in range(40):
             engine.step()
         engine.abort(list(engine.in_flight))
         held.append(held_bytes())
