@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.workers import Span
 
 BOOKKEEPING = ("seconds", "_read_mesh")
-"""Methods that only tell the controller about the workers; the timeline leaves them out."""
+"""Methods that only report on the workers; the timeline leaves them out."""
 CONTROLLER = 0
 """The controller's process number in the trace; its spans are the steps."""
 
@@ -19,8 +19,8 @@ CONTROLLER = 0
 def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
     """Return each method's first start and last end, in seconds from `start`, and the overlap of the roles.
 
-    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds during which at least one process worked;
-    timeline/overlap: the share of those during which processes of two or more roles worked.
+    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds in which at least one process worked;
+    timeline/overlap: the share of these seconds in which processes of two or more roles worked.
     """
     spans = [span for span in spans if span.method not in BOOKKEEPING and span.ended > start]
     metrics: dict[str, float] = {}

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     folder, *files = new_plugin(options.name, Path(options.dir))
     name = files[0].stem.removeprefix("rlcore_plugin_")
     lines = [f"wrote {folder}:", *(f"  {file.relative_to(folder)}" for file in files), "next:"]
-    lines += [f"  pip install -e {folder}", f"  rlcore plugins test {name}", f"  rlcore train algo={name}"]
+    lines += [f"  pip install -e '{folder}[test]'", f"  rlcore plugins test {name}", f"  rlcore train algo={name}"]
     CommandLine.show("\n".join(lines))
     return 0
 

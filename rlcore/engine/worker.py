@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,8 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.glossary import column_specs
 from rlcore.workers import Dispatch, Worker, register
+
+log = logging.getLogger(__name__)
 
 TOKENS = ("prompts", "responses")
 GENERATED = column_specs(
@@ -93,6 +96,7 @@ class ModelWorker(Worker):
         self.rollout: RolloutEngine | None = None
         self._texts: TextEncoder | None = None
         self.route: WeightRoute | None = None
+        self._fitting_rows: int | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -206,11 +210,42 @@ class ModelWorker(Worker):
         if self.setup.engine.offload:
             self._offload_all()
         with self._timed("generate"), self._fits("generate", [batch]):
-            out = self.rollout.generate(batch, sampling)
+            out = self._generate_fitting(self.rollout, batch, sampling)
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
         return out
+
+    def _generate_fitting(self, engine: RolloutEngine, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Generate for as many rows at a time as have fitted so far, and for half of them where they do not fit.
+
+        A row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have to make
+        the same calls, so they do not try again.
+        """
+        parts: list[DataProto] = []
+        start = 0
+        while start < len(batch) or not parts:
+            size = min(self._fitting_rows or len(batch), len(batch) - start)
+            rows = batch if size == len(batch) else batch[start : start + size]
+            try:
+                parts.append(engine.generate(rows, sampling))
+                start += size
+                continue
+            except torch.OutOfMemoryError:
+                if size <= 1 or self.setup.rollout.tp > 1 or engine.in_flight:
+                    raise
+            # After the handler, which holds the failed call's tensors.
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            decoding = getattr(self.setup.rollout_config, (self.setup.slots_key or "").rpartition(".")[2], size)
+            told = self._fitting_rows is not None
+            self._fitting_rows = min(size, decoding) // 2 or 1
+            log.log(
+                logging.INFO if told else logging.WARNING,
+                "generate of %d rows does not fit into the memory of %s: from now on %d rows at a time",
+                *(size, self.device, self._fitting_rows),
+            )
+        return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
     def _offload_all(self) -> None:
         """Free the device of all train engines in this process while it generates."""

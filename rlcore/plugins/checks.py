@@ -1,4 +1,4 @@
-"""What must hold of a plugin module and of what it hands over. Each function returns the fault in words, or None."""
+"""Checks of a plugin module and of its specs. Each function returns the fault as a message, or None."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]:
-    """Return all that is wrong with a plugin module whose hooks are `functions`, as `hooks_of` gave them."""
+    """Return all faults of a plugin module; `functions` are its hooks from `hooks_of`."""
     faults = [_api_fault(module), *(_hook_fault(*item) for item in functions.items())]
     if not functions:
         faults.append(f"it implements no hook; mark functions with @hookimpl. Hooks: {', '.join(HOOKS)}")
@@ -33,11 +33,11 @@ def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]
 def _api_fault(module: ModuleType) -> str | None:
     """Check the stated version of the plugin contract."""
     if not hasattr(module, "RLCORE_API"):
-        return f"it does not state the plugin contract that it was written for; add `RLCORE_API = {API_VERSION}`"
+        return f"it does not state its version of the plugin contract; add `RLCORE_API = {API_VERSION}`"
     version = module.RLCORE_API
     if type(version) is not int or version != API_VERSION:
         return (
-            f"RLCORE_API = {version!r} is not known to this rlcore, which has {API_VERSION}; install a fitting version"
+            f"RLCORE_API = {version!r} is unknown to this rlcore, which has {API_VERSION}; install a matching version"
         )
     return None
 
@@ -72,10 +72,10 @@ def _hook_fault(name: str, function: Any) -> str | None:
 
 
 def spec_fault(hook: str, value: Any, expected: type) -> str | None:
-    """Check one thing that a registration hook returned: its class, its name, and an algorithm's config class."""
+    """Check one spec of a registration hook: its class, its name, and an algorithm's or section's config class."""
     if not isinstance(value, expected):
-        what = "nothing" if value is None else f"{type(value).__name__} {value!r}"
-        return f"{hook}() returned {what}; it must return {expected.__name__}, or a list of them"
+        shown = "nothing" if value is None else f"{type(value).__name__} {value!r}"
+        return f"{hook}() returned {shown}; it must return {expected.__name__}, or a list of them"
     name = value.name  # type: ignore[attr-defined]
     allowed, pattern = "letters, digits, '_', '-' and '.'", r"\w[\w.-]*"
     if isinstance(value, CommandSpec):
@@ -93,7 +93,7 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
 
 
 def _section_fault(spec: Any, kind: PluginKind) -> str | None:
-    """Check the config class that an engine or a plugin brings, and that its keys have no place that is taken."""
+    """Check the config class of an engine or plugin, and that the name of its section is free."""
     cls = spec.config_class
     if cls is None and kind.group is not None:
         return None
@@ -101,7 +101,7 @@ def _section_fault(spec: Any, kind: PluginKind) -> str | None:
     if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):
         return (
             f"{spec.name!r} cannot name a section of the config: {kind.section(spec.name)} must be an identifier that "
-            "rlcore's own keys do not use; choose another name"
+            "is not one of rlcore's own keys; choose another name"
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return f"the config_class of {spec.name!r} is {cls!r}; it must be a frozen dataclass"

@@ -30,7 +30,7 @@ def test_what_is_written_and_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"wrote {folder}:\n")
     assert said.endswith(
-        f"next:\n  pip install -e {folder}\n  rlcore plugins test my_algo\n  rlcore train algo=my_algo\n"
+        f"next:\n  pip install -e '{folder}[test]'\n  rlcore plugins test my_algo\n  rlcore train algo=my_algo\n"
     )
     assert all(f"\n  {name}\n" in said for name in written)
     assert all("$" not in (folder / name).read_text() for name in files(folder)), "a name was not filled in"

@@ -255,7 +255,9 @@ def test_a_call_that_a_role_cannot_answer_says_why(many):
         many.actor.genrate(batch)
     assert not hasattr(many.actor, "values")
     assert many.role("cost", RewardHandle) is many.cost
-    with pytest.raises(NoRoleError, match=r"role 'cost' is a reward model.* no CriticHandle; .*'cost', RewardHandle\)"):
+    with pytest.raises(
+        NoRoleError, match=r"role 'cost' is a reward model.* not a CriticHandle; .*'cost', RewardHandle\)"
+    ):
         many.role("cost", CriticHandle)
     with pytest.raises(NoRoleError, match=r"this run has no role 'costs'\. Did you mean 'cost'"):
         many.role("costs", RewardHandle)
