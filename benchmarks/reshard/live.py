@@ -64,11 +64,11 @@ def rows() -> DataProto:
 
 def make_actor(context: WorkerContext, folder: str, layout: tuple[int, ...]) -> ModelWorker:
     """Return a started actor under a layout."""
-    p, t, d, shards, shard = layout
+    p, t, _, shards, shard = layout
     setup = RoleSetup(
         Role(trains=True, generates=True),
         ModelConfig(path=folder),
-        EngineConfig(name="torch", pp=p, tp=t, dp=d, lr=1e-3),
+        EngineConfig(name="torch", pp=p, tp=t, lr=1e-3),
         RolloutConfig(name="hf", tp=shards),
         create_torch,
         create_hf,

@@ -71,7 +71,7 @@ class Case:
 def engine_of(case: Case, rank: int) -> TorchEngine:
     world = case.pp * case.tp * case.dp
     rows = 3 if case.shard else 6  # copies of the weights go through several micro-batches before they add up
-    config = EngineConfig(pp=case.pp, tp=case.tp, dp=case.dp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
+    config = EngineConfig(pp=case.pp, tp=case.tp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
     engine = TorchEngine(
         TrainSetup(
             ModelConfig(path=case.folder),
