@@ -102,7 +102,7 @@ def sizes(actor: ModelWorker, shard: int) -> dict[str, int]:
 
     `training_shard`: the bytes of the weights that this rank's optimizer steps, by the layout alone.
     """
-    here = actor.train.layout.place(dist.get_rank()).pp
+    here = actor.train.layout.coordinates(dist.get_rank()).pp
     found = {"divided": 0, "undivided": 0, "undivided_elsewhere": 0}
     for cut in actor.train.shard_specs.values():
         size = 4 * torch.Size(cut.shape).numel()

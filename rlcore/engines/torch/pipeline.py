@@ -142,7 +142,7 @@ class Pipeline:
         hidden = torch.empty(1, tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         stage = PipelineStage(
             self.stage,
-            self.mesh.place.pp,
+            self.mesh.coordinates.pp,
             layout.pp,
             device,
             input_args=torch.empty(1, 1, device="meta") if self.mesh.is_first_stage else hidden,

@@ -102,7 +102,7 @@ def _updates(suite: TrainEngineSuite, ranks: Ranks) -> dict[str, Any]:
         for share, rows in shares.items():
             engine = suite.engine(ranks=ranks, micro_batch_rows=5, **keys, **LINEAR)
             item = suite.item()
-            mine = item.batch[:rows] if engine.layout.place(ranks.rank).dp == 0 else item.batch[rows:]
+            mine = item.batch[:rows] if engine.layout.coordinates(ranks.rank).dp == 0 else item.batch[rows:]
             engine.update([replace(item, batch=mine, sizes=[len(mine)])], epochs=1, step=0)
             results[f"{layout}, {share}"] = weights_of(engine)
             if share == "uneven rows":
