@@ -19,8 +19,8 @@ from rlcore.engine import Ranks
 from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 from rlcore_plugin_testing.train_engine.suite import LINEAR, TrainEngineSuite, expect_equal, expect_near, weights_of
 
-LAYOUTS: dict[str, dict[str, Any]] = {"dp": {"dp": 2}, "tp": {"tp": 2, "dp": 1}, "pp": {"pp": 2, "dp": 1}}
-"""The layouts of two ranks, as keys of `engine`."""
+LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+"""The layouts of two ranks, as keys of `engine`; what they leave is data-parallel."""
 SHARES = {"uneven rows": 8, "no rows on one rank": 12}
 """How many of 12 rows the first data-parallel rank gets, where there are two."""
 SECONDS = 300
