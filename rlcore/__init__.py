@@ -1,7 +1,8 @@
 """rlcore: post-training of language models with reinforcement learning.
 
-Plugins may import only the names below and `rlcore.ops`. Each name is imported at its first use, so `import rlcore`
-itself loads neither torch nor ray.
+A plugin may import the names below and `rlcore.ops`. One that brings an engine also imports `rlcore.engine`, one with
+workers of its own `rlcore.workers`, and one that plans placements `rlcore.planning`. Each name is imported at its first
+use, so `import rlcore` itself loads neither torch nor ray.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class RolloutEngine(ABC):
         Columns: `responses` (ragged int64, with the end token if one was sampled), `response_mask` (ragged int64, 1),
         `rollout_log_probs` (ragged fp32, nats, under the sampling distribution), `response_text` (object),
         `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
-        (int64). Raises DataError while other requests are in flight, and what `add` raises.
+        (int64). Raises DataError while other requests are in flight, and the errors of `add`.
         """
         if self.in_flight:
             raise DataError(f"generate needs an idle engine, but {len(self.in_flight)} requests are in flight")

@@ -256,8 +256,8 @@ class ModelWorker(_GeneratingWorker):
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
         if self.world_size > 1:
-            place = layout.place(self.rank)
-            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
+            at = layout.coordinates(self.rank)
+            self.set_mesh(pp=at.pp, tp=at.tp, dp=at.dp, micro_dp=generation.coordinates(self.rank).micro_dp)
         if setup.reads_text:
             self._texts = TextEncoder.of(setup.model)
         if setup.role.generates:
@@ -390,8 +390,8 @@ class SamplingWorker(_GeneratingWorker):
         if shards > 1:
             self.init_process_group()
         if self.world_size > 1:
-            place = layout.place(self.rank)
-            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
+            at = layout.coordinates(self.rank)
+            self.set_mesh(pp=at.pp, tp=at.tp, dp=at.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
         self.route = Received(self.rollout)
 

@@ -10,18 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from rlcore.config.build import REQUIRED, check_schema, defaults
-from rlcore.config.schema import Config, EngineConfig, RolloutConfig
+from rlcore.config.schema import SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import hookspecs
 from rlcore.plugins.algorithm import Algorithm
-from rlcore.plugins.specs import (
-    API_VERSION,
-    AlgorithmSpec,
-    CommandSpec,
-    ConfigSpec,
-    RolloutEngineSpec,
-    TrainEngineSpec,
-)
+from rlcore.plugins.specs import API_VERSION, PLUGIN_KINDS, AlgorithmSpec, CommandSpec, PluginKind
 
 HOOKS: dict[str, Callable[..., Any]] = {
     name: function for name, function in vars(hookspecs).items() if hasattr(function, "rlcore_spec")
@@ -91,27 +84,23 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
         return f"{hook}() gave the name {name!r}; a name is made of {allowed}"
     if isinstance(value, AlgorithmSpec):
         return _algorithm_fault(value)
-    if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):
-        return _section_fault(value)
+    kind = next((kind for kind in PLUGIN_KINDS if kind.spec is expected), None)
+    if kind is not None and kind.has_sections:
+        return _section_fault(value, kind)
     if isinstance(value, CommandSpec) and (value.main is None) == (value.run is None):
         return f"the command {value.name!r} needs one function: main(argv), or run(line) for one that takes a config"
     return None
 
 
-def _section_fault(spec: ConfigSpec | RolloutEngineSpec | TrainEngineSpec) -> str | None:
+def _section_fault(spec: Any, kind: PluginKind) -> str | None:
     """Check the config class of an engine or plugin, and that the name of its section is free."""
-    where: dict[type, tuple[str, type]] = {
-        ConfigSpec: ("", Config),
-        RolloutEngineSpec: ("rollout.", RolloutConfig),
-        TrainEngineSpec: ("engine.", EngineConfig),
-    }
-    prefix, taken = where[type(spec)]
     cls = spec.config_class
-    if cls is None and not isinstance(spec, ConfigSpec):
+    if cls is None and kind.group is not None:
         return None
-    if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):  # type: ignore[attr-defined]
+    taken: Any = Config if kind.group is None else kind.keys or SECTIONS[kind.group]
+    if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):
         return (
-            f"{spec.name!r} cannot name a section of the config: {prefix}{spec.name} must be an identifier that "
+            f"{spec.name!r} cannot name a section of the config: {kind.section(spec.name)} must be an identifier that "
             "is not one of rlcore's own keys; choose another name"
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

@@ -47,7 +47,7 @@ def hookimpl(function: F) -> F:
 
 @_spec
 def rlcore_algorithm() -> AlgorithmSpec:
-    """Give an algorithm, `rlcore train algo=NAME`.
+    """Register an algorithm, `rlcore train algo=NAME`.
 
     When: once, when plugins are loaded, before the config is composed.
     Returns: one AlgorithmSpec. The name is the entry point's; a local file may choose it. Its algorithm class has a
@@ -59,7 +59,7 @@ def rlcore_algorithm() -> AlgorithmSpec:
 
 @_spec
 def rlcore_rewards() -> RewardSpec | Sequence[RewardSpec]:
-    """Give reward functions, for `reward.functions` and as the default of data sets.
+    """Register reward functions, for `reward.functions` and as the default of data sets.
 
     When: once, when plugins are loaded.
     Returns: one RewardSpec or a list of them.
@@ -70,7 +70,7 @@ def rlcore_rewards() -> RewardSpec | Sequence[RewardSpec]:
 
 @_spec
 def rlcore_datasets() -> DatasetSpec | Sequence[DatasetSpec]:
-    """Give data sets, `data=NAME`.
+    """Register data sets, `data=NAME`.
 
     When: once, when plugins are loaded. Nothing is read until a run loads the data set.
     Returns: one DatasetSpec or a list of them.
@@ -81,7 +81,7 @@ def rlcore_datasets() -> DatasetSpec | Sequence[DatasetSpec]:
 
 @_spec
 def rlcore_rollout_engines() -> RolloutEngineSpec | Sequence[RolloutEngineSpec]:
-    """Give rollout engines, `rollout=NAME`.
+    """Register rollout engines, `rollout=NAME`.
 
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one RolloutEngineSpec or a list of them.
@@ -92,7 +92,7 @@ def rlcore_rollout_engines() -> RolloutEngineSpec | Sequence[RolloutEngineSpec]:
 
 @_spec
 def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
-    """Give train engines, `engine=NAME`.
+    """Register train engines, `engine=NAME`.
 
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one TrainEngineSpec or a list of them.
@@ -103,7 +103,7 @@ def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
 
 @_spec
 def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
-    """Give sections of the config, for keys that belong to no engine and no algorithm.
+    """Register sections of the config, for keys that belong neither to an engine nor to an algorithm.
 
     When: once, when plugins are loaded, before the config is composed.
     Returns: one ConfigSpec or a list of them. Its keys are `NAME.*`, and every config has them while the plugin is
@@ -115,7 +115,7 @@ def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
 
 @_spec
 def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
-    """Give trackers, for `tracker.use`.
+    """Register trackers, for `tracker.use`.
 
     When: once, when plugins are loaded. `create` is called when a run that uses the tracker starts.
     Returns: one TrackerSpec or a list of them.
@@ -126,7 +126,7 @@ def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
 
 @_spec
 def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
-    """Give commands, `rlcore NAME ...`.
+    """Register commands, `rlcore NAME ...`.
 
     When: once, when plugins are loaded.
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
@@ -150,7 +150,7 @@ def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config | None:
 
 @_spec
 def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
-    """Give the plugin's own workers, for algorithms to call through `run.group(NAME)`.
+    """Register the plugin's own workers, for algorithms to call through `run.group(NAME)`.
 
     When: once a run, before its workers start. Import the worker's libraries in the worker, not in the plugin module.
     Returns: one WorkerSpec or a list of them, empty if the config needs none.

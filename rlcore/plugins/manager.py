@@ -154,17 +154,21 @@ class PluginManager:
 
     def sections(self) -> Mapping[str, type]:
         """Return the plugins' config classes by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
-        found: dict[str, type] = {name: spec.config_class for name, spec in self.configs().items()}
-        for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
-            found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
+        found: dict[str, type] = {kind.group: kind.keys for kind in PLUGIN_KINDS if kind.group and kind.keys}
+        # Sections without a dot first: the others are inside of them, or of the core's.
+        for kind in sorted(PLUGIN_KINDS, key=lambda kind: kind.group is not None):
+            if kind.has_sections:
+                specs: Mapping[str, Any] = self.specs(kind.spec)
+                found |= {kind.section(name): spec.config_class for name, spec in specs.items() if spec.config_class}
         return found
 
     def used_sections(self, config: Config) -> Collection[str]:
         """See rlcore.config.installed."""
-        used = {*self.configs()}
+        used = {kind.group for kind in PLUGIN_KINDS if kind.group and kind.keys}
         for kind in PLUGIN_KINDS:
-            if kind.spec in (RolloutEngineSpec, TrainEngineSpec):
-                used |= {f"{kind.group}.{name}" for _, name in kind.chosen(config, self)}
+            if kind.has_sections:
+                names = self.specs(kind.spec) if kind.group is None else [name for _, name in kind.chosen(config, self)]
+                used |= {kind.section(name) for name in names}
         return used
 
     def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:

@@ -7,7 +7,7 @@ config groups, `rlcore plugins` and the reference page follow from the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.plugins.algorithm import Algorithm
@@ -246,6 +246,7 @@ class PluginKind:
     hook: the registration hook that returns it.
     noun: its name in messages.
     group: the config group with the names as options; `values(name)` are the values that `GROUP=NAME` sets.
+    keys: the dataclass of the keys `GROUP.*`, for a group that is not the core's; all of its fields have defaults.
     chosen: the names that a config chooses, each with the key that chose it; a chosen name must be installed, and a run
     needs its plugin to resume.
     entry_point: returns the one name that an entry point called so has to give, None where it gives none of the kind.
@@ -256,9 +257,19 @@ class PluginKind:
     hook: str
     noun: str
     group: str | None = None
+    keys: type | None = None
     values: Callable[[str], dict[str, Any]] = lambda name: {"name": name}
     chosen: Callable[[schema.Config, Chooser], list[tuple[str, str]]] = _nothing
     entry_point: Callable[[str], str | None] | None = None
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether a spec brings a config class, whose keys are `GROUP.NAME.*`, or `NAME.*` for a kind without group."""
+        return any(part.name == "config_class" for part in fields(self.spec))
+
+    def section(self, name: str) -> str:
+        """Return the dotted name of the section of a spec of that name."""
+        return name if self.group is None else f"{self.group}.{name}"
 
 
 def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:

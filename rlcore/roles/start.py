@@ -46,6 +46,7 @@ def start_roles(
     for started in executor.worker_groups(requests):
         groups.update(started)
     _load(requests, groups)
+    # By role, the names of the roles in the same processes.
     process_mates: dict[str, Sequence[str]] = {}
     for _, names in process_sets:
         process_mates |= dict.fromkeys(names, names)
@@ -75,6 +76,7 @@ def _setups(
     setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
     if sampled is not None:
         setups[ROLLOUT] = setups[sampled]
+        # The trained role then needs no rollout engine, nor its memory.
         setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
     return setups
 
