@@ -63,7 +63,7 @@ def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
         TrainSetup(ModelConfig(path=folder), config, TorchConfig(shard=shard), ranks=ranks, trains=True, total_steps=10)
     )
     batch = rows()
-    mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]
+    mine = update_plan(len(batch), None, 1, dp)[engine.layout.coordinates(ranks.rank).dp][0]
     seconds, sent = [], []
     for step in range(rounds):
         dist.barrier()
