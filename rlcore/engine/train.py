@@ -86,7 +86,8 @@ class TrainEngine(ABC):
 
         `shard` is the number of data-parallel ranks that share one copy of the weights; 0: all of them.
         """
-        self.config = setup.engine
+        self.engine_config = setup.engine
+        self.config = setup.config
         self.model_config = setup.model
         self.ranks = setup.ranks
         self.trains = setup.trains

@@ -104,7 +104,7 @@ class Updater:
 
     def _micro_batches(self, batch: DataProto, keep_together: str | None) -> list[DataProto]:
         """Cut rows into micro-batches; with pipeline stages, into at least one for each stage."""
-        config = self._engine.config
+        config = self._engine.engine_config
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
         cuts = micro_batches(
             lengths,
@@ -136,7 +136,7 @@ class Updater:
         engine = self._engine
         if not engine.trains:
             raise DataError("this role is frozen; declare it with Role(trains=True) to update it")
-        lr = learning_rate(engine.config, step, engine.total_steps)
+        lr = learning_rate(engine.engine_config, step, engine.total_steps)
         behind = staleness(items, engine.version, self._ranks)
         totals: list[Totals] = []
         largest: dict[str, float] = {}
@@ -261,7 +261,7 @@ class Updater:
         raise DataError(f"the gradient norm is {norm} over rows {rows}; the weights were left unchanged")
 
     def _clip_factor(self, norm: float) -> float:
-        limit = self._engine.config.clip_grad
+        limit = self._engine.engine_config.clip_grad
         return limit / norm if 0 < limit < norm else 1.0
 
 

@@ -38,15 +38,15 @@ class TorchEngine(TrainEngine):
     def __init__(self, setup: TrainSetup[TorchConfig]) -> None:
         layout = layout_of(setup.engine, setup.ranks.world_size)
         super().__init__(setup, layout, setup.config.shard)
-        self.own = setup.config
+        self.config: TorchConfig = setup.config
         check_model_layout(setup.model, layout)
-        check_layout(self.own, layout)
+        check_layout(self.config, layout)
         self.model = self._load_model(setup)
         self.description = self.model.description
         self.model.requires_grad_(setup.trains)
         if setup.frozen and self.dtype is torch.bfloat16:
             self._keep_in_bf16()
-        if setup.trains and self.own.activation_checkpointing:
+        if setup.trains and self.config.activation_checkpointing:
             self._checkpoint_activations()
         # The order matters: tensor shards and stages first, then FSDP, then the optimizer on the final parameters.
         self.parameters = Parameters(self.model, self.mesh)
@@ -102,7 +102,7 @@ class TorchEngine(TrainEngine):
         keep = False if self._pipeline is not None else None
         # A large model is sharded layer by layer, so that only one layer is gathered at a time. A small one is sharded
         # in one piece, which takes one gather instead of a dozen.
-        if sum(math.prod(shape) for shape in self.shapes.values()) > self.own.layerwise_above:
+        if sum(math.prod(shape) for shape in self.shapes.values()) > self.config.layerwise_above:
             layers = set(getattr(self.model.hf, "_no_split_modules", None) or ())
             for module in self.model.modules():
                 if type(module).__name__ in layers:
@@ -112,10 +112,10 @@ class TorchEngine(TrainEngine):
     def _adamw(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
             self.parameters.by_mesh(),
-            lr=self.config.lr,
-            betas=(self.config.betas[0], self.config.betas[1]),
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
+            lr=self.engine_config.lr,
+            betas=(self.engine_config.betas[0], self.engine_config.betas[1]),
+            eps=self.engine_config.eps,
+            weight_decay=self.engine_config.weight_decay,
             fused=True,
         )
 

@@ -112,12 +112,12 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
     place = engine.layout.coordinates(engine.ranks.rank).dp
     rows = update_plan(len(BATCHES[0]), None, 1, engine.layout.dp)[place][0]
     found["rows"], found["computed"] = rows, engine.compute(BATCHES[0][rows], ["log_probs", "entropy"])
-    engine.config = replace(engine.config, clip_grad=0.5)
+    engine.engine_config = replace(engine.engine_config, clip_grad=0.5)
     reshard_fsdp(engine.root)
     for kind, lr in LR.items():
         for name, parameter in engine.parameters.named_local():
             state.local(parameter.detach()).copy_(found["start"][name])
-        engine.config = replace(engine.config, lr=lr)
+        engine.engine_config = replace(engine.engine_config, lr=lr)
         groups = engine.parameters.by_mesh()
         made = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, weight_decay=0, fused=True)}
         engine.optimizer = made[kind](groups)  # at the rate of the config
@@ -230,7 +230,7 @@ def across(engine: TorchEngine, case: Case, folder: Path, one: dict[str, Any]) -
     report["next"] = off(engine, go_on(engine), one["next"])
     if engine.ranks.rank == 0:
         alone = engine_of(replace(case, pp=1, tp=1, dp=1, shard=0), 0)
-        alone.config = replace(engine.config, micro_batch_rows=alone.config.micro_batch_rows)
+        alone.engine_config = replace(engine.engine_config, micro_batch_rows=alone.engine_config.micro_batch_rows)
         alone.restore(again)
         report["there and back"] = float(same(go_on(alone), one["next"]))
         alone.restore(folder / case.name)
