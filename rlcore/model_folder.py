@@ -37,7 +37,7 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder, unchanged. Raises what transformers raises, such as OSError.
+    """Return the tokenizer of a model's folder, unchanged. Raises the errors of transformers, such as OSError.
 
     For prompts use `rlcore.data.chat.load_tokenizer`, which checks it.
     """

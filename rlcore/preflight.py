@@ -273,4 +273,4 @@ CHECKS = (
     Check(_placement, ("train",)),
     Check(_plugins, ("train", "evaluate")),
 )
-"""In the order in which they are asked: later ones build on what earlier ones have found sound."""
+"""All checks in order; later ones rely on the earlier ones."""

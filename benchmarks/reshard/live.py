@@ -23,9 +23,9 @@ from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
 from rlcore.workers.worker import construct
@@ -70,8 +70,8 @@ def make_actor(context: WorkerContext, folder: str, layout: tuple[int, ...]) -> 
         ModelConfig(path=folder),
         EngineConfig(name="torch", pp=p, tp=t, lr=1e-3),
         RolloutConfig(name="hf", tp=shards),
-        create_torch,
-        create_hf,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(shard=shard),
         HFConfig(),
         seed=0,

@@ -89,8 +89,8 @@ class RolloutCapabilities:
 
     tensor_shards: several ranks can sample the same rows together, each with its shard of the layers (`rollout.tp`).
     continuous_batching: a waiting row takes the slot of a finished one while the other rows decode.
-    adopts_weights: it can generate from another owner's tensors, without a copy of the weights.
-    shares_module: it can generate with the train engine's own torch module.
+    adopts_weights: its `adopt` keeps the tensors that it gets and generates from them, so that no copy is made.
+    shares_module: it generates with the train engine's own torch module, where it is lent one (`RolloutSetup.shared`).
     slots_key: config key of the number of sequences that a worker decodes at once.
     cache_key: config key of the MiB that a worker takes for keys and values.
     """

@@ -92,6 +92,7 @@ class Reshard:
         are views of the buffer and valid until the next call. Raises DataError, before anything is sent, for shards
         that are not those of the layout.
         """
+        # All copies before the first exchange, which sends from the buffer; errors come before anything is sent.
         self._put(shards)
         under_way: deque[tuple[str, list[Any]]] = deque()
         waiting = 0
@@ -160,6 +161,7 @@ class Reshard:
 
     def _numel(self, cut: ShardSpec) -> int:
         """Return the number of the parameter's elements in the buffer."""
+        # `_shards` are the training shards inside this rank's generating shard.
         whole = torch.Size(cut.shape).numel()
         return whole if cut.dim is None else whole * len(self._shards) // self.layout.training.tp
 

@@ -63,7 +63,7 @@ class SlotSampling:
 
 
 class SlotRows:
-    """The rows that decode in slots: requests come in with what a prefill made of them, and leave as Finished.
+    """The rows that decode in slots: requests join with the results of their prefill, and leave as Finished.
 
     `capture`: replay CUDA graphs; otherwise each step runs eagerly. `compiled`: the step's pieces are compiled.
     """
@@ -101,6 +101,7 @@ class SlotRows:
         if self._weights is None:
             self._weights = StepWeights(self.hf, self.dtype)
         self._weights.refresh()
+        # Buffers only grow, so that graphs are captured again as rarely as possible.
         if self._step is None or width > self._step.slots.width or room > self._step.slots.room:
             if self._step is not None:
                 width, room = max(width, self._step.slots.width), max(room, self._step.slots.room)

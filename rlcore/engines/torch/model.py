@@ -148,7 +148,9 @@ class CausalLM(PackedModel):
 def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
     logits = logits.float() / temperature
     log_probs, entropy = token_log_probs(logits, labels)
-    values = {"log_probs": log_probs, "entropy": entropy, "logits": logits}
+    # Not a view: FSDP gathers the weights for the backward in a hook on each output, and an in-place operation on a
+    # view would drop the hook.
+    values = {"log_probs": log_probs.clone(), "entropy": entropy, "logits": logits}
     return {name: value for name, value in values.items() if name in needs}
 
 
@@ -166,7 +168,7 @@ class ScalarModel(PackedModel):
 
     def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
         """See PackedModel."""
-        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1))
+        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1).clone())  # not a view, see _of_logits
 
 
 Model = TypeVar("Model", bound=PackedModel)

@@ -117,6 +117,7 @@ class Pipeline:
 
         `finish` runs on the last stage only. A DataError in it is raised here, on that stage.
         """
+        # Schedules pass tensors only, so the stage looks its micro-batch up by index.
         self.stage.selections, self.stage.finish = selections, finish
         indices = torch.arange(len(selections))
         placeholder = torch.zeros(len(selections), 1, device=self.mesh.ranks.device)
@@ -132,6 +133,7 @@ class Pipeline:
                 raise error.__cause__ from None  # torch wraps the module's error
             raise
         finally:
+            # Or the stage would keep the last step's batches alive.
             self.stage.selections, self.stage.finish = (), None
 
     def _schedule(self, tokens: int, count: int) -> Any:
