@@ -14,11 +14,11 @@ import torch.distributed as dist
 from benchmarks.models import write_llama
 from benchmarks.report import Figure, write
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.plugins import Role
 from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
@@ -73,16 +73,15 @@ def model_workers(executor: Executor, folder: Path, workers: int, *, samples_onl
         model,
         EngineConfig(),
         RolloutConfig(),
-        create_torch,
-        create_hf,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(),
         HFConfig(),
         0,
         1,
-        samples_only=samples_only,
     )
-    name = "sampling" if samples_only else "trained"
-    group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(ModelWorker, setup), name)
+    kind, name = (SamplingWorker, "sampling") if samples_only else (ModelWorker, "trained")
+    group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(kind, setup), name)
     group.start().get()
     return group
 

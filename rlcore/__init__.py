@@ -1,7 +1,8 @@
 """rlcore: post-training of language models with reinforcement learning.
 
-The names below are all that a plugin may import (with `rlcore.ops`). Each is imported when it is first used, so
-`import rlcore` itself loads neither torch nor ray.
+A plugin may import the names below and `rlcore.ops`. One that brings an engine also imports `rlcore.engine`, one with
+workers of its own `rlcore.workers`, and one that plans placements `rlcore.planning`. Each name is imported at its first
+use, so `import rlcore` itself loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -114,5 +115,5 @@ def __dir__() -> list[str]:
 
 
 def _kinds() -> ModuleType:
-    """Return the module that holds the kinds of plugin and lists their names."""
+    """Return the module with the specs of the plugin kinds."""
     return importlib.import_module("rlcore.plugins.specs")

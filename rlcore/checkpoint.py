@@ -43,6 +43,7 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
     aside = folder / (_ASIDE + final.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Left by runs that were killed while saving.
         for stale in folder.glob(_ASIDE + "*"):
             shutil.rmtree(stale)
         if final.is_dir() and not (final / STATE).is_file():
@@ -50,6 +51,7 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         aside.mkdir()
         state = write(aside)
         (aside / STATE).write_text(_as_json(state))
+        # Contents, then the rename, then the folder's entry: in this order a power cut leaves the old or the new state.
         _sync_tree(aside)
         os.rename(aside, final)
         _sync(folder)

@@ -131,8 +131,8 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
 
 
 def _add_plugin_options(parser: argparse.ArgumentParser) -> None:
-    what = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
-    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=what)
+    plugin_help = "FILE.py loads a local plugin, no:NAME leaves one out; may be repeated"
+    parser.add_argument("-p", "--plugin", action="append", default=[], metavar="FILE|no:NAME", help=plugin_help)
     parser.add_argument("--trace-hooks", action="store_true", help="print each hook call and its time to stderr")
 
 

@@ -52,6 +52,7 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
     batch = batch.union(run.score_by_functions(batch))
     scores = batch["scores"].numpy()
+    # A failed reward has a made-up score, which may pass.
     right = (scores >= config.reward.pass_score) & ~batch["reward_error"].numpy()
     per_prompt = np.bincount(group_index(batch["uid"]).numpy(), weights=right).astype(int)
     metrics = {
@@ -102,7 +103,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         }
         placement = Placement.of(config, roles, plugins)
     else:
-        # The weights are those of model.path, whatever folder the run's actor began with.
+        # model.path has the weights to evaluate, so the run's own folder for the actor is ignored.
         roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
         placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     dataset = plugins.datasets()[config.data.name]
@@ -116,7 +117,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
 
 
 def _as_saved(role: Role, folder: Path) -> Role:
-    """Return the role frozen, with the checkpoint's weights; without any there, it keeps its own model folder."""
+    """Return the frozen role with the checkpoint's weights, or with its own model folder if it has none there."""
     saved = str(folder.resolve()) if folder.is_dir() else role.model
     return replace(role, trains=False, follows=None, model=saved)
 

@@ -93,6 +93,7 @@ def _is_ours(file: Path) -> bool:
 
 def _write_whole(path: Path, text: str) -> None:
     """Write a file atomically: it exists whole or not at all."""
+    # Synced before the rename: after a power cut the name would otherwise show an empty file.
     aside = path.with_name(path.name + WRITING)
     with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
@@ -139,7 +140,7 @@ def require_plugins(path: Path, plugins: PluginManager) -> None:
     try:
         needed = json.loads((path / VERSIONS).read_text(encoding="utf-8"))["plugins"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # versions.json is for people; opening the folder reports its other faults
+        return  # opening the folder reports its faults
     there = {plugin.name: plugin.state for plugin in plugins.list()}
     for plugin in needed:
         name, state = plugin["name"], there.get(plugin["name"])

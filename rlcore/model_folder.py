@@ -1,4 +1,4 @@
-"""A model's Hugging Face folder: where it is, and how its config, tokenizer and precision are read everywhere."""
+"""A model's Hugging Face folder: its path, config, tokenizer and precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model_path(path: str) -> Path:
 
 
 def loading_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of every `from_pretrained`: no download, and code of the folder only if the config says so."""
+    """Return the options of every `from_pretrained`: no download; code of the folder only if the config allows it."""
     return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
 
 
@@ -28,8 +28,8 @@ def loading_options(model: ModelConfig) -> dict[str, Any]:
 def load_model_config(path: str, trust_remote_code: bool) -> Any:
     """Return the transformers config of a model folder (`tiny`: the shipped one). Reads config.json and no weights.
 
-    All callers get the same object, so none may change it. Raises OSError or ValueError for a folder whose config.json
-    cannot be read.
+    All callers share the returned object and must not change it. Raises OSError or ValueError for a folder whose
+    config.json cannot be read.
     """
     from transformers import AutoConfig
 
@@ -37,7 +37,7 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder, unchanged. Raises what transformers raises, such as OSError.
+    """Return the tokenizer of a model's folder, unchanged. Raises the errors of transformers, such as OSError.
 
     For prompts use `rlcore.data.chat.load_tokenizer`, which checks it.
     """

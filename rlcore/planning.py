@@ -1,7 +1,6 @@
-"""For plugins that plan where roles run: a run's roles and pools, its roles started, and its step rehearsed.
+"""The public interface for plugins that place roles: a run's roles and pools, started roles, and rehearsed steps.
 
-Public, beside `rlcore`. Such a plugin answers `cluster.pools=auto` through the hook `rlcore_place_roles`. Runs on the
-controller.
+Such a plugin answers `cluster.pools=auto` through the hook `rlcore_place_roles`. Runs on the controller.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ __all__ = [
 
 
 def run_roles(config: Config, plugins: PluginManager) -> dict[str, Role]:
-    """Return the roles of a run: those of its algorithm, and the reward model of `reward.model`.
+    """Return the roles of a run: its algorithm's, and the reward model of `reward.model`.
 
-    Raises ConfigError for a config that no machine could run; checks of this machine and of pools are left out.
+    Raises ConfigError for a config that no machine could run; does not check this machine or the pools.
     """
     return dict(preflight(config, plugins, "plan").roles)
 
@@ -98,7 +97,7 @@ def changed_values(config: Config) -> dict[str, Any]:
 
 
 def _sections(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Give the dotted path, the object and the default values of each section of a config."""
+    """Yield the dotted path, the object and the default values of each section of a config."""
     for name, standard in core_values().items():
         yield name, getattr(config, name), standard
     for path, section in {**config.sections, "algo": config.algo}.items():
@@ -114,7 +113,7 @@ def accelerators(config: Config) -> tuple[dict[str, int], int]:
 class WorkerCall:
     """A call of a worker in a rehearsal. `worker`: the role's name, `reward`, or the name of a plugin's worker group.
 
-    `arguments`: positional ones, then those by keyword. `declared`: the rows and columns of the result, where the
+    `arguments`: the positional ones, then those by keyword. `declared`: the rows and columns of the result, if the
     method declares them with `gives`. `run()` runs the method and returns its result, or raises its error.
     """
 
@@ -126,18 +125,18 @@ class WorkerCall:
 
 
 class WorkerObserver(ABC):
-    """Sees each call of a worker in a rehearsal, and decides what it returns."""
+    """Observes each call of a worker in a rehearsal, and decides its result."""
 
     @abstractmethod
     def observe(self, call: WorkerCall) -> tuple[Any, Hashable]:
-        """Return the result of a call, that of `call.run()` or one that stands in for it, and its mark.
+        """Return the result of a call (from `call.run()`, or made up) and its mark; None: no mark.
 
-        The columns of a DataProto carry the mark into every batch that they become part of. None is no mark.
+        The columns of a DataProto carry the mark into all batches that they become part of.
         """
 
     @abstractmethod
     def read(self, mark: Hashable) -> None:
-        """Note that contents of a marked result are read; of one that is no DataProto, that the result is."""
+        """Record a read of a marked result: of a column of a DataProto, or of any other result as a whole."""
 
 
 @contextmanager
@@ -146,9 +145,9 @@ def rehearse(
 ) -> Iterator[Run]:
     """Open a run whose workers are in this process, one rank each, and whose calls go through `observer`.
 
-    Of reward workers and plugins' workers `__init__` does not run, so the observer has to stand in for their methods.
-    The step under way is the last of the run. All prompts come from `dataset`, in its order. Afterwards the global
-    random generators are as before. Raises the errors of starting and those of the calls.
+    `__init__` of reward workers and plugins' workers does not run, so the observer must make up the results of their
+    methods. The step is the last of the run. All prompts come from `dataset`, in its order. The state of the global
+    random generators is restored at the end. Raises the errors of starting and of the calls.
     """
     algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo)
     tokenizer = load_tokenizer(config.model)

@@ -29,9 +29,9 @@ ALWAYS: tuple[Purpose, ...] = ("train", "evaluate", "plan")
 
 
 class Preflight:
-    """A run's config with the objects that follow from it, each made once: algorithm, engines, roles and placement.
+    """A run's config and the objects made from it, each once: algorithm, engines, roles and placement.
 
-    An evaluation may have no algorithm. Raises ConfigError, from the property that cannot be made.
+    An evaluation may have no algorithm. A property raises ConfigError when its object cannot be made.
     """
 
     def __init__(self, config: Config, plugins: PluginManager, purpose: Purpose) -> None:
@@ -273,4 +273,4 @@ CHECKS = (
     Check(_placement, ("train",)),
     Check(_plugins, ("train", "evaluate")),
 )
-"""In the order in which they are asked: later ones build on what earlier ones have found sound."""
+"""All checks in order; later ones rely on the earlier ones."""

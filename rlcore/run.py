@@ -1,4 +1,4 @@
-"""Run: all that an algorithm's loop sees."""
+"""Run: an algorithm's interface to its models, rewards, data and metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Run:
     """The models of a run as `run.ROLE`, its reward as `run.reward`, its config, folder and step.
 
     `config`: the whole typed config. `dir`: the run folder. `step`: from 1; 0 before the first. A type checker knows
-    the kinds of the roles below, as they are usually named; for others `run.role(NAME, CriticHandle)` states the kind.
+    the kinds of the usual roles below; for other names, `run.role(NAME, CriticHandle)` states the kind.
     """
 
     actor: PolicyHandle
@@ -80,29 +80,29 @@ class Run:
         if name not in roles:
             raise NoRoleError(
                 f"this run has no role {name!r}.{did_you_mean(name, roles)} The algorithm's roles() declares "
-                f"{', '.join(roles) or 'none'}; what it uses has to be among them."
+                f"{', '.join(roles) or 'none'}; add the role there."
             )
         return roles[name]
 
     def role(self, name: str, handle_class: type[H]) -> H:
         """Return the handle of role `name`, which must be of this class: PolicyHandle, CriticHandle or RewardHandle.
 
-        Raises NoRoleError for a role that is not there, or of another kind.
+        Raises NoRoleError for an unknown role, and for one of another kind.
         """
         handle = self.__getattr__(name)
         if not isinstance(handle, handle_class):
             raise NoRoleError(
-                f"role {name!r} is a {handle.role.kind}, so its handle is no {handle_class.__name__}; "
+                f"role {name!r} is a {handle.role.kind}, so its handle is not a {handle_class.__name__}; "
                 f"ask for run.role({name!r}, {HANDLES[handle.kind].__name__}), or declare it with "
                 f"Role(kind={handle_class.kind!r})"
             )
         return handle
 
     def group(self, name: str) -> Any:
-        """Return the workers that a plugin brings under this name: a WorkerGroup, or the plugin's own handle of it.
+        """Return a plugin's workers of this name: a WorkerGroup, or the plugin's own handle of it.
 
-        They started with the roles. What a step leaves under way is waited for at its end. Raises PluginError for a
-        name that no installed plugin gives with this config.
+        They started with the roles. The end of a step waits for its running calls. Raises PluginError for a name that
+        no installed plugin gives with this config.
         """
         return self._plugin_groups.get(name)
 
@@ -111,8 +111,8 @@ class Run:
 
         Scores by the reward functions, by the reward model of `reward.model`, or by both, weighted. Functions read
         `prompt_text`, `response_text`, `answer` and get all other object columns too; a reward model reads `prompts`
-        and `responses`. The step's metrics also read what `generate` gives with the responses; `record=False` leaves a
-        batch out of them, as one that is no sample of the policy (a greedy rollout that serves as a baseline).
+        and `responses`. The step's metrics also need the other columns of `generate`. `record=False` leaves the batch
+        out of the metrics, for a batch that is not sampled from the policy (a greedy rollout as a baseline).
         """
         if REWARD_MODEL not in self.roles:
             scored = self.score_by_functions(batch)
@@ -123,9 +123,9 @@ class Run:
         return scored
 
     def score_by_functions(self, batch: DataProto) -> DataProto:
-        """Return what `reward` does, by the reward functions alone, and leave it out of the step's metrics.
+        """Return the result of `reward` by the reward functions only, without a record in the step's metrics.
 
-        It is what an evaluation is counted by: a reward model cannot say whether an answer is right.
+        Evaluations use it, as a reward model cannot tell whether an answer is right.
         """
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
@@ -135,30 +135,30 @@ class Run:
         settings = self.config.reward
         by_model = self.role(REWARD_MODEL, RewardHandle).score(batch)
         if not settings.functions and settings.path is None:
-            nothing = {"reward_error": torch.zeros(len(batch), dtype=torch.bool), "reward_detail": [None] * len(batch)}
-            return DataProto.from_single_dict({"scores": by_model["scores"] * settings.model_weight, **nothing})
-        scored = self.score_by_functions(batch)[:]  # both are under way before either is read
+            no_error = {"reward_error": torch.zeros(len(batch), dtype=torch.bool), "reward_detail": [None] * len(batch)}
+            return DataProto.from_single_dict({"scores": by_model["scores"] * settings.model_weight, **no_error})
+        scored = self.score_by_functions(batch)[:]  # both calls run before either result is read
         scored["score/model"] = by_model["scores"]
         scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
         return scored
 
     def next_prompts(self, name: str = "train") -> DataProto:
-        """Return the next prompts of a data set: the run's own ("train"), or one that the algorithm's `data` names.
+        """Return the next prompts of a data set: the run's own ("train"), or one of the algorithm's `data`.
 
-        Its position is part of the run's checkpoints. Raises DataError for a name that there is not.
+        Its position is part of the run's checkpoints. Raises DataError for an unknown name.
         """
         if name not in self._loaders:
             raise DataError(
                 f"this run has no data set {name!r}, only {', '.join(self._loaders) or 'none'}."
-                f"{did_you_mean(name, self._loaders)} An algorithm's data(config) names further ones."
+                f"{did_you_mean(name, self._loaders)} An algorithm's data(config) can add data sets."
             )
         return self._loaders[name].next_batch()
 
     def encode(self, batch: DataProto, column: str) -> DataProto:
         """Return `responses` and `response_mask` of the texts in an object column, as if the policy had sampled them.
 
-        The end-of-text token is added; what goes beyond `rollout.response_len` tokens is cut off. Raises DataError
-        naming a row that holds no text.
+        Adds the end-of-text token, and cuts after `rollout.response_len` tokens. Raises DataError naming a row without
+        a text.
         """
         return self._encoder.encode(batch, column)
 
@@ -169,7 +169,7 @@ class Run:
     def log(self, metrics: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Add numbers to the step's metrics: `log({"dpo/pairs": 3})`, or `log(pairs=3)` for a plain name.
 
-        Raises DataError for what is not a number.
+        Raises DataError for a value that is not a number.
         """
         for name, value in {**(metrics or {}), **named}.items():
             if not isinstance(value, Real):
@@ -181,7 +181,7 @@ class Run:
         self._clock.start(step)
 
     def close_step(self) -> EndedStep:
-        """Hand over what the step logged, scored and left under way, and wait for none of it. For the trainer."""
+        """Return the step's logged numbers, scored batches and running calls, without waiting. For the trainer."""
         for role in self.roles.values():
             role.end_step(self.step)
         outstanding = [future for group in self._groups() for future in group.outstanding()]
@@ -190,11 +190,12 @@ class Run:
         return EndedStep(logged, scored, outstanding, self._plugin_groups.end_step())
 
     def end_step(self) -> tuple[dict[str, float], list[DataProto]]:
-        """Wait for all calls, and hand over what was logged and every batch that was scored. For the trainer."""
+        """Wait for all calls; return the logged numbers and all scored batches. For the trainer."""
         return self.close_step().wait()
 
     def spans(self) -> list[Future]:
-        """Ask all processes who ran when since they were last asked. For the trainer."""
+        """Request all processes' spans since the last request. For the trainer."""
+        # By id: the groups of fused roles share their processes, which have one list of spans.
         processes = {id(group.processes): group.processes for group in self._groups()}
         return [each.spans() for each in processes.values()]
 
@@ -205,7 +206,7 @@ class Run:
 
 @dataclass
 class EndedStep:
-    """What a step left behind when its last call was made; some of these calls may still be under way."""
+    """The results of a step after its last call; some calls may still be running."""
 
     logged: dict[str, float]
     scored: list[tuple[DataProto, DataProto]]
@@ -213,7 +214,7 @@ class EndedStep:
     metrics: Sequence[Callable[[], Mapping[str, float]]]
 
     def wait(self) -> tuple[dict[str, float], list[DataProto]]:
-        """Wait for all calls; return what was logged and every batch that was scored. Raises the first error."""
+        """Wait for all calls; return the logged numbers and all scored batches. Raises the first error."""
         wait_for(self.outstanding)
         logged = dict(self.logged)
         for metrics in self.metrics:
@@ -236,11 +237,11 @@ def open_run(
 ) -> Iterator[Run]:
     """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
-    roles: as `resolve_roles` gives them, checked by `check_roles`.
-    placement: the run's pools; None: they are planned here, which raises ConfigError for pools that cannot be.
+    roles: from `resolve_roles`, checked by `check_roles`.
+    placement: the run's pools; None: plans them here, and raises ConfigError for impossible pools.
     loaders: the data sets of `run.next_prompts`, by name.
-    log_dir: folder in which each worker writes a file of its own.
-    executor: starts the workers; None: the one of `cluster.executor`.
+    log_dir: folder in which each worker writes its own log file.
+    executor: starts the workers; None: the executor of `cluster.executor`.
 
     Raises the errors of starting.
     """
@@ -253,7 +254,7 @@ def open_run(
             distributions={p.distribution: p.version for p in plugins.list() if p.distribution and p.version},
         )
     with executor:
-        # All pools first, as the cluster has to hold them together.
+        # All pools before any worker: the cluster must hold them at one time, and a lack shows before models load.
         pools = [(planned, planned.open(executor)) for planned in placement.pools]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
         reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
@@ -267,5 +268,5 @@ def open_run(
 
 
 def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:
-    """Raise ConfigError, before anything starts, for roles that cannot be: names, kinds, engines, leaders, folders."""
+    """Raise ConfigError, before anything starts, for invalid roles: names, kinds, engines, leaders, folders."""
     checks.check_roles(roles, config, plugins, reserved={*vars(Run), "config", "dir", "roles", ROLLOUT})

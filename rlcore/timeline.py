@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.workers import Span
 
 BOOKKEEPING = ("seconds", "_read_mesh")
-"""Methods that only tell the controller about the workers; the timeline leaves them out."""
+"""Methods that only report on the workers; the timeline leaves them out."""
 CONTROLLER = 0
 """The controller's process number in the trace; its spans are the steps."""
 
@@ -19,8 +19,8 @@ CONTROLLER = 0
 def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
     """Return each method's first start and last end, in seconds from `start`, and the overlap of the roles.
 
-    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds during which at least one process worked;
-    timeline/overlap: the share of those during which processes of two or more roles worked.
+    timeline/ROLE.METHOD/began and /ended; timeline/busy: seconds in which at least one process worked;
+    timeline/overlap: the share of these seconds in which processes of two or more roles worked.
     """
     spans = [span for span in spans if span.method not in BOOKKEEPING and span.ended > start]
     metrics: dict[str, float] = {}
@@ -29,10 +29,12 @@ def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
         metrics.setdefault(f"{name}/began", span.began - start)
         metrics[f"{name}/ended"] = max(metrics.get(f"{name}/ended", 0.0), span.ended - start)
     busy = both = 0.0
-    edges = sorted([(span.began, 1, span.role) for span in spans] + [(span.ended, -1, span.role) for span in spans])
+    edges: list[tuple[float, int, str]] = []
+    for span in spans:
+        edges += [(span.began, 1, span.role), (span.ended, -1, span.role)]
     at_work: dict[str, int] = {}
     before = start
-    for moment, change, role in edges:
+    for moment, change, role in sorted(edges):
         roles = sum(1 for count in at_work.values() if count)
         busy += (moment - before) * (roles > 0)
         both += (moment - before) * (roles > 1)

@@ -129,7 +129,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Run all steps and return the summary. The summary is written even if a step raises."""
         status = "failed"
-        resume_collector()  # imports, for which it was paused, are done
+        resume_collector()  # it was paused for the imports, which are done
         try:
             self._restore()
             self.trackers.start(resume_step=self.step)
@@ -167,13 +167,14 @@ class Trainer:
         for end in ending:
             try:
                 end()
-            except Exception as error:  # returned; the others still have to end
+            except Exception as error:  # returned, after the others have ended too
                 errors.append(error)
         return errors
 
     def _loop(self, interruption: _Interruption) -> str:
         total = self.config.trainer.total_steps
-        if self.step == 0:  # also when resumed from a checkpoint of step 0: the trackers start over
+        # Also after a resume from a checkpoint of step 0, as the trackers start over then.
+        if self.step == 0:
             self._evaluate()
             self.accuracy["before"] = self.accuracy["after"]
         every = self.config.trainer.checkpoint_every
@@ -181,7 +182,9 @@ class Trainer:
         while self.step + len(under_way) < total and not interruption.asked:
             step = self.step + len(under_way) + 1
             under_way.append(self._begin(step))
+            # The last step is saved below.
             saves = bool(every) and step % every == 0 and step < total
+            # A checkpoint or an evaluation needs the weights of one step, so no step may be under way.
             drains = saves or self._is_time_to_evaluate(step)
             while len(under_way) > (0 if drains else self.config.trainer.rollouts_ahead):
                 self._finish(under_way.popleft())
@@ -235,8 +238,11 @@ class Trainer:
 
     def _warn_of_logprob_diff(self, gap: float) -> None:
         """Warn when the engines' log-probs differ too much, and again when the difference doubles or becomes NaN."""
+        # Once a NaN was reported, `_warned_of` is infinite and no further warning comes.
         limit = self.config.trainer.train_rollout_logprob_diff
-        if limit and (gap > max(limit, 2 * self._warned_of) or (math.isnan(gap) and self._warned_of < math.inf)):
+        is_larger = gap > max(limit, 2 * self._warned_of)
+        is_new_nan = math.isnan(gap) and self._warned_of < math.inf
+        if limit and (is_larger or is_new_nan):
             self._warned_of = math.inf if math.isnan(gap) else gap
             log.warning("step %d: %s", self.step, logprob_diff_warning(gap, self.config))
 
@@ -266,7 +272,7 @@ class Trainer:
         metrics = held_out_metrics(self.run_, self.algorithm, self.held_out)
         self.run_.end_step()
         metrics.update(self._seconds("eval_")())
-        self._last_end = time.perf_counter()  # the next step's time leaves out the evaluation
+        self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step
         self.accuracy["after"] = metrics.get("eval/accuracy")
         self.trackers.evaluated(self.step, metrics)
 
@@ -276,6 +282,7 @@ class Trainer:
             role.sync()
 
     def _save(self) -> None:
+        # The run must go on from here as a resumed one would: with the newest weights in the rollout pool.
         self._sync()
         keep = self.config.trainer.keep_checkpoints
         path = checkpoint.save(self.folder.checkpoints, self.step, self._write, keep)
@@ -311,6 +318,7 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
+            # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
             self.algorithm.load_state_dict(state["algorithm"]["state"])

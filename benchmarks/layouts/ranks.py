@@ -57,13 +57,13 @@ def held(engine: TorchEngine) -> int:
 def measure(folder: str, layout: list[int], rounds: int) -> dict[str, Any]:
     """Return what this rank holds, and of all ranks the seconds and bytes of each step but the first."""
     pp, tp, dp, shard = layout
-    config = EngineConfig(pp=pp, tp=tp, dp=dp, lr=1e-4, micro_batch_rows=4)
+    config = EngineConfig(pp=pp, tp=tp, lr=1e-4, micro_batch_rows=4)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     engine = TorchEngine(
         TrainSetup(ModelConfig(path=folder), config, TorchConfig(shard=shard), ranks=ranks, trains=True, total_steps=10)
     )
     batch = rows()
-    mine = update_plan(len(batch), None, 1, dp)[engine.layout.place(ranks.rank).dp][0]
+    mine = update_plan(len(batch), None, 1, dp)[engine.layout.coordinates(ranks.rank).dp][0]
     seconds, sent = [], []
     for step in range(rounds):
         dist.barrier()

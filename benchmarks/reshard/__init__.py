@@ -25,13 +25,15 @@ MEGA = 2**20
 NOTES = """\
 8 gloo processes with one thread each, on one machine and {cores} cores. A layout is p-t-d in training and
 p_g-t_g-d_g-d in generation (arXiv 2409.19256). Bytes are counted where the engine sends and allocates, on the rank with
-the most, as shares of M, the bytes that the training layout divides; after the sign, the number of Table 2.
+the most, as shares of M, the bytes that the training layout divides. After the sign stands the number of Table 2; in
+the column `redundant`, where Table 2 has 0 for HybridFlow, the number for an engine that keeps its training shard.
 
 Live switches: each process is an actor (ModelWorker, engine=torch, rollout=hf) of a Qwen2 with 4 layers in fp32,
 M = {live_m:.1f} MiB, that takes an optimizer step and then brings the weights to generation. `received`: of what
 tensor ranks divide; `peak`: of the buffer, likewise; `redundant`: training weights that lie in memory beside their copy
-in the buffer, counted by data pointers. Table 2 has 0 there; a run of rlcore keeps its fp32 training shard beside the
-buffer, so this is a cost that rlcore has and the paper's HybridFlow has not. `kernel`: bytes that the kernel received
+in the buffer, counted by data pointers, the undivided parameters included. Table 2 has 0 there; a run of rlcore keeps
+its fp32 training shard beside the buffer, so this is a cost that rlcore has and the paper's HybridFlow has not. After
+the sign stands the rank's training shard, which is held twice. `kernel`: bytes that the kernel received
 during the switch, with FSDP's gather along dp (undivided parameters and headers included). `FSDP` in the first column:
 training shards cut along dp too. Every generating weight was compared bit for bit with its part of the trained one.
 
@@ -62,7 +64,7 @@ def formulas(strategy: str, layout: Sequence[int]) -> dict[str, Fraction]:
     p, t, d, p_g, t_g = layout
     if strategy == "hybridflow":
         received, peak = Fraction(t * p - t_g * p_g, t_g * p_g * t * p), Fraction(1, t_g * p_g)
-        redundant = Fraction(1, t * p)  # Table 2: 0; see the notes
+        redundant = Fraction(1, t * p)  # the training shard, which Table 2's engine does not keep (0 there)
     elif strategy == "model_parallel":
         received, peak, redundant = Fraction(t * p - 1, t * p), Fraction(1), Fraction(1, t * p)
     else:
@@ -141,7 +143,7 @@ def compare(strategy: str, case: Sequence[Case], whole: int) -> tuple[str, list[
     name = " to ".join(names(layout))
     figures = [Figure(STRATEGIES[strategy], f"{name}: {key}", "MiB", [max(counts[key]) / MEGA]) for key in says]
     figures.append(Figure(STRATEGIES[strategy], f"{name}: until all shards are there", "s", slowest))
-    bar = Bar(f"{name}, {STRATEGIES[strategy]}: bytes off Table 2, worst rank", float(off), 0, at_least=False)
+    bar = Bar(f"{name}, {STRATEGIES[strategy]}: bytes off the formulas, worst rank", float(off), 0, at_least=False)
     return row, figures, bar
 
 
@@ -164,6 +166,7 @@ def compare_live(case: Sequence[Case]) -> tuple[str, list[Figure], list[Bar]]:
     says = formulas("hybridflow", [p, t, d, 1, shards])
     received = [figures["received"] - figures["undivided_elsewhere"] for figures in case]
     peak = [figures["peak"] - undivided for figures in case]
+    held = [figures["training_shard"] for figures in case]
     slowest = [max(times) for times in zip(*(figures["seconds"] for figures in case), strict=True)][1:]
     training, generation = names([p, t, d, 1, shards])
     sharded = " (FSDP)" if d > 1 and shard == 0 else ""
@@ -171,15 +174,17 @@ def compare_live(case: Sequence[Case]) -> tuple[str, list[Figure], list[Bar]]:
     cells = [
         f"{max(received) / whole:.4g} = {says['received']}",
         f"{max(peak) / whole:.4g} = {says['peak']}",
-        f"{max(figures['redundant'] for figures in case) / whole:.4g} (0)",
+        f"{max(figures['redundant'] for figures in case) / whole:.4g} = {max(held) / whole:.4g}",
         f"{max(figures['kernel'] for figures in case) / whole:.4g}",
         f"{statistics.median(slowest):.3f}",
     ]
     off = max(abs(each - says["received"] * whole) for each in received)
     off = max(off, *(abs(each - says["peak"] * whole) for each in peak))
     wrong = sum(len(figures["wrong"]) for figures in case)
+    twice = max(abs(figures["redundant"] - each) for figures, each in zip(case, held, strict=True))
     bars = [
         Bar(f"{name}: bytes off Table 2's received and peak, worst rank", float(off), 0, at_least=False),
+        Bar(f"{name}: bytes held twice, off those of the training shard", float(twice), 0, at_least=False),
         Bar(f"{name}: weights that are not the trained ones, bit for bit", wrong, 0, at_least=False),
     ]
     redundant = [max(figures["redundant"] for figures in case) / MEGA]

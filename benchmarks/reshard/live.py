@@ -23,9 +23,9 @@ from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
 from rlcore.workers.worker import construct
@@ -64,14 +64,14 @@ def rows() -> DataProto:
 
 def make_actor(context: WorkerContext, folder: str, layout: tuple[int, ...]) -> ModelWorker:
     """Return a started actor under a layout."""
-    p, t, d, shards, shard = layout
+    p, t, _, shards, shard = layout
     setup = RoleSetup(
         Role(trains=True, generates=True),
         ModelConfig(path=folder),
-        EngineConfig(name="torch", pp=p, tp=t, dp=d, lr=1e-3),
+        EngineConfig(name="torch", pp=p, tp=t, lr=1e-3),
         RolloutConfig(name="hf", tp=shards),
-        create_torch,
-        create_hf,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(shard=shard),
         HFConfig(),
         seed=0,
@@ -97,9 +97,12 @@ def wrong(actor: ModelWorker, shards: int) -> list[str]:
     return bad + list(held)
 
 
-def sizes(actor: ModelWorker) -> dict[str, int]:
-    """Return the bytes that the layout divides (M), those that it does not, and of these the ones on other stages."""
-    here = actor.train.layout.place(dist.get_rank()).pp
+def sizes(actor: ModelWorker, shard: int) -> dict[str, int]:
+    """Return the bytes that the layout divides (M), those that it does not, and of these the ones on other stages.
+
+    `training_shard`: the bytes of the weights that this rank's optimizer steps, by the layout alone.
+    """
+    here = actor.train.layout.coordinates(dist.get_rank()).pp
     found = {"divided": 0, "undivided": 0, "undivided_elsewhere": 0}
     for cut in actor.train.shard_specs.values():
         size = 4 * torch.Size(cut.shape).numel()
@@ -108,13 +111,15 @@ def sizes(actor: ModelWorker) -> dict[str, int]:
             continue
         found["undivided"] += size
         found["undivided_elsewhere"] += 0 if here in cut.stages else size
-    return found
+    layout = actor.train.layout
+    own = found["divided"] // (layout.pp * layout.tp) + found["undivided"] - found["undivided_elsewhere"]
+    return {**found, "training_shard": own // (1 if shard == 1 else layout.dp)}
 
 
 def measure(context: WorkerContext, folder: str, layout: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """Train a step and switch, several times; return the bytes of the last switch and the seconds of each."""
     actor = make_actor(context, folder, layout)
-    batch, found = rows(), {"layout": layout, "seconds": [], "wrong": [], **sizes(actor)}
+    batch, found = rows(), {"layout": layout, "seconds": [], "wrong": [], **sizes(actor, layout[4])}
     assert actor.route is not None
     for step in range(rounds):
         actor.update([UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig(kl_coef=0.0))], 1, step)

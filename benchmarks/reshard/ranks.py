@@ -93,7 +93,7 @@ def training_shards(
 ) -> dict[str, Tensor]:
     """Return this rank's shards, in memory of their own, as the strategy's column presupposes."""
     rank, training = dist.get_rank(), layout.training
-    at = training.place(rank)
+    at = training.coordinates(rank)
     shards = {}
     for name, cut in cuts.items():
         full = whole(name, cut, version)
@@ -109,7 +109,7 @@ def wrong(
     found: Iterable[tuple[str, Tensor]], layout: GenerationLayout, cuts: Mapping[str, ShardSpec], version: int
 ) -> list[str]:
     """Return the names whose generating shard is not, bit for bit, its part of the whole; and those that lack."""
-    at = layout.place(dist.get_rank())
+    at = layout.coordinates(dist.get_rank())
     stages = layout.stages(dist.get_rank())
     bad, seen = [], set()
     for name, shard in found:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engine.parallel.layout import ShardSpec
-from rlcore.engine.weights.generation import GenerationLayout, GenerationPlace
+from rlcore.engine.weights.generation import GenerationCoordinates, GenerationLayout
 from rlcore.engine.weights.meter import Group, Piece, ProcessGroups
 from rlcore.engine.weights.reshard import Reshard, by_tensor_shard
 
@@ -17,10 +17,10 @@ from rlcore.engine.weights.reshard import Reshard, by_tensor_shard
 class ConsecutiveGroups(GenerationLayout):
     """Tensor groups of consecutive ranks (the paper's vanilla grouping): a training shard may lie outside its own."""
 
-    def place(self, rank: int) -> GenerationPlace:
-        at = self.training.place(rank)
+    def coordinates(self, rank: int) -> GenerationCoordinates:
+        at = self.training.coordinates(rank)
         within = at.pp * self.training.tp + at.tp
-        return GenerationPlace(
+        return GenerationCoordinates(
             pp=within // self.tp % self.pp, tp=within % self.tp, micro_dp=within // (self.tp * self.pp), dp=at.dp
         )
 

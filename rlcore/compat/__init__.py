@@ -1,7 +1,7 @@
 """The names of verl's documentation: a program written on verl's single controller imports them from here.
 
-Some are rlcore's own names, repeated so that one import line suffices; the rest exist for such programs only. What
-differs from verl is in docs/coming_from_verl.md.
+Some are rlcore's own names, repeated so that one import line suffices; the rest exist for such programs only.
+docs/coming_from_verl.md lists the differences from verl.
 """
 
 from rlcore.compat.batches import pad_dataproto_to_divisor, unpad_dataproto

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlcore.config.installed import Installed
-from rlcore.config.schema import Config, EngineConfig, RolloutConfig
+from rlcore.config.schema import REMOVED, SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -57,14 +57,16 @@ def build_config(values: Mapping[str, Any], algorithm_config: type | None, plugi
     _check_sections(values, sections)
     _check_moved(values, sections)
     plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    own: dict[str, Any] = {path: build(cls, _taken(plain, path), path) for path, cls in sections.items()}
-    for top, cls in (("rollout", RolloutConfig), ("engine", EngineConfig)):
-        _check_engine_keys(top, plain.get(top), cls, sections)
+    inner = [path for path in sections if "." in path]
+    taken = {path: _taken(plain, path) for path in [*inner, *sections.keys() - inner]}
+    for top in {path.partition(".")[0] for path in inner}:
+        _check_group_keys(top, taken.get(top, plain.get(top)), sections)
+    own: dict[str, Any] = {path: build(cls, taken[path], path) for path, cls in sections.items()}
     algo = plain.pop("algo", None) or {}
     if algorithm_config is None and algo:
         raise ConfigError(f"algo.{next(iter(algo))} needs an algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
-    used = plugins.used_sections(config)
+    used = plugins.used_sections(dataclasses.replace(config, sections=own))
     return dataclasses.replace(config, sections={path: section for path, section in own.items() if path in used})
 
 
@@ -86,10 +88,10 @@ def _taken(plain: dict[str, Any], path: str) -> Any:
     return holder.pop(name, {}) if isinstance(holder, dict) else {}
 
 
-def _check_engine_keys(top: str, given: Any, cls: type, sections: Mapping[str, type]) -> None:
-    """Raise ConfigError for a key of `rollout` or `engine` that is neither a core key nor an engine's section."""
-    engines = [path.partition(".")[2] for path in sections if path.startswith(f"{top}.")]
-    allowed = [*(field.name for field in dataclasses.fields(cls)), *engines]
+def _check_group_keys(top: str, given: Any, sections: Mapping[str, type]) -> None:
+    """Raise ConfigError for a key of a group such as `rollout` that is neither its own nor a plugin's section."""
+    brought = [path.partition(".")[2] for path in sections if path.startswith(f"{top}.")]
+    allowed = [*(field.name for field in dataclasses.fields(sections.get(top) or SECTIONS[top])), *brought]
     for key in given if isinstance(given, dict) else ():
         if key not in allowed:
             raise ConfigError(_unknown(key, allowed, top))
@@ -97,6 +99,10 @@ def _check_engine_keys(top: str, given: Any, cls: type, sections: Mapping[str, t
 
 def _check_moved(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
     """Raise ConfigError for a key that has another name today, with the new name; `was` of `option` has the old one."""
+    for key, reason in REMOVED.items():
+        top, _, name = key.partition(".")
+        if isinstance(values.get(top), Mapping) and name in values[top]:
+            raise ConfigError(f"there is no key {key} any more; {reason}")
     core = {field.name: field.default_factory for field in dataclasses.fields(Config)}
     for path, cls in {**core, **sections}.items():
         if not dataclasses.is_dataclass(cls):
@@ -132,7 +138,7 @@ def config_values(config: Config) -> dict[str, Any]:
     for path, section in config.sections.items():
         top, _, name = path.partition(".")
         if name:
-            plain[top][name] = to_plain(section)
+            plain.setdefault(top, {})[name] = to_plain(section)
         elif (values := to_plain(section)) != defaults(type(section)):
             plain[top] = values
     return plain

@@ -20,18 +20,11 @@ import yaml
 from rlcore.config.build import build_config, defaults
 from rlcore.config.devices import AUTO, FindGpus, local_gpus, resolve_auto
 from rlcore.config.installed import Installed
-from rlcore.config.schema import Config
+from rlcore.config.schema import SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
-
-SECTIONS: dict[str, type] = {
-    field.name: field.default_factory  # type: ignore[misc]
-    for field in dataclasses.fields(Config)
-    if dataclasses.is_dataclass(field.default_factory)
-}
-"""The dataclass of each part of the config with core keys, by name. Plugins add further parts."""
 
 GROUPS = ("algo", *SECTIONS, "experiment")
 """The config groups: `GROUP=NAME` chooses one of a group's options. A plugin's section is one more."""

@@ -23,5 +23,5 @@ class Installed(Protocol):
     def used_sections(self, config: Config) -> Collection[str]:
         """Return the names of the sections that a run of this config has: of engines those that one of its roles uses.
 
-        `config` still lacks its sections.
+        `config` has those of all engines and plugins.
         """

@@ -13,8 +13,8 @@ from importlib.resources import files
 from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
-from rlcore.config.compose import GROUPS, SECTIONS, core_values
-from rlcore.config.schema import RoleConfig
+from rlcore.config.compose import GROUPS, core_values
+from rlcore.config.schema import SECTIONS, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration

@@ -9,7 +9,7 @@ checks them and turns them into these objects. Below the CLI only these objects 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from rlcore.errors import ConfigError
@@ -119,7 +119,6 @@ class EngineConfig:
     tp: int = option(
         1, "tensor-parallel ranks of a stage, which divide heads and feed-forward width", min=1, incidental=True
     )
-    dp: int = option(0, "data-parallel size; 0: workers / (pp * tp)", min=0, incidental=True)
     layouts: dict[str, list[int]] = option(
         {}, "[pp, tp] of single roles, as {critic: [1, 2]}; other roles use `pp` and `tp`", incidental=True
     )
@@ -305,3 +304,14 @@ class Config:
         if path == "sections" or name not in getattr(holder, "__dataclass_fields__", ()):
             raise ConfigError(f"this run's config has no key {key!r}")
         return holder, name
+
+
+REMOVED = {"engine.dp": "the data-parallel size is cluster.workers / (engine.pp * engine.tp): leave it out"}
+"""Keys of earlier versions that have no successor, with the reason."""
+
+SECTIONS: dict[str, type] = {
+    field.name: field.default_factory  # type: ignore[misc]
+    for field in fields(Config)
+    if is_dataclass(field.default_factory)
+}
+"""The dataclass of each part of the config with core keys, by name. Plugins add further parts."""

@@ -214,6 +214,7 @@ class ResponseEncoder:
                 )
         end = self.tokenizer.eos_token_id
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        # A response that is cut has no end token, as one that sampling cuts.
         rows = [torch.tensor([*row, end][: self.max_tokens], dtype=torch.int64) for row in ids]
         responses = Ragged.from_list(rows, dtype=torch.int64)
         mask = responses.with_values(torch.ones_like(responses.values))

@@ -162,6 +162,7 @@ def _split_file(folder: Path, split: str) -> Path:
 
 
 def _held_out_prompts(rows: Sequence[Row], prompt_key: str) -> set[str]:
+    # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
     fingerprints = sorted({_fingerprint(row[prompt_key]) for row in rows})
     return set(fingerprints[: max(1, round(len(fingerprints) * HELD_OUT_SHARE))])
 

@@ -128,6 +128,7 @@ class PromptSplit:
                     )
                 if self._config.overlong == "filter":
                     continue
+                # The end holds the question and the start of the answer's turn.
                 token_ids = token_ids[-self._config.prompt_len :]
             prompts.append(Prompt(number, texts[number], chats[number], token_ids))
         return prompts
@@ -150,6 +151,7 @@ class PromptLoader:
         self._seed = seed
         self._train = PromptSplit(config, dataset, tokenizer, "train")
         self._eval = PromptSplit(config, dataset, tokenizer, "eval")
+        # Compared as rendered: two rows may differ and still be the same prompt for the model.
         held_out = {prompt.chat for prompt in self._eval.prompts}
         self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in held_out]
         self.counts = {

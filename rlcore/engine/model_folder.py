@@ -25,6 +25,7 @@ def write_model_folder(
     because gathering may be collective. Rank 0 keeps them in main memory and writes. Raises CheckpointError for a
     folder that cannot be written.
     """
+    # Every rank draws every tensor: gathering is a collective. Only rank 0 needs the memory for all of them.
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if ranks.rank == 0}
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,7 @@ class TextEncoder:
 
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages = [*turns, {"role": "assistant", "content": response}]
+        # Base models have no template; a reward model trained on plain texts expects just these.
         if self.tokenizer.chat_template is None:
             return "".join(message["content"] for message in messages)
         try:

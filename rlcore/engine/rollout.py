@@ -107,7 +107,8 @@ class RolloutSetup(Generic[C]):
     rollout: the core's keys `rollout.*`.
     config: the engine's own keys `rollout.NAME.*`, an object of its spec's `config_class`; None without one.
     device: where it computes.
-    shared: the train engine's module, for an engine that can generate with it; None: the engine keeps its own weights.
+    shared: the train engine's module, only for an engine with the capability `shares_module`, which then generates with
+        it; None: the engine keeps its own weights.
     tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
     engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
     """
@@ -125,8 +126,7 @@ class RolloutEngine(ABC):
     """Samples responses with the weights that it was given. It lives in a worker's process, and is not thread-safe.
 
     `version`: of its weights, -1 before the first. `exact`: its log-probs may replace the train engine's, as both use
-    the same arithmetic and differ only by rounding. `adopts`: it can decode from tensors of another owner.
-    `shares_module`: it decodes with the train engine's own module. `tokenizer`: the model's, for texts and stop
+    the same arithmetic and differ only by rounding. `tokenizer`: the model's, for texts and stop
     strings. `description`: its form of decoding, in a few words for the run's first lines.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
@@ -136,8 +136,6 @@ class RolloutEngine(ABC):
     version: int = -1
     description: str = ""
     exact: bool = False
-    adopts: bool = False
-    shares_module: bool = False
     tokenizer: Any
 
     @abstractmethod
@@ -181,7 +179,9 @@ class RolloutEngine(ABC):
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """Take over this rank's generating shards by name, as `sync` does with full weights.
 
-        An engine that `adopts` decodes with these very tensors, which stay valid until the next call; others copy them.
+        Called in place of `sync` where the training model is divided, of engines with one of two capabilities.
+        `adopts_weights`: the engine decodes from these very tensors, which stay valid and unchanged until the next
+        call. `tensor_shards` only: it copies them, each before it asks for the next.
         """
         self.sync(shards, version, shapes)
 
@@ -194,7 +194,7 @@ class RolloutEngine(ABC):
         Columns: `responses` (ragged int64, with the end token if one was sampled), `response_mask` (ragged int64, 1),
         `rollout_log_probs` (ragged fp32, nats, under the sampling distribution), `response_text` (object),
         `prompt_length` and `response_length` (int64, tokens), `finished` (bool: ended by itself), `weights_version`
-        (int64). Raises DataError while other requests are in flight, and what `add` raises.
+        (int64). Raises DataError while other requests are in flight, and the errors of `add`.
         """
         if self.in_flight:
             raise DataError(f"generate needs an idle engine, but {len(self.in_flight)} requests are in flight")
@@ -214,7 +214,7 @@ class RolloutEngine(ABC):
                 done.update((row.id, row) for row in self.step())
         except BaseException:
             # Leave the engine idle: the next call must not meet rows of this one.
-            self.abort(self.in_flight)
+            self.abort(list(self.in_flight))
             raise
         rows = [done[str(row)] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer)

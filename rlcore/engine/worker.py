@@ -1,10 +1,14 @@
-"""The worker behind a model role: a train engine and a rollout engine that share weights in one process."""
+"""The workers behind a model role.
+
+ModelWorker: a train engine, and the rollout engine that samples with its weights in the same process.
+SamplingWorker: a rollout engine in processes of its own, which samples in the role's place with received weights.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +30,7 @@ from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.errors import DataError
-from rlcore.plugins import Role
+from rlcore.plugins import Role, RolloutEngineSpec, TrainEngineSpec
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.glossary import column_specs
@@ -59,116 +63,58 @@ def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """The start-up arguments of a model worker: the role, its configs, and the functions that create its engines.
+    """The start-up arguments of a role's workers: the role, its configs and its engines.
 
-    `slots_key`: the config key for the number of rows that decode at once. `recompute_key`: the key that recomputes
-    activations. `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None
-    without one. `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with.
-    `reads_text`: a reward model that reads texts, as its tokenizer differs from the actor's. `samples_only`: a copy of
-    the role in other processes; it has no train engine and samples with received weights.
+    `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
+    `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with. `reads_text`: a
+    reward model that reads texts, as its tokenizer differs from the actor's.
     """
 
     role: Role
     model: ModelConfig
     engine: EngineConfig
     rollout: RolloutConfig
-    create_train: Callable[[TrainSetup[Any]], TrainEngine]
-    create_rollout: Callable[[RolloutSetup[Any]], RolloutEngine]
+    train_engine: TrainEngineSpec[Any]
+    rollout_engine: RolloutEngineSpec[Any]
     train_config: Any
     rollout_config: Any
     seed: int
     total_steps: int
     frozen: bool = False
     reads_text: bool = False
-    samples_only: bool = False
-    slots_key: str | None = None
-    recompute_key: str | None = None
 
 
-class ModelWorker(Worker):
-    """One rank of a model role. Before generating it updates the rollout engine to the train engine's weights."""
+class _GeneratingWorker(Worker):
+    """The part of both workers that has a rollout engine. Before generating it brings the newest weights."""
 
     def __init__(self, setup: RoleSetup) -> None:
         self.setup = setup
         self._seconds: dict[str, float] = {}
-        self.ranks: Ranks
-        self.train: TrainEngine
         self.rollout: RolloutEngine | None = None
-        self._texts: TextEncoder | None = None
         self.route: WeightRoute | None = None
         self._fitting_rows: int | None = None
 
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def start(self) -> None:
-        """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
-        setup = self.setup
-        prepare_device(self.device)
-        if setup.samples_only:
-            self._start_sampling()
-            return
-        if self.world_size > 1:
-            self.init_process_group()
-        # For draws from torch's global generator, such as dropout. Sampling has noise of its own, by row.
-        torch.manual_seed(setup.seed + self.rank)
-        self.ranks = Ranks(self.rank, self.world_size, self.device)
-        self.train = setup.create_train(
-            TrainSetup(
-                model=setup.model,
-                engine=setup.engine,
-                config=setup.train_config,
-                ranks=self.ranks,
-                trains=setup.role.trains,
-                kind=setup.role.kind,
-                new_head=setup.role.may_start_headless,
-                frozen=setup.frozen,
-                temperature=setup.rollout.temperature,
-                total_steps=setup.total_steps,
-            )
-        )
-        layout = self.train.layout
-        generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
-        if self.world_size > 1:
-            place = layout.place(self.rank)
-            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp, micro_dp=generation.place(self.rank).micro_dp)
-        if setup.reads_text:
-            self._texts = TextEncoder.of(setup.model)
-        if setup.role.generates:
-            groups = ProcessGroups(self.rank)
-            self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            self.route = choose_route(self.train, self.rollout, generation, groups)
+    def _engines(self) -> list[TrainEngine | RolloutEngine]:
+        return [] if self.rollout is None else [self.rollout]
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> str:
         """Return where and how rank 0 computes, for the run's first lines."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        engines = [] if self.setup.samples_only else [self.train.description]
-        engines += [] if self.rollout is None else [self.rollout.description]
+        engines = [each.description for each in self._engines()]
         return ", ".join([device, self.setup.model.dtype, *filter(None, engines)])
-
-    def _start_sampling(self) -> None:
-        """Start workers that only sample. Consecutive ranks form one replica; each receives whole weights."""
-        shards = self.setup.rollout.tp
-        layout = Layout(tp=shards, dp=self.world_size // shards)
-        # Replicas of one rank never communicate.
-        if shards > 1:
-            self.init_process_group()
-        if self.world_size > 1:
-            place = layout.place(self.rank)
-            self.set_mesh(pp=place.pp, tp=place.tp, dp=place.dp)
-        self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
-        self.route = Received(self.rollout)
 
     def _create_rollout(
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
         setup, sharded = self.setup, generation.tp > 1
-        return setup.create_rollout(
+        return setup.rollout_engine.create(
             RolloutSetup(
                 model=setup.model,
                 rollout=setup.rollout,
                 config=setup.rollout_config,
                 device=self.device,
-                shared=shared,
+                shared=shared if setup.rollout_engine.capabilities.shares_module else None,
                 tensor_group=groups.own(generation.groups("tp")) if sharded else None,
                 engine_order=generation.engine_order if sharded else (),
             )
@@ -180,14 +126,26 @@ class ModelWorker(Worker):
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    @property
+    def _trained(self) -> list[ModelWorker]:
+        """The workers of all train engines in this process."""
+        return [worker for worker in (self, *self._siblings.values()) if isinstance(worker, ModelWorker)]
+
     def _fits(self, call: str, batches: Sequence[DataProto]) -> AbstractContextManager[None]:
         """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
-        setup, remedies = self.setup, ["engine.offload=true"]
+        setup, remedies = self.setup, list[str]()
         if call == "generate":
-            remedies += [f"half of {setup.slots_key}"] if setup.slots_key else []
+            can = setup.rollout_engine.capabilities
+            remedies += [f"half of {key}" for key in (can.slots_key, can.cache_key) if key is not None]
         else:
-            remedies.insert(0, f"engine.micro_batch_tokens={setup.engine.micro_batch_tokens // 2 or 8192}")
-            remedies += [f"{setup.recompute_key}=true"] if setup.recompute_key else []
+            remedies.append(f"engine.micro_batch_tokens={setup.engine.micro_batch_tokens // 2 or 8192}")
+            recompute = setup.train_engine.capabilities.settings.get("recompute", "")
+            # Keys of the engine's own section: the last word is the field.
+            if recompute and not getattr(setup.train_config, recompute.rpartition(".")[2], False):
+                remedies.append(f"{recompute}=true")
+        can_offload = any(each.setup.train_engine.capabilities.offload for each in self._trained)
+        if can_offload and not setup.engine.offload:
+            remedies.append("engine.offload=true")
         tokens = sum(int(batch.view(name).lengths.sum()) for batch in batches for name in TOKENS if name in batch)
         return explains_memory(call, sum(map(len, batches)), tokens, self.device, remedies)
 
@@ -201,14 +159,16 @@ class ModelWorker(Worker):
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         if self.rollout is None or self.route is None:
-            raise ValueError("this role does not generate; declare it with Role(generates=True)")
+            raise DataError("this role does not generate; declare it with Role(generates=True)")
         # Versions are equal on all ranks, so either all of them enter the collectives of the route or none does.
         if not self.route.is_current:
             with self._timed("sync"):
                 self.route.bring()
         # After the switch, which reads the trained weights on the device.
         if self.setup.engine.offload:
-            self._offload_all()
+            with self._timed("offload"):
+                for worker in self._trained:
+                    worker.train.offload()
         with self._timed("generate"), self._fits("generate", [batch]):
             out = self._generate_fitting(self.rollout, batch, sampling)
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
@@ -237,7 +197,8 @@ class ModelWorker(Worker):
             # After the handler, which holds the failed call's tensors.
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            decoding = getattr(self.setup.rollout_config, (self.setup.slots_key or "").rpartition(".")[2], size)
+            key = self.setup.rollout_engine.capabilities.slots_key or ""
+            decoding = getattr(self.setup.rollout_config, key.rpartition(".")[2], size)
             told = self._fitting_rows is not None
             self._fitting_rows = min(size, decoding) // 2 or 1
             log.log(
@@ -247,17 +208,66 @@ class ModelWorker(Worker):
             )
         return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
-    def _offload_all(self) -> None:
-        """Free the device of all train engines in this process while it generates."""
-        with self._timed("offload"):
-            for worker in (self, *self._siblings.values()):
-                if isinstance(worker, ModelWorker) and not worker.setup.samples_only:
-                    worker.train.offload()
-
     @register(Dispatch.ONE_TO_ALL)
     def switch_bytes(self) -> dict[str, int]:
         """Return the counts of Meter over this rank's weight switches; {} for a role that does not generate."""
         return {} if self.route is None else self.route.meter.report()
+
+    def shutdown(self) -> None:
+        """See Worker."""
+        if self.rollout is not None:
+            self.rollout.close()
+            self.rollout = None
+
+
+class ModelWorker(_GeneratingWorker):
+    """One rank of a model role, with its train engine."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        super().__init__(setup)
+        self.ranks: Ranks
+        self.train: TrainEngine
+        self._texts: TextEncoder | None = None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def start(self) -> None:
+        """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
+        setup = self.setup
+        prepare_device(self.device)
+        if self.world_size > 1:
+            self.init_process_group()
+        # For draws from torch's global generator, such as dropout. Sampling has noise of its own, by row.
+        torch.manual_seed(setup.seed + self.rank)
+        self.ranks = Ranks(self.rank, self.world_size, self.device)
+        self.train = setup.train_engine.create(
+            TrainSetup(
+                model=setup.model,
+                engine=setup.engine,
+                config=setup.train_config,
+                ranks=self.ranks,
+                trains=setup.role.trains,
+                kind=setup.role.kind,
+                new_head=setup.role.may_start_headless,
+                frozen=setup.frozen,
+                temperature=setup.rollout.temperature,
+                total_steps=setup.total_steps,
+            )
+        )
+        layout = self.train.layout
+        generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
+        if self.world_size > 1:
+            at = layout.coordinates(self.rank)
+            self.set_mesh(pp=at.pp, tp=at.tp, dp=at.dp, micro_dp=generation.coordinates(self.rank).micro_dp)
+        if setup.reads_text:
+            self._texts = TextEncoder.of(setup.model)
+        if setup.role.generates:
+            groups = ProcessGroups(self.rank)
+            can = setup.rollout_engine.capabilities
+            self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
+            self.route = choose_route(self.train, self.rollout, can, generation, groups)
+
+    def _engines(self) -> list[TrainEngine | RolloutEngine]:
+        return [self.train, *super()._engines()]
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -321,13 +331,9 @@ class ModelWorker(Worker):
     def take_weights(self, weights: DataProto, tau: float = 1.0) -> None:
         """Move the weights by the share `tau` of the way to those of another role's `send_weights`; 1 copies.
 
-        Workers that only sample copy them. Raises DataError naming the parameters that do not fit.
+        Raises DataError naming the parameters that do not fit.
         """
         sent = RemoteWeights(weights)
-        if isinstance(self.route, Received):
-            with self._timed("sync"):
-                self.route.receive(sent)
-            return
         with self._timed("follow"):
             self.train.load(sent, sent.shapes, tau)
 
@@ -363,8 +369,34 @@ class ModelWorker(Worker):
         """Read the state of `save_state`."""
         self.train.restore(Path(folder))
 
-    def shutdown(self) -> None:
-        """See Worker."""
-        if self.rollout is not None:
-            self.rollout.close()
-            self.rollout = None
+
+class SamplingWorker(_GeneratingWorker):
+    """One rank of a role's copy in other processes: it has no train engine and samples with received weights."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        super().__init__(setup)
+        self.route: Received
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def start(self) -> None:
+        """Start the rollout engine. Consecutive ranks form one replica; each receives whole weights.
+
+        Raises ConfigError for a model that cannot be loaded.
+        """
+        prepare_device(self.device)
+        shards = self.setup.rollout.tp
+        layout = Layout(tp=shards, dp=self.world_size // shards)
+        # Replicas of one rank never communicate.
+        if shards > 1:
+            self.init_process_group()
+        if self.world_size > 1:
+            at = layout.coordinates(self.rank)
+            self.set_mesh(pp=at.pp, tp=at.tp, dp=at.dp)
+        self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
+        self.route = Received(self.rollout)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, weights: DataProto) -> None:
+        """Copy the weights of a role's `send_weights`. Raises DataError naming the parameters that do not fit."""
+        with self._timed("sync"):
+            self.route.receive(RemoteWeights(weights))

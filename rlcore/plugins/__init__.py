@@ -1,4 +1,4 @@
-"""The plugin contract: hooks, what plugins hand over, and the manager that loads and calls them. Imports no torch."""
+"""The plugin contract: hooks, specs, and the manager that loads and calls plugins. Imports no torch."""
 
 from rlcore.plugins import specs
 from rlcore.plugins.algorithm import Algorithm

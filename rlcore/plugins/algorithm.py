@@ -36,15 +36,16 @@ class Algorithm:
         """Raise ConfigError when the config cannot work with this algorithm. Called once, before anything starts."""
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise DataError when a row of the run's data set lacks what the algorithm reads, such as a column.
+        """Raise DataError when a row of the run's data set lacks something that the algorithm reads, such as a column.
 
-        Called for each row, also the held-out ones, before anything starts; the error then names the row.
+        Called for each row, held-out ones included, before anything starts; rlcore adds the row's number to the error.
         """
 
     def evaluate(self, run: Any, held_out: DataProto) -> Mapping[str, float]:
-        """Return metrics of held-out rows by name, `accuracy` among them; for an algorithm with a measure of its own.
+        """Return metrics of held-out rows by name, including `accuracy`; for an algorithm with a measure of its own.
 
-        Without this method the role `actor` answers the held-out prompts and the reward functions count what is right.
+        Without this method the role `actor` answers the held-out prompts, and the reward functions decide which answers
+        are right.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no evaluate(self, run, held_out)")
 
@@ -58,8 +59,8 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} defines no step(self, run, prompts)")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beyond the models, as values that JSON can hold."""
+        """Return the algorithm's state for a resumed run, without the models, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""

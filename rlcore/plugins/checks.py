@@ -1,4 +1,4 @@
-"""What must hold of a plugin module and of what it hands over. Each function returns the fault in words, or None."""
+"""Checks of a plugin module and of its specs. Each function returns the fault as a message, or None."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from rlcore.config.build import REQUIRED, check_schema, defaults
-from rlcore.config.schema import Config, EngineConfig, RolloutConfig
+from rlcore.config.schema import SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import hookspecs
 from rlcore.plugins.algorithm import Algorithm
-from rlcore.plugins.specs import (
-    API_VERSION,
-    AlgorithmSpec,
-    CommandSpec,
-    ConfigSpec,
-    RolloutEngineSpec,
-    TrainEngineSpec,
-)
+from rlcore.plugins.specs import API_VERSION, PLUGIN_KINDS, AlgorithmSpec, CommandSpec, PluginKind
 
 HOOKS: dict[str, Callable[..., Any]] = {
     name: function for name, function in vars(hookspecs).items() if hasattr(function, "rlcore_spec")
@@ -30,7 +23,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]:
-    """Return all that is wrong with a plugin module whose hooks are `functions`, as `hooks_of` gave them."""
+    """Return all faults of a plugin module; `functions` are its hooks from `hooks_of`."""
     faults = [_api_fault(module), *(_hook_fault(*item) for item in functions.items())]
     if not functions:
         faults.append(f"it implements no hook; mark functions with @hookimpl. Hooks: {', '.join(HOOKS)}")
@@ -40,11 +33,11 @@ def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]
 def _api_fault(module: ModuleType) -> str | None:
     """Check the stated version of the plugin contract."""
     if not hasattr(module, "RLCORE_API"):
-        return f"it does not state the plugin contract that it was written for; add `RLCORE_API = {API_VERSION}`"
+        return f"it does not state its version of the plugin contract; add `RLCORE_API = {API_VERSION}`"
     version = module.RLCORE_API
     if type(version) is not int or version != API_VERSION:
         return (
-            f"RLCORE_API = {version!r} is not known to this rlcore, which has {API_VERSION}; install a fitting version"
+            f"RLCORE_API = {version!r} is unknown to this rlcore, which has {API_VERSION}; install a matching version"
         )
     return None
 
@@ -79,10 +72,10 @@ def _hook_fault(name: str, function: Any) -> str | None:
 
 
 def spec_fault(hook: str, value: Any, expected: type) -> str | None:
-    """Check one thing that a registration hook returned: its class, its name, and an algorithm's config class."""
+    """Check one spec of a registration hook: its class, its name, and an algorithm's or section's config class."""
     if not isinstance(value, expected):
-        what = "nothing" if value is None else f"{type(value).__name__} {value!r}"
-        return f"{hook}() returned {what}; it must return {expected.__name__}, or a list of them"
+        shown = "nothing" if value is None else f"{type(value).__name__} {value!r}"
+        return f"{hook}() returned {shown}; it must return {expected.__name__}, or a list of them"
     name = value.name  # type: ignore[attr-defined]
     allowed, pattern = "letters, digits, '_', '-' and '.'", r"\w[\w.-]*"
     if isinstance(value, CommandSpec):
@@ -91,28 +84,24 @@ def spec_fault(hook: str, value: Any, expected: type) -> str | None:
         return f"{hook}() gave the name {name!r}; a name is made of {allowed}"
     if isinstance(value, AlgorithmSpec):
         return _algorithm_fault(value)
-    if isinstance(value, (ConfigSpec, RolloutEngineSpec, TrainEngineSpec)):
-        return _section_fault(value)
+    kind = next((kind for kind in PLUGIN_KINDS if kind.spec is expected), None)
+    if kind is not None and kind.has_sections:
+        return _section_fault(value, kind)
     if isinstance(value, CommandSpec) and (value.main is None) == (value.run is None):
         return f"the command {value.name!r} needs one function: main(argv), or run(line) for one that takes a config"
     return None
 
 
-def _section_fault(spec: ConfigSpec | RolloutEngineSpec | TrainEngineSpec) -> str | None:
-    """Check the config class that an engine or a plugin brings, and that its keys have no place that is taken."""
-    where: dict[type, tuple[str, type]] = {
-        ConfigSpec: ("", Config),
-        RolloutEngineSpec: ("rollout.", RolloutConfig),
-        TrainEngineSpec: ("engine.", EngineConfig),
-    }
-    prefix, taken = where[type(spec)]
+def _section_fault(spec: Any, kind: PluginKind) -> str | None:
+    """Check the config class of an engine or plugin, and that the name of its section is free."""
     cls = spec.config_class
-    if cls is None and not isinstance(spec, ConfigSpec):
+    if cls is None and kind.group is not None:
         return None
-    if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):  # type: ignore[attr-defined]
+    taken: Any = Config if kind.group is None else kind.keys or SECTIONS[kind.group]
+    if not spec.name.isidentifier() or spec.name in (*taken.__dataclass_fields__, "experiment"):
         return (
-            f"{spec.name!r} cannot name a section of the config: {prefix}{spec.name} must be an identifier that "
-            "rlcore's own keys do not use; choose another name"
+            f"{spec.name!r} cannot name a section of the config: {kind.section(spec.name)} must be an identifier that "
+            "is not one of rlcore's own keys; choose another name"
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return f"the config_class of {spec.name!r} is {cls!r}; it must be a frozen dataclass"

@@ -52,7 +52,7 @@ class PluginInfo:
 
 
 class BrokenPlugin(PluginError):
-    """A plugin with its faults; the message says how to go on without it."""
+    """A plugin with its faults; the message has the option that blocks it."""
 
     def __init__(self, info: PluginInfo, *faults: str) -> None:
         super().__init__(f"{info}: {'; '.join(faults)}\nTo go on without it: -p no:{info.name}")
@@ -60,7 +60,7 @@ class BrokenPlugin(PluginError):
 
 
 def installed() -> list[EntryPoint]:
-    """Return the installed plugins' entry points in the order of loading, from metadata alone: nothing is imported."""
+    """Return the installed plugins' entry points in the order of loading, from metadata; imports nothing."""
     found: list[EntryPoint] = []
     seen: set[str] = set()
     for distribution in metadata.distributions():

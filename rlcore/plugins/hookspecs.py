@@ -1,14 +1,13 @@
 """The hooks. A plugin module implements any of them as functions marked with `@rlcore.hookimpl`.
 
-What holds for all hooks:
+Rules of all hooks:
 
 - Process: hooks run in the driver, the process of the `rlcore` command; never in a worker.
 - Order: plugins of the distribution `rlcore` first, then the other installed ones, each by entry-point name; then local
   files in the order of their `-p` options. No option of a hook changes this order.
-- Arguments: an implementation takes the arguments that it uses, by name, none with a default; it may leave out
-  the others.
-- Errors: rlcore's own errors (ConfigError, DataError, ...) pass through unchanged; any other becomes a PluginError that
-  names the plugin, its distribution and file, and how to block it.
+- Arguments: an implementation names the arguments that it uses, without defaults; it may leave out the others.
+- Errors: rlcore's own errors (ConfigError, DataError, ...) pass through unchanged; any other becomes a PluginError with
+  the plugin's name, distribution and file, and the option that blocks it.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _impl = pluggy.HookimplMarker("rlcore")
 
 
 def hookimpl(function: F) -> F:
-    """Mark a module-level function as the implementation of the hook that it is named after. It takes no options."""
+    """Mark a module-level function as the implementation of the hook with its name. It takes no options."""
     return _impl(function)
 
 
 @_spec
 def rlcore_algorithm() -> AlgorithmSpec:
-    """Give an algorithm, `rlcore train algo=NAME`.
+    """Register an algorithm, `rlcore train algo=NAME`.
 
     When: once, when plugins are loaded, before the config is composed.
     Returns: one AlgorithmSpec. The name is the entry point's; a local file may choose it. Its algorithm class has a
@@ -60,7 +59,7 @@ def rlcore_algorithm() -> AlgorithmSpec:
 
 @_spec
 def rlcore_rewards() -> RewardSpec | Sequence[RewardSpec]:
-    """Give reward functions, for `reward.functions` and as the default of data sets.
+    """Register reward functions, for `reward.functions` and as the default of data sets.
 
     When: once, when plugins are loaded.
     Returns: one RewardSpec or a list of them.
@@ -71,7 +70,7 @@ def rlcore_rewards() -> RewardSpec | Sequence[RewardSpec]:
 
 @_spec
 def rlcore_datasets() -> DatasetSpec | Sequence[DatasetSpec]:
-    """Give data sets, `data=NAME`.
+    """Register data sets, `data=NAME`.
 
     When: once, when plugins are loaded. Nothing is read until a run loads the data set.
     Returns: one DatasetSpec or a list of them.
@@ -82,7 +81,7 @@ def rlcore_datasets() -> DatasetSpec | Sequence[DatasetSpec]:
 
 @_spec
 def rlcore_rollout_engines() -> RolloutEngineSpec | Sequence[RolloutEngineSpec]:
-    """Give rollout engines, `rollout=NAME`.
+    """Register rollout engines, `rollout=NAME`.
 
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one RolloutEngineSpec or a list of them.
@@ -93,7 +92,7 @@ def rlcore_rollout_engines() -> RolloutEngineSpec | Sequence[RolloutEngineSpec]:
 
 @_spec
 def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
-    """Give train engines, `engine=NAME`.
+    """Register train engines, `engine=NAME`.
 
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one TrainEngineSpec or a list of them.
@@ -104,7 +103,7 @@ def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
 
 @_spec
 def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
-    """Give sections of the config, for keys that belong to no engine and no algorithm.
+    """Register sections of the config, for keys that belong neither to an engine nor to an algorithm.
 
     When: once, when plugins are loaded, before the config is composed.
     Returns: one ConfigSpec or a list of them. Its keys are `NAME.*`, and every config has them while the plugin is
@@ -116,7 +115,7 @@ def rlcore_configs() -> ConfigSpec | Sequence[ConfigSpec]:
 
 @_spec
 def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
-    """Give trackers, for `tracker.use`.
+    """Register trackers, for `tracker.use`.
 
     When: once, when plugins are loaded. `create` is called when a run that uses the tracker starts.
     Returns: one TrackerSpec or a list of them.
@@ -127,7 +126,7 @@ def rlcore_trackers() -> TrackerSpec | Sequence[TrackerSpec]:
 
 @_spec
 def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
-    """Give commands, `rlcore NAME ...`.
+    """Register commands, `rlcore NAME ...`.
 
     When: once, when plugins are loaded.
     Returns: one CommandSpec or a list of them. An installed plugin declares each as the entry point
@@ -139,22 +138,22 @@ def rlcore_commands() -> CommandSpec | Sequence[CommandSpec]:
 
 @_spec
 def rlcore_place_roles(config: Config, plugins: PluginManager) -> Config | None:
-    """Answer `cluster.pools=auto`: say on which pools the roles of a run are, and how each is laid out.
+    """Answer `cluster.pools=auto`: choose the pools of a run's roles, and the layout of each role.
 
     When: once a run with `cluster.pools=auto`, after the config is composed and before it is checked.
     Returns: the config with `cluster.pools` set, or None to leave the answer to the next plugin. The first answer
     counts.
-    Errors: the first error stops the command; so does a run for which no plugin has an answer.
+    Errors: the first error stops the command, as does the lack of an answer.
     """
     raise NotImplementedError
 
 
 @_spec
 def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
-    """Give workers of the plugin's own, for algorithms to call through `run.group(NAME)`.
+    """Register the plugin's own workers, for algorithms to call through `run.group(NAME)`.
 
     When: once a run, before its workers start. Import the worker's libraries in the worker, not in the plugin module.
-    Returns: one WorkerSpec or a list of them, empty where the config asks for none.
+    Returns: one WorkerSpec or a list of them, empty if the config needs none.
     Errors: a name that another plugin has given stops the run.
     """
     raise NotImplementedError
@@ -162,7 +161,7 @@ def rlcore_workers(config: Config) -> WorkerSpec | Sequence[WorkerSpec]:
 
 @_spec
 def rlcore_check_config(config: Config) -> None:
-    """Look at the whole config and raise ConfigError where it cannot work.
+    """Check the whole config and raise ConfigError if it cannot work.
 
     When: once a run, after rlcore's own checks and the algorithm's `check`, before Ray starts and any folder is made;
     in a sweep also for each job before the first one starts.
@@ -185,7 +184,7 @@ def rlcore_run_start(run: Any) -> None:
 
 @_spec
 def rlcore_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """See a finished step.
+    """Observe a finished step.
 
     When: once a step, after its metrics are complete and logged, before its checkpoint. `step` counts from 1.
     Returns: nothing; the metrics cannot be changed.
@@ -196,10 +195,10 @@ def rlcore_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
 
 @_spec
 def rlcore_checkpoint(run: Any, path: Path) -> None:
-    """Add files to a checkpoint, or note that it exists.
+    """Add files to a checkpoint, or record that it exists.
 
     When: once a checkpoint, after rlcore has written the models into `path` and before the folder gets its final name.
-    What is written under `path` is part of the checkpoint.
+    Files written under `path` are part of the checkpoint.
     Returns: nothing.
     Errors: the first error ends the run as failed; the unfinished checkpoint is never picked up.
     """
@@ -208,11 +207,11 @@ def rlcore_checkpoint(run: Any, path: Path) -> None:
 
 @_spec
 def rlcore_run_end(run: Any, status: str) -> None:
-    """Close what `rlcore_run_start` opened.
+    """Close the resources that `rlcore_run_start` opened.
 
-    When: once a run that started, also after a failure or an interruption, before the workers stop. `status` is the one
-    in summary.json.
+    When: once a run that started, also after a failure or an interruption, before the workers stop. `status` is that of
+    summary.json.
     Returns: nothing.
-    Errors: the others are still called; then the first error is raised.
+    Errors: the other plugins' implementations are still called; then the first error is raised.
     """
     raise NotImplementedError

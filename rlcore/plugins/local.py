@@ -1,4 +1,4 @@
-"""Load a Python file by its path, as the module that its stem names, so that it can travel to workers by value."""
+"""Loads a Python file by its path, as a module named by its stem, so that it can be sent to workers by value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlcore.errors import PluginError
 def load_file(path: Path) -> tuple[ModuleType, str]:
     """Run the file as the top-level module named by its stem and return the module and the file's sha256 (hex).
 
-    Loading the same path again runs the file again. Raises PluginError for a file that does not exist or whose stem
-    is no module name or that of another module; an error in the file itself passes through.
+    Loading the same path again runs the file again. Raises PluginError for a missing file, and for a stem that is not a
+    module name or that another module has; an error in the file itself passes through.
     """
     if not path.is_file():
         raise PluginError(f"plugin file {str(path)!r} does not exist (working directory: {Path.cwd()})")
@@ -33,6 +33,7 @@ def load_file(path: Path) -> tuple[ModuleType, str]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before it runs, as for an import: dataclasses and pickle look the module up by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -43,7 +44,7 @@ def load_file(path: Path) -> tuple[ModuleType, str]:
 
 
 def _importable(name: str) -> ModuleSpec | None:
-    """Find what `import name` would give, past modules that were themselves loaded from a path."""
+    """Find the module of `import name`, without modules that were themselves loaded from a path."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         spec = find_spec(name, None) if find_spec is not None else None

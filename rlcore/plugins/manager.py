@@ -1,32 +1,26 @@
-"""Find, load, check, list and call plugins."""
+"""The plugins of one command: found, loaded, checked, listed and called."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import pluggy
-
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
-from rlcore.plugins import checks, hookspecs
+from rlcore.plugins import checks
 from rlcore.plugins.entries import (
-    GROUP,
     BrokenPlugin,
     PluginInfo,
-    cause_of,
     check_blocked,
     import_entry,
     info_of,
     installed,
     is_own,
 )
+from rlcore.plugins.loading import LoadedPlugins, specs_of, taken
 from rlcore.plugins.local import load_file
 from rlcore.plugins.specs import (
     PLUGIN_KINDS,
@@ -34,7 +28,6 @@ from rlcore.plugins.specs import (
     CommandSpec,
     ConfigSpec,
     DatasetSpec,
-    PluginKind,
     RewardSpec,
     RolloutEngineSpec,
     TrackerSpec,
@@ -56,58 +49,34 @@ def own_engines() -> PluginManager:
 
 
 def own_sections() -> Mapping[str, type]:
-    """Return the config classes that rlcore's own engines and trackers bring, by dotted name. Imports no torch."""
+    """Return the config classes of rlcore's own engines and trackers, by dotted name. Imports no torch."""
     own = [e for e in installed() if is_own(e) and e.name.startswith(("engine.", "tracker."))]
     return PluginManager.load_only(own).sections()
-
-
-@dataclass
-class _Registry:
-    """The specs that plugins gave, by class and name, with the plugin that gave each."""
-
-    specs: dict[type, dict[str, Any]] = field(default_factory=lambda: {kind.spec: {} for kind in PLUGIN_KINDS})
-    givers: dict[tuple[type, str], str] = field(default_factory=dict)
-
-    def add(self, spec: Any, plugin: str) -> None:
-        self.specs[type(spec)][spec.name] = spec
-        self.givers[type(spec), spec.name] = plugin
-
-    def of(self, plugin: str) -> list[tuple[type, str]]:
-        """Return the class and name of each spec that a plugin gave."""
-        return [key for key, giver in self.givers.items() if giver == plugin]
-
-    def remove(self, plugin: str) -> None:
-        for kind, name in self.of(plugin):
-            del self.specs[kind][name], self.givers[kind, name]
 
 
 class PluginManager:
     """The plugins of one command, loaded and checked. Make one with `PluginManager.load`.
 
     `specs` returns the specs of the registration hooks, by name, in the order of loading; the methods named after kinds
-    are short for it. Those named after life-cycle hooks call them; see `rlcore.plugins.hookspecs` for order and errors.
+    are short for it. The methods named after life-cycle hooks call those hooks; see `rlcore.plugins.hookspecs` for
+    order and errors.
     """
 
     def __init__(self, *, trace: bool = False) -> None:
-        self._pluggy = pluggy.PluginManager(GROUP)
-        self._pluggy.add_hookspecs(hookspecs)
-        self._trace = trace
-        self._infos: dict[str, PluginInfo] = {}
-        self._modules: dict[str, ModuleType] = {}
-        self._given = _Registry()
+        self._loaded = LoadedPlugins(trace=trace)
 
     @classmethod
     def load(cls, options: Sequence[str] = (), *, trace: bool = False) -> Self:
-        """Load all installed plugins, then the local files, and register what they give.
+        """Load all installed plugins, then the local files, and register their specs.
 
-        options: as behind `-p`: "path/file.py" loads a file, "no:NAME" blocks a plugin.
-        trace: print each hook call and its time to stderr.
-        Raises PluginError for a plugin that cannot be loaded or breaks the contract, and for an option that fits none.
+        options: the values of `-p`: "path/file.py" loads a file, "no:NAME" blocks a plugin.
+        trace: print each hook call and its time to stderr. Raises PluginError for a plugin that cannot be loaded or
+        breaks the contract, and for an option without a plugin.
         """
         return cls.inspect(options, trace=trace)._sound()
 
     def _sound(self) -> Self:
-        """Return the manager; raises PluginError where one of its plugins is broken."""
+        """Return the manager; PluginError when one of its plugins is broken."""
         broken = [info for info in self.list() if info.faults]
         if broken:
             more = f"\nMore plugins are broken ({len(broken) - 1}): rlcore plugins lists all" if broken[1:] else ""
@@ -135,28 +104,28 @@ class PluginManager:
         check_blocked(blocked, [entry.name for entry in entries] + [file.stem for file in files])
         for entry in entries:
             info = info_of(entry)
-            manager._load(info, lambda entry=entry: import_entry(entry), blocked=info.name in blocked)  # type: ignore[misc]
+            manager._loaded.load(info, lambda entry=entry: import_entry(entry), blocked=info.name in blocked)  # type: ignore[misc]
         for file in files:
             info = PluginInfo(file.stem, "local", None, None, str(file))
-            manager._load(info, lambda file=file: load_file(file), blocked=info.name in blocked)  # type: ignore[misc]
+            manager._loaded.load(info, lambda file=file: load_file(file), blocked=info.name in blocked)  # type: ignore[misc]
         for kind in PLUGIN_KINDS:
-            manager._register(kind)
+            manager._loaded.register(kind)
         for info in manager.list():
-            manager._finish(info)
+            manager._loaded.finish(info)
         return manager
 
-    # What is there.
+    # Plugins and specs
 
     def list(self) -> Sequence[PluginInfo]:
         """Return all plugins, blocked and broken ones included, in the order of loading."""
-        return [*self._infos.values()]
+        return [*self._loaded.infos.values()]
 
     def specs(self, kind: type[S]) -> Mapping[str, S]:
         """Return the plugins' specs of one kind, by name: `specs(RewardSpec)`."""
-        return self._given.specs[kind]
+        return self._loaded.given.specs[kind]
 
     def algorithm(self, name: str) -> AlgorithmSpec:
-        """Return the algorithm of that name; raises PluginError with the nearest name and what to do."""
+        """Return the algorithm of that name; PluginError, with the nearest name and a remedy, for an unknown one."""
         found = self.algorithms()
         if name not in found:
             raise PluginError(
@@ -169,7 +138,7 @@ class PluginManager:
     def used_by(self, config: Config) -> Sequence[PluginInfo]:
         """Return the plugins without which a run of this config cannot go on, in the order of loading."""
         chosen = [(kind.spec, name) for kind in PLUGIN_KINDS for _, name in kind.chosen(config, self)]
-        names = {self._given.givers[key] for key in chosen if key in self._given.givers}
+        names = {self._loaded.given.givers[key] for key in chosen if key in self._loaded.given.givers}
         return [info for info in self.list() if info.name in names]
 
     def check_names(self, config: Config) -> None:
@@ -184,22 +153,26 @@ class PluginManager:
                     )
 
     def sections(self) -> Mapping[str, type]:
-        """Return the config classes that plugins bring, by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
-        found: dict[str, type] = {name: spec.config_class for name, spec in self.configs().items()}
-        for group, specs in (("rollout", self.rollout_engines()), ("engine", self.train_engines())):
-            found |= {f"{group}.{name}": spec.config_class for name, spec in specs.items() if spec.config_class}
+        """Return the plugins' config classes by dotted name: `judge`, `rollout.NAME`, `engine.NAME`."""
+        found: dict[str, type] = {kind.group: kind.keys for kind in PLUGIN_KINDS if kind.group and kind.keys}
+        # Sections without a dot first: the others are inside of them, or of the core's.
+        for kind in sorted(PLUGIN_KINDS, key=lambda kind: kind.group is not None):
+            if kind.has_sections:
+                specs: Mapping[str, Any] = self.specs(kind.spec)
+                found |= {kind.section(name): spec.config_class for name, spec in specs.items() if spec.config_class}
         return found
 
     def used_sections(self, config: Config) -> Collection[str]:
         """See rlcore.config.installed."""
-        used = {*self.configs()}
+        used = {kind.group for kind in PLUGIN_KINDS if kind.group and kind.keys}
         for kind in PLUGIN_KINDS:
-            if kind.spec in (RolloutEngineSpec, TrainEngineSpec):
-                used |= {f"{kind.group}.{name}" for _, name in kind.chosen(config, self)}
+            if kind.has_sections:
+                names = self.specs(kind.spec) if kind.group is None else [name for _, name in kind.chosen(config, self)]
+                used |= {kind.section(name) for name in names}
         return used
 
     def options(self) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-        """Return the options that plugins add to config groups: what GROUP=NAME sets, by group and name."""
+        """Return the options that plugins add to config groups: the values that GROUP=NAME sets, by group and name."""
         return {
             (kind.group, name): kind.values(name)
             for kind in PLUGIN_KINDS
@@ -242,22 +215,22 @@ class PluginManager:
     @property
     def by_value_modules(self) -> Sequence[ModuleType]:
         """The modules loaded from a path: workers do not have them, so they are sent by value."""
-        return [self._modules[name] for name in self.local_files]
+        return [self._loaded.modules[name] for name in self.local_files]
 
     @property
     def local_files(self) -> Mapping[str, tuple[Path, str]]:
         """Path and sha256 (hex) of each plugin that was loaded from a path, by name."""
         return {
             info.name: (Path(info.file), info.sha256)
-            for info in self._infos.values()
+            for info in self._loaded.infos.values()
             if info.file is not None and info.sha256 is not None
         }
 
-    # Life-cycle hooks.
+    # Life-cycle hooks
 
     def place_roles(self, config: Config) -> Config:
         """Call rlcore_place_roles; return the first answer. Raises ConfigError when no plugin has one."""
-        for _, call in self._calls("rlcore_place_roles", config=config, plugins=self):
+        for _, call in self._loaded.calls("rlcore_place_roles", config=config, plugins=self):
             placed: Config | None = call()
             if placed is not None:
                 return placed
@@ -270,12 +243,12 @@ class PluginManager:
         """Call rlcore_workers; return the workers of plugins by name."""
         found: dict[str, WorkerSpec] = {}
         givers: dict[str, PluginInfo] = {}
-        for info, call in self._calls("rlcore_workers", config=config):
-            for spec in _specs_of(call()):
+        for info, call in self._loaded.calls("rlcore_workers", config=config):
+            for spec in specs_of(call()):
                 if fault := checks.spec_fault("rlcore_workers", spec, WorkerSpec):
                     raise BrokenPlugin(info, fault)
                 if spec.name in found:
-                    raise BrokenPlugin(info, _taken("rlcore_workers", spec.name, givers[spec.name]))
+                    raise BrokenPlugin(info, taken("rlcore_workers", spec.name, givers[spec.name]))
                 found[spec.name], givers[spec.name] = spec, info
         return found
 
@@ -298,7 +271,7 @@ class PluginManager:
     def run_end(self, run: Any, status: str) -> None:
         """Call rlcore_run_end on every plugin, then raise the first error."""
         first: RLCoreError | None = None
-        for info, call in self._calls("rlcore_run_end", run=run, status=status):
+        for info, call in self._loaded.calls("rlcore_run_end", run=run, status=status):
             try:
                 call()
             except RLCoreError as error:
@@ -307,127 +280,6 @@ class PluginManager:
         if first is not None:
             raise first
 
-    # Loading.
-
-    def _load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]], *, blocked: bool) -> None:
-        """Import a plugin and register its hooks; note its faults."""
-        if blocked:
-            self._infos.setdefault(info.name, replace(info, state="blocked"))
-            return
-        other = self._infos.get(info.name)
-        if other is not None:
-            fault = f"{other} has the same name; rename or uninstall one of them"
-            self._infos[f"{info.name} {len(self._infos)}"] = info.broken(fault)  # any key that is free
-            return
-        self._infos[info.name] = info
-        try:
-            module, sha256 = load()
-        except RLCoreError as error:
-            self._break(info, str(error))
-            return
-        except (Exception, SystemExit) as error:
-            self._break(info, f"importing it failed: {cause_of(error)}")
-            return
-        functions = checks.hooks_of(module)
-        hooks = tuple(name for name in checks.HOOKS if name in functions)
-        info = replace(info, file=getattr(module, "__file__", None), sha256=sha256, hooks=hooks)
-        self._infos[info.name] = info
-        if faults := checks.module_faults(module, functions):
-            self._break(info, *faults)
-            return
-        try:
-            self._pluggy.register(module, name=info.name)
-        except ValueError:
-            self._break(info, f"its module {module.__name__!r} is already loaded under another plugin name")
-            return
-        self._modules[info.name] = module
-        if sha256 is not None:
-            _log.info("loaded %s, sha256 %s", info, sha256)
-
-    def _register(self, kind: PluginKind) -> None:
-        """Collect the plugins' specs of one kind."""
-        for info, call in list(self._calls(kind.hook)):
-            try:
-                given = _specs_of(call())
-            except RLCoreError as error:
-                self._break(info, *(error.faults if isinstance(error, BrokenPlugin) else [str(error)]))
-                continue
-            for spec in given:
-                fault = checks.spec_fault(kind.hook, spec, kind.spec)
-                if fault is None and (other := self._given.givers.get((kind.spec, spec.name))) is not None:
-                    fault = _taken(kind.hook, spec.name, self._infos[other])
-                if fault is not None:
-                    self._break(info, fault)
-                    break
-                self._given.add(spec, info.name)
-
-    def _finish(self, info: PluginInfo) -> None:
-        """Record a plugin's spec, and check it against the entry point's name: `--help` lists names without import."""
-        if info.state != "loaded":
-            return
-        given = self._given.of(info.name)
-        nouns = {kind.spec: kind.noun for kind in PLUGIN_KINDS}
-        self._infos[info.name] = replace(info, gives=tuple(f"{nouns[spec]} {name}" for spec, name in given))
-        for kind in PLUGIN_KINDS if info.kind != "local" else ():
-            if kind.entry_point is None:
-                continue
-            promised = [name for name in [kind.entry_point(info.name)] if name is not None]
-            names = [name for spec, name in given if spec is kind.spec]
-            if names != promised:
-                self._break(
-                    info,
-                    f"by its entry point's name, {kind.hook}() gives {_quoted(promised)}; it gave {_quoted(names)}. "
-                    "Make them equal: an algorithm's entry point has the algorithm's name, a command's is "
-                    "command.NAME, with a dot for each space",
-                )
-                return
-
-    def _break(self, info: PluginInfo, *faults: str) -> None:
-        """Record a plugin's faults, and remove its specs."""
-        self._infos[info.name] = self._infos[info.name].broken(*faults)
-        self._given.remove(info.name)
-        if self._modules.pop(info.name, None) is not None:
-            self._pluggy.unregister(name=info.name)
-
-    # Calling.
-
-    def _calls(self, hook: str, **arguments: Any) -> Iterator[tuple[PluginInfo, Callable[[], Any]]]:
-        """Give, in order, each implementation as a plugin and a call that names the plugin in its errors."""
-        for implementation in getattr(self._pluggy.hook, hook).get_hookimpls():
-            info = self._infos[implementation.plugin_name]
-            values = [arguments[name] for name in implementation.argnames]
-            yield (
-                info,
-                lambda info=info, function=implementation.function, values=values: self._call(  # type: ignore[misc]
-                    info, hook, function, values
-                ),
-            )
-
-    def _call(self, info: PluginInfo, hook: str, function: Callable[..., S], values: Sequence[Any]) -> S:
-        start = time.perf_counter()
-        try:
-            return function(*values)
-        except RLCoreError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise BrokenPlugin(info, f"{hook}() failed: {cause_of(error)}") from error
-        finally:
-            if self._trace:
-                seconds = time.perf_counter() - start
-                print(f"hook {hook} {info.name} {1000 * seconds:.1f} ms", file=sys.stderr, flush=True)
-
     def _call_all(self, hook: str, **arguments: Any) -> None:
-        for _, call in self._calls(hook, **arguments):
+        for _, call in self._loaded.calls(hook, **arguments):
             call()
-
-
-def _specs_of(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else [given]
-
-
-def _taken(hook: str, name: str, other: PluginInfo) -> str:
-    return f"{hook}() gives the name {name!r}, which {other} has given already"
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"

@@ -1,4 +1,4 @@
-"""A new plugin distribution, written from the templates in `template/`: what `rlcore new-plugin NAME` does."""
+"""Writes a new plugin distribution from the templates in `template/`, for `rlcore new-plugin NAME`."""
 
 from __future__ import annotations
 

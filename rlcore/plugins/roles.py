@@ -56,12 +56,11 @@ class Role:
 
     `kind` decides its outputs: a POLICY gives `log_probs`; a CRITIC gives `values`, one for each response token; a
     REWARD model gives `scores`, one for each row. `trains`: it has an optimizer and `update`. `generates`: it has a
-    rollout engine and `generate`. Neither: it is frozen. `follows` names the role whose weights it can take over with
-    `follow`.
+    rollout engine and `generate`. Without both it is frozen. `follows` names the role whose weights `follow` copies.
 
-    The others are settings of its own; None is the run's: `model` its folder (`model.path`), `dtype` its precision
-    (`model.dtype`), `lr` its learning rate (`engine.lr`), `engine` its train engine (`engine.name`), `rollout` some of
-    the keys of `rollout`, `name` among them. `roles.NAME.*` of the config overrides them.
+    The other fields replace the run's settings unless they are None: `model` its folder (`model.path`), `dtype` its
+    precision (`model.dtype`), `lr` its learning rate (`engine.lr`), `engine` its train engine (`engine.name`),
+    `rollout` some keys of `rollout`, such as `name`. `roles.NAME.*` of the config overrides them.
     """
 
     trains: bool = False

@@ -1,4 +1,4 @@
-"""What plugins hand over: a frozen dataclass for each kind, and PLUGIN_KINDS, the table of the kinds.
+"""The specs of plugins: a frozen dataclass for each kind, and PLUGIN_KINDS, the table of the kinds.
 
 A new kind is a dataclass and a row of PLUGIN_KINDS here, and its hook in `rlcore.plugins.hookspecs`. Loading, checking,
 config groups, `rlcore plugins` and the reference page follow from the table.
@@ -7,7 +7,7 @@ config groups, `rlcore plugins` and the reference page follow from the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.plugins.algorithm import Algorithm
@@ -60,9 +60,9 @@ class RewardSpec:
     """A reward function.
 
     `score(prompt: str, response: str, answer: Any, **columns) -> float`, or with `batched=True` the same names as lists
-    of equal length and a list of floats back. It runs in a reward worker's own subprocess, which loads the
-    modules named by `imports` before the first call: what `score` imports when called belongs there, or its time counts
-    as a sample's.
+    of equal length and a list of floats back. It runs in a reward worker's own subprocess. This loads the modules named
+    by `imports` before the first call: list the modules that `score` imports when called, or their import counts as a
+    sample's time.
     """
 
     name: str
@@ -75,7 +75,7 @@ class RewardSpec:
 class DatasetSpec:
     """A data set. `load(config, split)` with split "train" or "eval" returns a sequence of dict rows.
 
-    Rows hold at least the prompt column (`config.prompt_key`); `reward` names the reward function that fits.
+    Rows have at least the prompt column (`config.prompt_key`); `reward` names the matching reward function.
     """
 
     name: str
@@ -88,11 +88,11 @@ class RolloutCapabilities:
     """The capabilities of a rollout engine.
 
     tensor_shards: several ranks can sample the same rows together, each with its shard of the layers (`rollout.tp`).
-    continuous_batching: a waiting row takes the place of a finished one while the others go on decoding.
-    adopts_weights: it can generate from tensors that are not its own, so that no copy of the weights is made.
-    shares_module: it can generate with the train engine's own torch module.
-    slots_key: config key with the number of sequences that a worker decodes at once.
-    cache_key: config key with the MiB that a worker takes for keys and values.
+    continuous_batching: a waiting row takes the slot of a finished one while the other rows decode.
+    adopts_weights: its `adopt` keeps the tensors that it gets and generates from them, so that no copy is made.
+    shares_module: it generates with the train engine's own torch module, where it is lent one (`RolloutSetup.shared`).
+    slots_key: config key of the number of sequences that a worker decodes at once.
+    cache_key: config key of the MiB that a worker takes for keys and values.
     """
 
     tensor_shards: bool = False
@@ -107,14 +107,14 @@ class RolloutCapabilities:
 class TrainCapabilities:
     """The capabilities of a train engine.
 
-    kinds: the kinds of role that it can hold.
+    kinds: the supported kinds of role.
     layouts: it spreads a model over pipeline stages, tensor shards and data-parallel ranks (`engine.pp`, `tp`, `dp`).
-    Without it the engine has one worker, which holds the whole model.
+    Without it the engine has one worker, with the full model.
     offload: weights and optimizer state can leave the GPU while responses are sampled (`engine.offload`).
     settings: config keys of the engine that decide time and memory of a step, by meaning. `shard`: data-parallel ranks
     that share one copy of the weights. `recompute`: activations are computed again in backward. `layerwise_above`:
-    parameters from which on layers are sharded one by one. `logits_chunk`: positions whose logits exist at one time.
-    `padding_free`: sequences are packed without padding.
+    number of parameters above which layers are sharded one by one. `logits_chunk`: positions whose logits are in memory
+    at one time. `padding_free`: sequences are packed without padding.
     """
 
     kinds: tuple[RoleKind, ...] = (POLICY,)
@@ -150,7 +150,7 @@ class TrainEngineSpec(Generic[C]):
     and `create` gets it as `setup.config`. None: it has no keys, and `setup.config` is None.
     check: raises ConfigError for a config that the engine cannot run; called before anything starts, with the run's
     config and, for each role with settings of its own, with the config as that role sees it.
-    check_layout: raises ConfigError where the engine's own config does not fit a role's layout; called for each role.
+    check_layout: raises ConfigError when the engine's own config does not fit a role's layout; called for each role.
     """
 
     name: str
@@ -184,17 +184,17 @@ class TrackerSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Workers of a plugin's own, in processes beside those of the roles: `run.group(NAME)`.
+    """Workers of a plugin, in processes of their own: `run.group(NAME)`.
 
     worker: the class, a subclass of `rlcore.workers.Worker`; args: its arguments, the same for every rank.
     handle: called in the driver as `handle(group, config)`; `run.group` then returns its result in place of the
     WorkerGroup. A handle may have a method `end_step()`, called when a step has made its last call, that returns a
     function: it waits for the step's results and returns metrics by name.
-    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each. A pool of `cluster.pools` that lists
-    NAME has one process on each of its places instead.
+    workers: ranks, each a process; cpus_per_worker and gpus_per_worker: of each. If a pool of `cluster.pools` lists
+    NAME, there is one process on each of its places instead.
 
-    The processes start with those of the roles, and stop with the run. A registered method `start` that does not block
-    is called once while the models load. Calls still under way at a step's end are waited for.
+    The processes start with those of the roles, and stop with the run. A registered non-blocking method `start` is
+    called once while the models load. A step's end waits for its running calls.
     """
 
     name: str
@@ -211,9 +211,9 @@ class CommandSpec:
     """A command `rlcore NAME ...`; it returns the exit status: 0 done, 2 wrong input, 1 anything else.
 
     A name may be several words, such as "plugins test"; the command whose name fits most words of a line runs.
-    Give one of two functions. `main(argv)` gets the words behind the name as they are. `run(line)` is for a command
-    that works on a run's config: it gets a CommandLine with the parsed options, the plugins and the config, and the
-    command takes rlcore's options (`-p`, `--config`, ...) and overrides; `options` adds its own to the parser.
+    Give one of two functions. `main(argv)` gets the unparsed words after the name. `run(line)` is for a command that
+    works on a run's config: it gets a CommandLine with the parsed options, the plugins and the config, and the command
+    takes rlcore's options (`-p`, `--config`, ...) and overrides; `options` adds its own to the parser.
     config: False for a `run` without `--config` and overrides. usage: the words before the overrides in the usage line,
     such as RUN_OR_MODEL.
     """
@@ -228,7 +228,7 @@ class CommandSpec:
 
 
 class Chooser(Protocol):
-    """What `PluginKind.chosen` may ask of the plugins."""
+    """The part of PluginManager that `PluginKind.chosen` uses."""
 
     def specs(self, kind: type[S]) -> Mapping[str, S]:
         """Return the plugins' specs of one kind, by name."""
@@ -240,14 +240,15 @@ def _nothing(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class PluginKind:
-    """A row of the table: a kind of thing that plugins bring when they are loaded.
+    """A row of the table: a kind of spec that plugins give when they are loaded.
 
     spec: its dataclass, with a field `name`; no two plugins may give one name.
     hook: the registration hook that returns it.
-    noun: what messages call it.
-    group: the config group that has the names as options, and `values(name)` what `GROUP=NAME` sets there.
-    chosen: the names that a config chooses, each with the key that says so; a chosen name has to be installed, and a
-    run cannot go on without the plugin that gave it.
+    noun: its name in messages.
+    group: the config group with the names as options; `values(name)` are the values that `GROUP=NAME` sets.
+    keys: the dataclass of the keys `GROUP.*`, for a group that is not the core's; all of its fields have defaults.
+    chosen: the names that a config chooses, each with the key that chose it; a chosen name must be installed, and a run
+    needs its plugin to resume.
     entry_point: returns the one name that an entry point called so has to give, None where it gives none of the kind.
     Without it any entry point may give any number.
     """
@@ -256,9 +257,19 @@ class PluginKind:
     hook: str
     noun: str
     group: str | None = None
+    keys: type | None = None
     values: Callable[[str], dict[str, Any]] = lambda name: {"name": name}
     chosen: Callable[[schema.Config, Chooser], list[tuple[str, str]]] = _nothing
     entry_point: Callable[[str], str | None] | None = None
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether a spec brings a config class, whose keys are `GROUP.NAME.*`, or `NAME.*` for a kind without group."""
+        return any(part.name == "config_class" for part in fields(self.spec))
+
+    def section(self, name: str) -> str:
+        """Return the dotted name of the section of a spec of that name."""
+        return name if self.group is None else f"{self.group}.{name}"
 
 
 def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ def split_by_cost(groups: list[list[int]], costs: Sequence[int], parts: int) -> 
     weights = [_cost(group, costs) for group in groups]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
+    # The heap's first entry is the part with the lowest load; equal loads compare by part number.
     for number in sorted(range(len(groups)), key=lambda number: -weights[number]):
         load, part = loads[0]
         dealt[part].append(number)
@@ -42,6 +43,7 @@ def split_by_cost(groups: list[list[int]], costs: Sequence[int], parts: int) -> 
     def largest(split: list[list[list[int]]]) -> int:
         return max(_cost(rows_of(part), costs) for part in split)
 
+    # On a tie the even split wins, which keeps rows in consecutive runs.
     return min(split_evenly(groups, parts), balanced, key=largest)
 
 

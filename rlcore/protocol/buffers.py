@@ -21,6 +21,7 @@ def to_array(tensor: Tensor) -> tuple[str, np.ndarray]:
     flat = tensor.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype == torch.bfloat16 or name.startswith("float8"):
+        # numpy has neither type, so the bits travel as integers.
         flat = flat.view(_SAME_SIZE[tensor.element_size()])
     return name, flat.numpy()
 

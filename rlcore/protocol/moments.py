@@ -34,6 +34,7 @@ def part_moments(batch: DataProto, column: str, mask: str) -> Moments:
     values, kept = batch.view(column), batch.view(mask)
     if _row_shapes(values) != _row_shapes(kept):
         raise DataError(f"mask {mask!r} and column {column!r} must have the same shape, and ragged rows equal lengths")
+    # In float64 the moments of other splits of the rows differ in the last bits only.
     entries = _flat(values)[_flat(kept).to(_flat(values).device) != 0].double()
     if not len(entries):
         return Moments(0, nan, nan)
@@ -42,6 +43,7 @@ def part_moments(batch: DataProto, column: str, mask: str) -> Moments:
 
 def combine_moments(parts: Sequence[Moments]) -> Moments:
     """Return the moments of all parts' entries together."""
+    # Parts without entries have NaN moments.
     filled = [part for part in parts if part.count]
     if len(filled) < 2:
         return filled[0] if filled else Moments(0, nan, nan)

@@ -36,6 +36,7 @@ def select_rows(index: Index, rows: int) -> Rows:
         return numbers.nonzero().flatten()
     if numbers.is_floating_point() or numbers.is_complex():
         raise DataError(f"{_ALLOWED}, got {numbers.dtype}")
+    # Unsigned and smaller integers too: one type from here on.
     numbers = numbers.to(torch.int64)
     outside = numbers[(numbers < -rows) | (numbers >= rows)]
     if len(outside):
@@ -56,6 +57,7 @@ def _as_tensor(index: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> T
     if isinstance(index, np.ndarray):
         if index.dtype.kind not in "biuf":
             raise DataError(f"{_ALLOWED}, got an array of {index.dtype}")
+        # A copy, as torch warns of read-only arrays.
         return torch.from_numpy(np.array(index))
     if not isinstance(index, Sequence) or isinstance(index, str):
         raise DataError(f"rows are selected by a slice, a list, a mask or an array, got {type(index).__name__}")

@@ -41,9 +41,11 @@ def encode_columns(columns: Mapping[str, Column]) -> EncodedColumns:
         placed = []
         for array in arrays:
             placed.append((array.dtype.str, array.shape, end))
+            # The padding aligns the next array.
             pieces += [array.tobytes(), bytes(-array.nbytes % ALIGNMENT)]
             end += len(pieces[-2]) + len(pieces[-1])
         entries.append((name, dtype, placed))
+    # A bytearray, unlike bytes, is writable after unpickling; torch warns of read-only memory.
     return entries, bytearray().join(pieces)
 
 

@@ -86,6 +86,7 @@ def _resolve(
             f"reward {reference!r} is not installed; installed are {', '.join(sorted(installed)) or 'none'}."
             f"{did_you_mean(reference, installed)} Name your own function as FILE.py:FUNCTION."
         )
+    # Pickled here, once: workers never import the file, and a function that cannot be sent fails before Ray starts.
     _check_signature(spec.score, reference)
     with _pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)

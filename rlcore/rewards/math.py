@@ -8,9 +8,9 @@ from typing import Any
 def math(prompt: str, response: str, answer: Any) -> float:
     r"""Return 1.0 when the response's final expression is mathematically equal to the answer, else 0.0.
 
-    The final expression is a `\boxed{}` one, else LaTeX in its delimiters, else a plain number or expression; boxes
+    The final expression is one in `\boxed{}`, else LaTeX in its delimiters, else a plain number or expression; boxes
     close together are read as one set. `answer` is the bare LaTeX or text of the reference (`\frac{1}{2}`), or a text
-    that holds it boxed or between dollar signs. Raises ValueError when no expression can be read from it.
+    with the reference boxed or between dollar signs. Raises ValueError if no expression can be read from it.
 
     math-verify limits each of its steps to 5 s by SIGALRM, so this must run in a main thread, as it does in reward
     processes. A response that takes longer to parse or to compare counts as wrong.

@@ -56,6 +56,7 @@ class RewardProcess:
             return
         self.close()
         self._process = subprocess.Popen(
+            # -P: the working directory must not shadow modules; -u: no buffer between the pipe and the child.
             [sys.executable, "-Pu", "-m", "rlcore.rewards.child", str(os.getpid()), str(self._memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

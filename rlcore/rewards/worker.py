@@ -51,6 +51,7 @@ class RewardWorker(Worker):
         is called once with all rows of this worker.
         """
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
+        # The remaining columns go to the functions that accept them.
         prompts, responses, answers = (columns.pop(name) for name in _READS)
         scored = self._rewards.score(prompts, responses, answers, columns)
         result = DataProto(

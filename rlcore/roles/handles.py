@@ -304,8 +304,18 @@ class RewardHandle(RoleHandle):
 
     kind = REWARD
 
-    def __init__(self, *args: Any, reads_text: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        group: WorkerGroup,
+        config: Config,
+        clock: StepClock,
+        *,
+        leader: WorkerGroup | None = None,
+        reads_text: bool = False,
+    ) -> None:
+        super().__init__(name, role, group, config, clock, leader=leader)
         self._reads_text = reads_text
 
     def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:

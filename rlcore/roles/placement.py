@@ -92,6 +92,7 @@ def restrict_to_roles(config: Config, roles: Mapping[str, Role]) -> Config:
         if wanted := [role for role in pool.roles if role in roles or role == REWARD_WORKERS]:
             given = {key: value for key, value in vars(pool).items() if value is not None}
             kept[name] = {**given, "roles": wanted}
+    # Settings of roles that are left out would be errors: they name unknown roles.
     layouts = {name: layout for name, layout in config.engine.layouts.items() if name in roles}
     return replace(
         config,

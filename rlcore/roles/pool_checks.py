@@ -146,6 +146,7 @@ def _check_layouts(
     models = [name for name in pool.roles if name in roles]
     settings = {name: role_config(config, name, roles[name]) for name in models}
     for name in models:
+        # `rollout.tp` concerns only the workers that sample.
         generates = roles[name].generates and not sampled_elsewhere
         try:
             _check_layout(settings[name], pool.workers, engines, generates=generates)

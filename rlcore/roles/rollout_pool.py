@@ -57,6 +57,7 @@ class RolloutPool:
     def _take(self, step: float) -> None:
         """Take the newest weights sent at the end of `step` or earlier; drop those sent before them."""
         newest: DataProto | None = None
+        # Several may have been sent since the last take; only the newest counts, and the others are freed.
         while self._sent and self._sent[0][0] <= step:
             newest = self._sent.popleft()[1]
         if newest is not None:

@@ -88,7 +88,7 @@ def role_config(config: Config, name: str, role: Role) -> Config:
 
 
 def has_own_settings(config: Config, own: Config) -> bool:
-    """Whether a role's config `own` differs from the run's in what engines read."""
+    """Whether a role's config `own` differs from the run's in a setting that engines read."""
     return any(getattr(own, part) != getattr(config, part) for part in ("model", "engine", "rollout"))
 
 

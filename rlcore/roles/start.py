@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
-from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.pools import ROLLOUT, OpenPool, sampled_role
@@ -46,6 +46,7 @@ def start_roles(
     for started in executor.worker_groups(requests):
         groups.update(started)
     _load(requests, groups)
+    # By role, the names of the roles in the same processes.
     process_mates: dict[str, Sequence[str]] = {}
     for _, names in process_sets:
         process_mates |= dict.fromkeys(names, names)
@@ -74,7 +75,8 @@ def _setups(
     leaders = {role.follows for role in roles.values()}
     setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
     if sampled is not None:
-        setups[ROLLOUT] = replace(setups[sampled], samples_only=True)
+        setups[ROLLOUT] = setups[sampled]
+        # The trained role then needs no rollout engine, nor its memory.
         setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
     return setups
 
@@ -106,22 +108,21 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
         model=own.model,
         engine=own.engine,
         rollout=own.rollout,
-        create_train=train.create,
-        create_rollout=rollout.create,
+        train_engine=train,
+        rollout_engine=rollout,
         train_config=own_section(own, f"engine.{train.name}", train.config_class),
         rollout_config=own_section(own, f"rollout.{rollout.name}", rollout.config_class),
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
         frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
-        slots_key=rollout.capabilities.slots_key,
-        recompute_key=train.capabilities.settings.get("recompute"),
     )
 
 
 def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> ProcessRequest:
     """Return the request for the shared processes of some roles, one on each place of the pool."""
-    classes = {name: ClassWithInitArgs(ModelWorker, setups[name]) for name in names}
+    kinds = {name: SamplingWorker if name == ROLLOUT else ModelWorker for name in names}
+    classes = {name: ClassWithInitArgs(kind, setups[name]) for name, kind in kinds.items()}
     return ProcessRequest(pool, classes, "-".join(names))
 
 

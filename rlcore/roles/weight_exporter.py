@@ -21,6 +21,7 @@ class WeightExporter:
 
     def send(self) -> DataProto:
         """Return the weights after all earlier calls, in the columns of `pack_weights`."""
+        # Asked once: the names never change, and the call waits for the workers.
         if self._names is None:
             self._names = DataProto.from_single_dict({"name": object_column(self._group.parameter_names())})
         return self._group.send_weights(self._names, self._dtype)

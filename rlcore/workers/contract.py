@@ -52,6 +52,7 @@ class DeclaredResult:
             if len(column) != self.rows:
                 raise DataError(f"returned {len(column)} rows of {name!r} for {self.rows} rows that it was sent")
             spec = column.spec()
+            # Results travel on the CPU, so a column may be on the worker's GPU.
             if spec._replace(device="cpu") != self.columns[name]:
                 raise DataError(f"returned {name!r} as {spec}, but declares it as {self.columns[name]}")
 

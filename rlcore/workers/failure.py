@@ -17,6 +17,7 @@ def worker_failure(error: BaseException, context: WorkerContext, method: str) ->
     where = f"{context}, in {method}()"
     trace = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, RLCoreError):
+        # A new error of the same type, as the message of the original cannot be changed.
         try:
             named = type(error)(f"{error} [{where}]")
         except TypeError:  # its __init__ does not take a single message

@@ -9,8 +9,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 from rlcore.config import compose, to_yaml
-from rlcore.config.compose import GROUPS, SECTIONS, sweep
+from rlcore.config.compose import GROUPS, sweep
 from rlcore.config.reference import CORE_SECTIONS, group_options, markdown
+from rlcore.config.schema import SECTIONS
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, own_sections
 from rlcore.preflight import preflight

@@ -103,7 +103,7 @@ def test_a_role_of_a_kind_that_the_engine_cannot_hold_is_refused(config, plugins
     monkeypatch.setattr(
         algorithm, "roles", lambda self: {"actor": Role(generates=True), "value": Role(True, kind=CRITIC)}
     )
-    with pytest.raises(ConfigError, match=r"role 'value' is a critic, which engine=torch cannot hold"):
+    with pytest.raises(ConfigError, match=r"role 'value' is a critic, which engine=torch does not support"):
         preflight(config, plugins)
 
 

@@ -77,6 +77,7 @@ def test_a_folder_of_ones_own_may_have_options_of_a_plugins_section(make, classe
             "write trainer.train_rollout_logprob_diff=0.1",
         ),
         (["engine.chunk=5"], "the key engine.chunk is now engine.plain.chunk: write engine.plain.chunk=5"),
+        (["engine.dp=2"], r"there is no key engine.dp any more; the data-parallel size is cluster.workers / "),
         (["cluster.inspector=Ann"], "the key cluster.inspector is now inspector.name: write inspector.name=Ann"),
         (["sections=1"], r"unknown key 'sections'"),
         (["inspector=3"], "inspector = 3 must be a mapping"),

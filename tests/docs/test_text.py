@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -157,6 +158,13 @@ def test_names_exist(page):
         for word in re.findall(r"[A-Za-z_]\w+", text):
             if re.search(r"[a-z]_[a-z]|[a-z][A-Z]", word) and word not in FOREIGN:
                 assert word in tokens(), f"{word!r} in {text!r}"
+
+
+@pytest.mark.parametrize("module", ["", ".ops", ".workers", ".engine", ".planning", ".compat"])
+def test_every_public_name_is_on_a_page(module):
+    on_pages = set(re.findall(r"\w+", "".join(page.read_text() for page in PAGES)))
+    public = importlib.import_module(f"rlcore{module}").__all__
+    assert [name for name in public if name not in on_pages] == []
 
 
 # Messages

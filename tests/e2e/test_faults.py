@@ -130,8 +130,8 @@ def rlcore_algorithm():
 @pytest.mark.parametrize(
     ("how", "cause", "layout", "place"),
     [
-        ("kill", "these are my last words", "engine.dp=2", "pp=0, tp=0, dp=1"),
-        ("raise", "the disk is on fire", "engine.dp=2", "pp=0, tp=0, dp=1"),
+        ("kill", "these are my last words", "engine.pp=1", "pp=0, tp=0, dp=1"),
+        ("raise", "the disk is on fire", "engine.pp=1", "pp=0, tp=0, dp=1"),
         ("kill", "these are my last words", "engine.pp=2", "pp=1, tp=0, dp=0"),
     ],
 )

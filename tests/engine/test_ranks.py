@@ -11,9 +11,9 @@ from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, Model
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -81,7 +81,16 @@ def actors(ray_cluster, model_folder):
         engine=EngineConfig(lr=1e-3, clip_grad=0.0, micro_batch_rows=3),
     )
     setup = RoleSetup(
-        ACTOR, config.model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+        ACTOR,
+        config.model,
+        config.engine,
+        config.rollout,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
+        TorchConfig(),
+        HFConfig(),
+        0,
+        10,
     )
     import sys
 
@@ -287,7 +296,16 @@ def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, ass
 
     model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
     plain = RoleSetup(
-        ACTOR, model, engine, RolloutConfig(response_len=6), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+        ACTOR,
+        model,
+        engine,
+        RolloutConfig(response_len=6),
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
+        TorchConfig(),
+        HFConfig(),
+        0,
+        10,
     )
     other = dataclasses.replace(
         plain, train_config=TorchConfig(padding_free=False, activation_checkpointing=True, layerwise_above=0)

@@ -22,6 +22,7 @@ def importable():
 
 
 test_plain = conformance("engine=plain", plugins=[str(PLAIN / "rlcore_plugin_plain.py")])
+test_generate = conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
 
 
 def test_they_are_as_short_as_the_page_promises():

@@ -55,7 +55,7 @@ def test_every_fault_of_every_plugin_is_shown(broken, capsys):
     assert "hooks.b_import  [hooks, broken]" in shown
     for fault in (
         "importing it failed: ModuleNotFoundError: No module named 'no_such_module_anywhere'",
-        "RLCORE_API = 7 is not known",
+        "RLCORE_API = 7 is unknown",
         "rlcore_step_ends() is not a hook. Did you mean 'rlcore_step_end'?",
         "rlcore_run_start() takes 'stpe'.",
         "rlcore_rewards() gives the name 'fine', which plugin 'hooks.a_good'",
@@ -130,7 +130,7 @@ SICK = {
     "import_error": (IMPORT, ["importing it failed: ModuleNotFoundError: No module named 'no_such_module_anywhere'"]),
     "syntax": ("def half(:", ["importing it failed: SyntaxError: invalid syntax"]),
     "exits": ("raise SystemExit('enough')", ["importing it failed: SystemExit: enough"]),
-    "hooks": (HOOKS, ["RLCORE_API = 7 is not known", "rlcore_step_ends() is not a hook", "takes 'stpe'"]),
+    "hooks": (HOOKS, ["RLCORE_API = 7 is unknown", "rlcore_step_ends() is not a hook", "takes 'stpe'"]),
     "taken": (TAKEN, ["gives the name 'fine', which plugin 'hooks.a_good' (fit 1.2"]),
     "raises": (RAISES, ["rlcore_trackers() failed: KeyError: 'lost'"]),
     "hook_exits": (EXITS, ["rlcore_datasets() failed: SystemExit: out of the hook"]),

@@ -9,7 +9,7 @@ import pytest
 import rlcore
 from rlcore.config import compose
 from rlcore.errors import ConfigError, PluginError
-from rlcore.plugins import PLUGIN_KINDS, PluginManager, hookspecs, manager, specs
+from rlcore.plugins import PLUGIN_KINDS, PluginManager, hookspecs, loading, manager, specs
 from rlcore.plugins.checks import HOOKS
 
 ROOT = Path(rlcore.__file__).parent
@@ -52,7 +52,7 @@ def environments(monkeypatch):
     )
     monkeypatch.setattr(hookspecs, "rlcore_environments", rlcore_environments, raising=False)
     monkeypatch.setitem(HOOKS, "rlcore_environments", rlcore_environments)
-    for module in (specs, manager):
+    for module in (specs, manager, loading):
         monkeypatch.setattr(module, "PLUGIN_KINDS", (*PLUGIN_KINDS, kind))
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import HANDLES, StepClock
@@ -67,7 +67,16 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
     plain = RoleSetup(
-        Role(), config.model, engine, RolloutConfig(), create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+        Role(),
+        config.model,
+        engine,
+        RolloutConfig(),
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
+        TorchConfig(),
+        HFConfig(),
+        0,
+        10,
     )
     classes = {
         name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(plain, role=role)) for name, role in ROLES.items()

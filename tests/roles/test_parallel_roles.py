@@ -11,9 +11,9 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
@@ -45,8 +45,8 @@ def worker_of(config):
             config.model,
             config.engine,
             config.rollout,
-            create_torch,
-            create_hf,
+            rlcore_train_engines(),
+            rlcore_rollout_engines(),
             TorchConfig(),
             HFConfig(),
             0,

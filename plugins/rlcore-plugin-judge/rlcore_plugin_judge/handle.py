@@ -1,4 +1,4 @@
-"""The controller's side of the judge: what `run.group("judge")` gives to an algorithm."""
+"""The controller's side of the judge: the handle that `run.group("judge")` returns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class Judge:
         self._compared: list[DataProto] = []
 
     def compare(self, first: DataProto, second: DataProto) -> DataProto:
-        """Return which response the judge prefers, row by row: `preference` (fp32) and `judge_error` (bool), [rows].
+        """Return the judge's preference for each row: `preference` (fp32) and `judge_error` (bool), [rows].
 
         1: the response of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text`
-        of both, and returns at once. A pair that the judge did not decide in time or at all has `judge_error`, the
-        preference that `judge.on_error` names, and a place in the metric judge/errors. Raises DataError for batches
-        whose rows do not belong together.
+        of both, and returns at once. A pair without a verdict has `judge_error` and the preference of `judge.on_error`,
+        and counts in the metric judge/errors. Raises DataError for batches whose rows do not belong together.
         """
         if len(first) != len(second):
             raise DataError(f"judge: {len(first)} rows cannot be compared with {len(second)}, row by row")
@@ -57,7 +56,7 @@ class Judge:
         if lost:
             _log.warning(
                 "the judge %s at %s decided no pair: it failed on %d of %d, which count as judge.on_error=%s "
-                "(why: the judge's log)",
+                "(reasons: the judge's log)",
                 self._config.model,
                 self._config.url,
                 sum(int(batch["judge_error"].sum()) for batch in lost),

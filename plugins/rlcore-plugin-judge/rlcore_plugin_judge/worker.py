@@ -1,7 +1,7 @@
 """The worker that asks the judge.
 
-It bounds everything: requests at one time, seconds and retries of each, seconds of a whole call. A pair that the judge
-does not decide is counted and gets the configured preference.
+It limits the number of requests at one time, the seconds and retries of each, and the seconds of a whole call. A pair
+that the judge does not decide is counted and gets the configured preference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ stands first and which is longer must not matter.
 Explain the difference in a few sentences. Then end with a line that holds one word: A if response A is better, B if
 response B is better, tie if neither is.
 """
-"""The question, where `judge.template` names no file."""
+"""The default question, without `judge.template`."""
 
 _VERDICT = re.compile(r"\W*(?:(?:final )?(?:verdict|answer|winner)\W+)?(?:response )?(A|B|tie)\W*", re.IGNORECASE)
 _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -52,11 +52,11 @@ _LONGEST_BACK_OFF = 30.0
 
 
 class NoVerdict(Exception):
-    """The judge gave no preference; the message says why."""
+    """The judge gave no preference; the message has the reason."""
 
 
 class JudgeWorker(Worker):
-    """Puts questions to the judge."""
+    """Asks the judge to compare pairs of responses."""
 
     def __init__(self, config: JudgeConfig, template: str, api_key: str | None) -> None:
         """`template` holds {prompt}, {first} and {second}; `api_key` is sent as a bearer token."""
@@ -74,10 +74,10 @@ class JudgeWorker(Worker):
     def compare(self, batch: DataProto) -> DataProto:
         """Return each row's preference.
 
-        Reads the object columns prompt_text, first_text and second_text. Gives preference fp32 [rows]: 1 where the
-        first is better, 0 where the second is, 0.5 for a tie; and judge_error bool [rows], where the judge gave none
-        and `judge.on_error` stands in. Equal texts are a tie that nobody is asked about. Raises WorkerError when no
-        question was answered and `judge.on_outage` is stop.
+        Reads the object columns prompt_text, first_text and second_text. Gives preference fp32 [rows]: 1 if the first
+        is better, 0 if the second is, 0.5 for a tie; and judge_error bool [rows], True if the judge gave no preference
+        and `judge.on_error` replaces it. Equal texts are a tie without a question. Raises WorkerError when no question
+        was answered and `judge.on_outage` is stop.
         """
         texts = [list(batch.view(name)) for name in ("prompt_text", "first_text", "second_text")]
         rows = list(zip(*texts, strict=True))
@@ -101,7 +101,7 @@ class JudgeWorker(Worker):
         return DataProto.from_single_dict({"preference": preference, "judge_error": error})
 
     def question(self, prompt: Any, first: str, second: str) -> str:
-        """Return the template with the texts put in; what they hold is not read as part of the template."""
+        """Return the template with the texts inserted; braces in the texts have no effect."""
         texts = {"prompt": str(prompt), "first": first, "second": second}
         return re.sub(r"\{(prompt|first|second)\}", lambda place: texts[place[1]], self._template)
 
@@ -117,7 +117,7 @@ class JudgeWorker(Worker):
             )
 
     def _answers(self, questions: Sequence[str]) -> list[float | NoVerdict]:
-        """Return each question's preference for what it shows first, or why there is none."""
+        """Return each question's preference for its first response, or the reason why there is none."""
         return asyncio.run(self._ask_all(questions)) if questions else []
 
     async def _ask_all(self, questions: Sequence[str]) -> list[float | NoVerdict]:
@@ -169,15 +169,15 @@ class JudgeWorker(Worker):
 
     def _body(self, question: str) -> bytes:
         messages = [{"role": "user", "content": question}]
-        # Escaped to ASCII, which any text survives, also half a surrogate pair.
+        # ASCII escapes can hold any text, even half a surrogate pair.
         return json.dumps({**self._config.request, "model": self._config.model, "messages": messages}).encode("ascii")
 
 
 def verdict_of(response: httpx.Response) -> float:
-    """Return the preference that an answer ends with: 1 for A, 0 for B, 0.5 for a tie. Raises NoVerdict without one.
+    """Return the preference at the end of an answer: 1 for A, 0 for B, 0.5 for a tie. Raises NoVerdict without one.
 
-    Its last line that is not empty must be A, B or tie, whatever the case and the marks around it; `Verdict:`,
-    `Answer:` or `Winner:` may stand before it.
+    The last line that is not empty must be A, B or tie, in any case, with any punctuation around it; `Verdict:`,
+    `Answer:` or `Winner:` may precede it.
     """
     try:
         content = response.json()["choices"][0]["message"]["content"]
@@ -193,13 +193,13 @@ def verdict_of(response: httpx.Response) -> float:
 
 
 def _agreed(by_order: Sequence[float]) -> float:
-    """Return the preference of one answer, or of two in which the sides were swapped; a tie where they disagree."""
+    """Return the preference of one answer, or of two with swapped sides; a tie if the two disagree."""
     if len(by_order) == 1 or by_order[0] == 1 - by_order[1]:
         return by_order[0]
     return 0.5
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait, 0 where it does not say."""
+    """Return the seconds of the header Retry-After, 0 without one."""
     asked = response.headers.get("Retry-After", "")
     return float(asked) if asked.isdecimal() else 0.0

@@ -93,7 +93,7 @@ def _small(config: Config, plugins: PluginManager, gpus: float) -> Config:
     slots = plugins.rollout_engines()[config.rollout.name].capabilities.slots_key
     return config.with_values(
         {
-            **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.layouts": {}},
+            **{"engine.pp": 1, "engine.tp": 1, "engine.layouts": {}},
             **({train["shard"]: 0} if "shard" in train else {}),
             **{"rollout.min_tokens": config.rollout.response_len, "rollout.tp": 1},
             **({slots: MANY} if slots is not None else {}),

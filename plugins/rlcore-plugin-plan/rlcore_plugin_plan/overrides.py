@@ -31,8 +31,6 @@ def values(plan: Plan, config: Config) -> dict[str, Any]:
     for part in parts:
         if part.generation is not None:
             found |= _generation(part, part.generation, plan)
-    if config.engine.dp:
-        found["engine.dp"] = 0
     return {key: value for key, value in found.items() if config.value(key) != value}
 
 

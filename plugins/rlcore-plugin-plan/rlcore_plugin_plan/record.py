@@ -71,7 +71,7 @@ def _small(config: Config, plugins: PluginManager) -> Config:
         **{"data.shuffle": False, "reward.workers": 1, "trainer.rollouts_ahead": 0},
         **{"rollout.name": stand_in.name, "rollout.response_len": TOKENS, "rollout.tp": 1},
         "rollout.min_tokens": min(TOKENS, config.rollout.min_tokens),
-        **{"engine.pp": 1, "engine.tp": 1, "engine.dp": 0, "engine.offload": False, "engine.layouts": {}},
+        **{"engine.pp": 1, "engine.tp": 1, "engine.offload": False, "engine.layouts": {}},
         **({settings["shard"]: 0} if "shard" in settings else {}),
         **{"cluster.executor": "in_process", "cluster.address": None, "cluster.workers": 1, "cluster.pools": {}},
         **{"cluster.cpus_per_worker": 1, "cluster.gpus_per_worker": 0.0, "cluster.colocate": "fused"},

@@ -3,7 +3,6 @@
 import pytest
 
 from rlcore.config import compose
-from rlcore.config.schema import EngineConfig
 from rlcore.engine import Layout, engine_of, layout_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
@@ -33,8 +32,6 @@ def test_roles_have_their_own_and_the_others_the_common_one(checked):
     config = checked("engine.layouts={critic: [2, 2]}", "engine.tp=2")
     assert layout_of(engine_of(config.engine, "critic"), 4) == Layout(2, 2, 1)
     assert layout_of(engine_of(config.engine, "actor"), 4) == Layout(1, 2, 2)
-    assert engine_of(EngineConfig(dp=4), "actor").dp == 4
-    assert engine_of(EngineConfig(dp=4, layouts={"actor": [2, 1]}), "actor").dp == 0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,7 @@ def test_roles_have_their_own_and_the_others_the_common_one(checked):
         ("{crtic: [1, 2]}", "engine.layouts has 'crtic', but this run has no such role. Did you mean 'critic'"),
         ("{critic: [2]}", r"engine.layouts.critic = \[2\] must be \[pp, tp\], two numbers from 1"),
         ("{critic: [1, 0]}", r"engine.layouts.critic = \[1, 0\] must be \[pp, tp\], two numbers from 1"),
-        ("{critic: [1, 3]}", "engine.pp=1, engine.tp=3, engine.dp=0 does not fit 4 workers"),
+        ("{critic: [1, 3]}", "engine.pp=1, engine.tp=3 does not fit 4 workers"),
         ("{critic: [1, 4]}", "tp=4 does not divide its num_key_value_heads=2"),
         ("{actor: [1, 2]}", "ref follows actor and copies its weights shard by shard"),
     ],

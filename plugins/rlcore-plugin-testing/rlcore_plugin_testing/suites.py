@@ -58,7 +58,18 @@ def find_suite(target: str, plugins: Sequence[str] = ()) -> tuple[SuiteEntry, st
     )
 
 
-def open_suite(target: str, folder: Path, *, settings: Sequence[str] = (), plugins: Sequence[str] = ()) -> CheckSuite:
-    """Return the suite over a plugin, a context manager that writes into `folder`; see `find_suite` for `target`."""
+def open_suite(
+    target: str,
+    folder: Path,
+    *,
+    settings: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    only: str | None = None,
+) -> CheckSuite:
+    """Return the suite over a plugin, a context manager that writes into `folder`; see `find_suite` for `target`.
+
+    only: the name of the one check that will run; all by default.
+    """
     entry, name = find_suite(target, plugins)
-    return entry.suite(name, folder, entry.checks, settings=settings, plugins=plugins)
+    checks = entry.checks if only is None else {only: entry.checks[only]}
+    return entry.suite(name, folder, checks, settings=settings, plugins=plugins)

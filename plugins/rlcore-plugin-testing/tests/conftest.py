@@ -1,5 +1,6 @@
 """Algorithms that each break one property, made from one that breaks none."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,16 @@ BROKEN = {
         "not a module-level function",
     ),
 }
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray for all suites of the session."""
+    from rlcore.config import ClusterConfig
+    from rlcore.workers import make_executor
+
+    with make_executor(ClusterConfig(executor="ray")):
+        yield
 
 
 @pytest.fixture(params=list(BROKEN))

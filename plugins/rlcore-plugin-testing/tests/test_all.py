@@ -14,10 +14,6 @@ SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
 """What an algorithm cannot do without; {scorer} is the folder of a model with one label."""
 
 
-ALWAYS = {"grpo", "online_dpo", "ppo"}
-"""The algorithms whose suite always runs: a group, pairs, and a critic; the others are slow."""
-
-
 def algorithms() -> dict[str, list[str]]:
     """Return the algorithms by name, with the file behind `-p` for one that is not installed."""
     found = {path.stem.removeprefix("rlcore_"): path for path in (ROOT / "algorithms").glob("*.py")}
@@ -44,9 +40,7 @@ def scorer(tmp_path_factory) -> str:
 @pytest.mark.e2e
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in algorithms()]
-)
+@pytest.mark.parametrize("name", algorithms())
 def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
     settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
     with open_suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:

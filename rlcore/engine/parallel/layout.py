@@ -8,7 +8,7 @@ from rlcore.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """The coordinates of a rank on each axis of a Layout, from 0."""
 
     pp: int
@@ -38,14 +38,14 @@ class Layout:
         """The number of ranks."""
         return self.pp * self.tp * self.dp
 
-    def place(self, rank: int) -> Place:
+    def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         copy, within = divmod(rank, self.pp * self.tp)
-        return Place(pp=within // self.tp, tp=within % self.tp, dp=copy)
+        return Coordinates(pp=within // self.tp, tp=within % self.tp, dp=copy)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, at: Coordinates) -> int:
         """Return the rank with these coordinates."""
-        return (place.dp * self.pp + place.pp) * self.tp + place.tp
+        return (at.dp * self.pp + at.pp) * self.tp + at.tp
 
 
 @dataclass(frozen=True)

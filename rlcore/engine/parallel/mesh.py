@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.parallel.layout import Layout, Place
+from rlcore.engine.parallel.layout import Coordinates, Layout
 
 T = TypeVar("T")
 
@@ -25,10 +25,10 @@ class TrainMesh:
 
     def __init__(self, ranks: Ranks, layout: Layout, shard: int = 0) -> None:
         self.ranks, self.layout = ranks, layout
-        self.place: Place = layout.place(ranks.rank)
+        self.coordinates: Coordinates = layout.coordinates(ranks.rank)
         self.shards = shard or layout.dp
         self.copies = layout.dp // self.shards
-        self.copy, self.shard = divmod(self.place.dp, self.shards)
+        self.copy, self.shard = divmod(self.coordinates.dp, self.shards)
 
     @property
     def is_whole(self) -> bool:
@@ -38,12 +38,12 @@ class TrainMesh:
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank is on the first stage."""
-        return self.place.pp == 0
+        return self.coordinates.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank is on the last stage."""
-        return self.place.pp == self.layout.pp - 1
+        return self.coordinates.pp == self.layout.pp - 1
 
     @cached_property
     def devices(self) -> Any:
@@ -66,12 +66,13 @@ class TrainMesh:
     def one_per_dp_rank(self, everyone: Sequence[T]) -> list[T]:
         """Keep one value for each data-parallel rank: that of tensor rank 0 on the last pipeline stage."""
         last = self.layout.pp - 1
-        return [everyone[self.layout.rank(Place(pp=last, tp=0, dp=dp))] for dp in range(self.layout.dp)]
+        ranks = [self.layout.rank(Coordinates(pp=last, tp=0, dp=dp)) for dp in range(self.layout.dp)]
+        return [everyone[rank] for rank in ranks]
 
     def broadcast_from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """Broadcast a tensor from the rank on `stage` to all stages; the others pass a tensor of its shape to fill."""
         if self.layout.pp > 1:
-            source = self.layout.rank(Place(pp=stage, tp=self.place.tp, dp=self.place.dp))
+            source = self.layout.rank(Coordinates(pp=stage, tp=self.coordinates.tp, dp=self.coordinates.dp))
             dist.broadcast(tensor, src=source, group=self.group("pp"))
         return tensor
 
@@ -106,7 +107,9 @@ class TrainMesh:
         if self.layout.pp == 1 or not (self.is_first_stage or self.is_last_stage):
             return
         other = self.layout.rank(
-            Place(pp=self.layout.pp - 1 if self.is_first_stage else 0, tp=self.place.tp, dp=self.place.dp)
+            Coordinates(
+                pp=self.layout.pp - 1 if self.is_first_stage else 0, tp=self.coordinates.tp, dp=self.coordinates.dp
+            )
         )
         theirs = torch.empty_like(tensor)
         group = self.group("pp")

@@ -40,20 +40,18 @@ def engine_of(engine: EngineConfig, role: str) -> EngineConfig:
     asked = engine.layouts[role]
     if len(asked) != 2 or min(asked) < 1:
         raise ConfigError(f"engine.layouts.{role} = {asked} must be [pp, tp], two numbers from 1, as in [1, 2]")
-    # `engine.dp` belongs to the shared pp and tp; with others, dp is the rest of the workers.
-    return replace(engine, pp=asked[0], tp=asked[1], dp=0)
+    return replace(engine, pp=asked[0], tp=asked[1])
 
 
 def layout_of(engine: EngineConfig, workers: int) -> Layout:
-    """Return the layout of a role on `workers` workers. Raises ConfigError unless pp * tp * dp is their number."""
-    if workers % (engine.pp * engine.tp) or engine.dp not in (0, workers // (engine.pp * engine.tp)):
-        asked = f"engine.pp={engine.pp}, engine.tp={engine.tp}, engine.dp={engine.dp}"
-        needed = engine.pp * engine.tp * max(1, engine.dp)
+    """Return the layout of a role on `workers` workers. Raises ConfigError unless pp * tp divides their number."""
+    dp, rest = divmod(workers, engine.pp * engine.tp)
+    if rest:
         raise ConfigError(
-            f"{asked} does not fit {workers} workers: pp * tp * dp must equal their number. Set "
-            f"cluster.workers={needed}, or engine.dp=0 to use workers / (pp * tp)"
+            f"engine.pp={engine.pp}, engine.tp={engine.tp} does not fit {workers} workers: pp * tp must divide their "
+            f"number. Set cluster.workers={engine.pp * engine.tp}, or a multiple"
         )
-    return Layout(pp=engine.pp, tp=engine.tp, dp=workers // (engine.pp * engine.tp))
+    return Layout(pp=engine.pp, tp=engine.tp, dp=dp)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def plan_of(hf: Any) -> dict[str, str]:
             f"{type(hf).__name__} cannot be trained with engine.tp above 1: its base_model_tp_plan {fault}; supported "
             f"are {', '.join(STYLES)}"
         )
+    # transformers writes a layer's number as `*`.
     patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
     found = {}
     for name, _ in getattr(hf, hf.base_model_prefix).named_modules():

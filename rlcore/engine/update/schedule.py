@@ -12,6 +12,7 @@ def learning_rate(config: EngineConfig, step: int, total_steps: int) -> float:
 
     The schedule goes from `lr` at the end of the warm-up to `lr * min_lr_ratio` after the last step.
     """
+    # step + 1, so that the first step already learns; the rate reaches `lr` at step `warmup_steps`.
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":

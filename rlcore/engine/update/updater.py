@@ -186,8 +186,8 @@ class Updater:
             padded.append(self._pad_to_equal_count(parts, on_each_rank))
         try:
             return self._step(work, padded, counts, global_counts, lr, measure=measure)
-        except DataError:
-            # Half a gradient must not remain for the next update, if the caller catches the error.
+        except Exception:
+            # Half a gradient must not remain, neither for the next update nor in memory, if a caller catches the error.
             self._engine.zero_grad()
             raise
 

@@ -1,4 +1,4 @@
-"""The places of a training layout's ranks while they generate (HybridFlow, arXiv 2409.19256, section 5)."""
+"""The coordinates of a training layout's ranks while they generate (HybridFlow, arXiv 2409.19256, section 5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Axis = Literal["pp", "tp", "micro_dp"]
 
 
 @dataclass(frozen=True)
-class GenerationPlace:
+class GenerationCoordinates:
     """The coordinates of a rank while it generates, from 0; `dp` is its copy of the training layout."""
 
     pp: int
@@ -57,18 +57,18 @@ class GenerationLayout:
         """The number of generating replicas."""
         return self.training.dp * self.micro_dp
 
-    def place(self, rank: int) -> GenerationPlace:
+    def coordinates(self, rank: int) -> GenerationCoordinates:
         """Return the coordinates of a rank."""
-        at = self.training.place(rank)
+        at = self.training.coordinates(rank)
         tp, tp_part = divmod(at.tp, self.training.tp // self.tp)
         pp, pp_part = divmod(at.pp, self.training.pp // self.pp)
-        return GenerationPlace(pp=pp, tp=tp, micro_dp=pp_part * (self.training.tp // self.tp) + tp_part, dp=at.dp)
+        return GenerationCoordinates(pp=pp, tp=tp, micro_dp=pp_part * (self.training.tp // self.tp) + tp_part, dp=at.dp)
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ only along `axis`, each in the order of that axis."""
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for rank in range(self.training.world_size):
-            at = vars(self.place(rank))
+            at = vars(self.coordinates(rank))
             others = tuple(value for name, value in at.items() if name != axis)
             groups.setdefault(others, []).append((at[axis], rank))
         ordered = []
@@ -79,16 +79,16 @@ class GenerationLayout:
     def stages(self, rank: int) -> range:
         """Return the training stages in a rank's generating shard."""
         count = self.training.pp // self.pp
-        return range(self.place(rank).pp * count, (self.place(rank).pp + 1) * count)
+        return range(self.coordinates(rank).pp * count, (self.coordinates(rank).pp + 1) * count)
 
     def tensor_shards(self, rank: int) -> range:
         """Return the training tensor shards in a rank's generating shard."""
         count = self.training.tp // self.tp
-        return range(self.place(rank).tp * count, (self.place(rank).tp + 1) * count)
+        return range(self.coordinates(rank).tp * count, (self.coordinates(rank).tp + 1) * count)
 
     def reuses(self, rank: int) -> bool:
         """Whether the rank's generating shard contains its training shard."""
-        at = self.training.place(rank)
+        at = self.training.coordinates(rank)
         return at.pp in self.stages(rank) and at.tp in self.tensor_shards(rank)
 
     @property
@@ -100,7 +100,7 @@ class GenerationLayout:
         """
 
         def key(rank: int) -> tuple[int, ...]:
-            at = self.place(rank)
+            at = self.coordinates(rank)
             return (at.dp, at.micro_dp, at.pp, at.tp)
 
         return sorted(range(self.training.world_size), key=key)

@@ -48,7 +48,7 @@ class Reshard:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.layout, self.rank = layout, groups.rank
-        self.place = layout.training.place(self.rank)
+        self.coordinates = layout.training.coordinates(self.rank)
         self.dtype, self.device = dtype, device or torch.device("cpu")
         self.bucket_bytes = bucket_bytes
         self.meter = Meter()
@@ -92,6 +92,7 @@ class Reshard:
         are views of the buffer and valid until the next call. Raises DataError, before anything is sent, for shards
         that are not those of the layout.
         """
+        # All copies before the first exchange, which sends from the buffer; errors come before anything is sent.
         self._put(shards)
         under_way: deque[tuple[str, list[Any]]] = deque()
         waiting = 0
@@ -137,7 +138,7 @@ class Reshard:
 
     def _gives(self, cut: ShardSpec) -> bool:
         """Whether this rank has a training shard of the parameter."""
-        return self.place.pp in cut.stages
+        return self.coordinates.pp in cut.stages
 
     def _cut_first(self, cut: ShardSpec, flat: Tensor) -> Tensor:
         """Return a run of elements, stored with the cut dimension first, as a shard of the parameter."""
@@ -160,6 +161,7 @@ class Reshard:
 
     def _numel(self, cut: ShardSpec) -> int:
         """Return the number of the parameter's elements in the buffer."""
+        # `_shards` are the training shards inside this rank's generating shard.
         whole = torch.Size(cut.shape).numel()
         return whole if cut.dim is None else whole * len(self._shards) // self.layout.training.tp
 
@@ -174,7 +176,7 @@ class Reshard:
             return []
         # Tied embeddings are on two stages with equal weights; the first stage sends them.
         stage = next(stage for stage in self._stages if stage in cut.stages)
-        there = [rank for rank in self._group(cut).ranks if self.layout.training.place(rank).pp == stage]
+        there = [rank for rank in self._group(cut).ranks if self.layout.training.coordinates(rank).pp == stage]
         size = self._numel(cut) // len(there)
         return [Piece(rank, index * size, (index + 1) * size) for index, rank in enumerate(there)]
 
@@ -183,7 +185,7 @@ class Reshard:
         if cut.dim is None:
             return self._cut_first(cut, flat)
         size = flat.numel() // len(self._shards)
-        start = (self.place.tp - self._shards.start) * size
+        start = (self.coordinates.tp - self._shards.start) * size
         return self._cut_first(cut, flat[start : start + size])
 
     def _shard(self, cut: ShardSpec, flat: Tensor) -> Tensor:
@@ -197,6 +199,6 @@ def by_tensor_shard(layout: GenerationLayout, groups: list[list[int]]) -> list[l
     for group in groups:
         by_tp: dict[int, list[int]] = {}
         for rank in group:
-            by_tp.setdefault(layout.training.place(rank).tp, []).append(rank)
+            by_tp.setdefault(layout.training.coordinates(rank).tp, []).append(rank)
         parts += by_tp.values()
     return parts

@@ -17,6 +17,7 @@ from rlcore.engine.weights.meter import Meter, ProcessGroups
 from rlcore.engine.weights.reshard import Reshard
 from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.errors import DataError
+from rlcore.plugins import RolloutCapabilities
 
 
 class WeightRoute(ABC):
@@ -71,11 +72,15 @@ class Gathered(_FromTrainEngine):
 
 
 class Resharded(_FromTrainEngine):
-    """Ranks exchange the shards that their generating shards lack (HybridFlow, arXiv 2409.19256, section 5.3)."""
+    """Ranks exchange the shards that their generating shards lack (HybridFlow, arXiv 2409.19256, section 5.3).
 
-    def __init__(self, rollout: RolloutEngine, train: TrainEngine, reshard: Reshard) -> None:
+    `adopted`: the rollout engine decodes from the shards themselves; without it they are freed when it has copied them.
+    """
+
+    def __init__(self, rollout: RolloutEngine, train: TrainEngine, reshard: Reshard, *, adopted: bool) -> None:
         super().__init__(rollout, train)
         self._reshard = reshard
+        self._adopted = adopted
         self.meter = reshard.meter
 
     def bring(self) -> None:
@@ -85,41 +90,55 @@ class Resharded(_FromTrainEngine):
             self.rollout.adopt(shards, self.train.version, self._reshard.shapes)
             self.meter.redundant = self._reshard.redundant_bytes(self.train.held_parameters())
         finally:
-            if not self.rollout.adopts:  # it has copied the shards
+            if not self._adopted:
                 self._reshard.release()
 
 
 class Received(WeightRoute):
     """Other processes train; the controller sends their weights to `receive` before it asks for samples."""
 
+    def __init__(self, rollout: RolloutEngine) -> None:
+        super().__init__(rollout)
+        self._sent: int | None = None
+
     @property
     def version(self) -> int:
-        """See WeightRoute: the version received last."""
-        return self.rollout.version
+        """See WeightRoute: the version sent last, also if the engine could not take it; 0 before the first."""
+        return self._sent or 0
 
     def bring(self) -> None:
-        """See WeightRoute. Raises DataError when no weights have been received."""
-        if self.rollout.version < 0:
+        """See WeightRoute. Nothing can be brought from here: raises DataError, as the weights are missing or stale."""
+        if self._sent is None:
             raise DataError("this worker samples with the weights of other processes, but has received none")
+        raise DataError(
+            f"this worker was sent weights of version {self._sent}, but its engine has version {self.rollout.version}: "
+            "the update failed; send the weights again before sampling"
+        )
 
     def receive(self, weights: RemoteWeights) -> None:
         """Copy the weights into the rollout engine. Raises DataError naming the parameters that do not fit."""
+        self._sent = weights.version
         self.rollout.sync(iter(weights.items()), weights.version, weights.shapes)
 
 
 def choose_route(
-    train: TrainEngine, rollout: RolloutEngine, generation: GenerationLayout, groups: ProcessGroups
+    train: TrainEngine,
+    rollout: RolloutEngine,
+    can: RolloutCapabilities,
+    generation: GenerationLayout,
+    groups: ProcessGroups,
 ) -> WeightRoute:
-    """Return the route between two engines in one process. All ranks call it together, as it makes process groups.
+    """Return the route between two engines in one process, by the capabilities of the rollout engine's spec.
 
-    Raises ConfigError for a tensor that the layouts cannot divide evenly.
+    All ranks call it together, as it makes process groups. Raises ConfigError for a tensor that the layouts cannot
+    divide evenly.
     """
-    if rollout.shares_module:
+    if can.shares_module and train.shared_module is not None:
         return SharedModule(rollout, train)
     is_cut = train.layout.pp * train.layout.tp > 1
     # An engine with a copy of the whole model on each rank gains nothing from an exchange of shards.
-    if is_cut and (rollout.adopts or generation.tp > 1):
-        return Resharded(
-            rollout, train, Reshard(generation, train.shard_specs, groups, dtype=train.dtype, device=train.ranks.device)
-        )
+    if is_cut and (can.adopts_weights or generation.tp > 1):
+        dtype, device = train.dtype, train.ranks.device
+        reshard = Reshard(generation, train.shard_specs, groups, dtype=dtype, device=device)
+        return Resharded(rollout, train, reshard, adopted=can.adopts_weights)
     return Gathered(rollout, train)

@@ -40,6 +40,7 @@ def pack_weights(
     values = Ragged.from_lengths(torch.empty(int(lengths.sum()), dtype=dtype), lengths)
     row = {name: number for number, name in enumerate(names)}
     for name, tensor in checked(weights, shapes):
+        # Names of other ranks' rows are skipped, but every tensor is drawn: the export is a collective.
         if name in row:
             values[row[name]].copy_(tensor.detach().reshape(-1))
     return DataProto.from_single_dict(

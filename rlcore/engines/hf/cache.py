@@ -61,6 +61,7 @@ class BufferedLayer(CacheLayerMixin):
 
     def drop(self, holes: Tensor, fillers: Tensor, rows: int) -> None:
         """Keep the first `rows` rows, after the rows at `fillers` have moved to `holes` (int64, equally long)."""
+        # Moved within the buffers: a selection would copy every row.
         self.keys[holes, :, : self.length] = self.keys[fillers, :, : self.length]
         self.values[holes, :, : self.length] = self.values[fillers, :, : self.length]
         self.rows = rows

@@ -50,8 +50,7 @@ class HFRollout(RolloutEngine):
         self.dtype = model_dtype(model)
         self.exact = self.dtype is torch.float32
         self.attention = "sdpa" if model.attention == "auto" else model.attention
-        self.shares_module = shared is not None
-        self.adopts = not self.shares_module
+        self._is_shared = shared is not None
         self.hf: Any = shared
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
@@ -87,7 +86,7 @@ class HFRollout(RolloutEngine):
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so only the version changes."""
         refuse_in_flight(self.in_flight)
-        if not self.shares_module:
+        if not self._is_shared:
             own = dict(self.hf.named_parameters())
             check_same_parameters(self.shapes, shapes)
             self.version = -1  # until all weights are copied: an interrupted sync leaves a mixture
@@ -223,7 +222,7 @@ class HFRollout(RolloutEngine):
                 module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self.shares_module or self.dtype is torch.float32:
+        if not self._is_shared or self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 

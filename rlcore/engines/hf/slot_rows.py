@@ -44,7 +44,7 @@ MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
 
 
 @dataclass(frozen=True)
-class Distribution:
+class SlotSampling:
     """The sampling parameters that all rows of a batch of slots share."""
 
     temperature: float
@@ -52,9 +52,9 @@ class Distribution:
     top_k: int
 
     @staticmethod
-    def of(sampling: Sampling) -> Distribution:
+    def of(sampling: Sampling) -> SlotSampling:
         """Return the distribution of a request."""
-        return Distribution(sampling.temperature, sampling.top_p, sampling.top_k)
+        return SlotSampling(sampling.temperature, sampling.top_p, sampling.top_k)
 
     @property
     def is_plain(self) -> bool:
@@ -63,7 +63,7 @@ class Distribution:
 
 
 class SlotRows:
-    """The rows that decode in slots: requests come in with what a prefill made of them, and leave as Finished.
+    """The rows that decode in slots: requests join with the results of their prefill, and leave as Finished.
 
     `capture`: replay CUDA graphs; otherwise each step runs eagerly. `compiled`: the step's pieces are compiled.
     """
@@ -77,9 +77,9 @@ class SlotRows:
         self._stored: list[int] = []
         self._weights: StepWeights | None = None
         self._step: StaticStep | None = None
-        self._distribution = Distribution(1.0, 1.0, 0)
+        self._distribution = SlotSampling(1.0, 1.0, 0)
         self._bans = False
-        self._graphs: dict[tuple[int, Distribution, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, SlotSampling, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._fast_draw = torch.compile(draw_in_blocks) if compiled else draw_in_blocks
 
@@ -93,14 +93,15 @@ class SlotRows:
 
         Called while no row has a slot. Copies the current weights. There are at most `most` slots.
         """
-        self._distribution = Distribution.of(waiting[0].sampling)
-        compatible = [each for each in waiting if Distribution.of(each.sampling) == self._distribution]
+        self._distribution = SlotSampling.of(waiting[0].sampling)
+        compatible = [each for each in waiting if SlotSampling.of(each.sampling) == self._distribution]
         self._bans = any(each.sampling.min_tokens for each in compatible)
         width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in compatible))
         room = _rounded(max(each.sampling.max_tokens for each in compatible))
         if self._weights is None:
             self._weights = StepWeights(self.hf, self.dtype)
         self._weights.refresh()
+        # Buffers only grow, so that graphs are captured again as rarely as possible.
         if self._step is None or width > self._step.slots.width or room > self._step.slots.room:
             if self._step is not None:
                 width, room = max(width, self._step.slots.width), max(room, self._step.slots.room)
@@ -142,7 +143,7 @@ class SlotRows:
         assert self._step is not None
         sampling, slots = request.sampling, self._step.slots
         return (
-            Distribution.of(sampling) == self._distribution
+            SlotSampling.of(sampling) == self._distribution
             and (self._bans or not sampling.min_tokens)
             and len(request.prompt) + sampling.max_tokens <= slots.width
             and sampling.max_tokens <= slots.room

@@ -48,6 +48,7 @@ class TorchEngine(TrainEngine):
             self._keep_in_bf16()
         if setup.trains and self.own.activation_checkpointing:
             self._checkpoint_activations()
+        # The order matters: tensor shards and stages first, then FSDP, then the optimizer on the final parameters.
         self.parameters = Parameters(self.model, self.mesh)
         self.root: nn.Module = self.model
         self._pipeline: Pipeline | None = None

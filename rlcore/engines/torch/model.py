@@ -148,7 +148,9 @@ class CausalLM(PackedModel):
 def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
     logits = logits.float() / temperature
     log_probs, entropy = token_log_probs(logits, labels)
-    values = {"log_probs": log_probs, "entropy": entropy, "logits": logits}
+    # Not a view: FSDP gathers the weights for the backward in a hook on each output, and an in-place operation on a
+    # view would drop the hook.
+    values = {"log_probs": log_probs.clone(), "entropy": entropy, "logits": logits}
     return {name: value for name, value in values.items() if name in needs}
 
 
@@ -166,7 +168,7 @@ class ScalarModel(PackedModel):
 
     def read(self, hidden: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
         """See PackedModel."""
-        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1))
+        return dict.fromkeys(needs, self.hf.score(hidden).float().squeeze(-1).clone())  # not a view, see _of_logits
 
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -308,7 +310,8 @@ def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor
     # Rows of different length with a common prompt: both padding and sharing of prompts are exercised.
     rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]
     packing = Packing.of(rows, prompts=[3, 3] if model.shares_prefixes else None)
-    select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
+    predicting = [packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)]
+    select = torch.cat(predicting)
     labels = torch.cat([row[1:] for row in rows]).to(device)
     packing, select = packing.to(device), select.to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.attention.startswith("flash")):

@@ -157,6 +157,7 @@ def packed_attention(
     read = []
     for part in packing.parts:
         q, k, v = (part.to_padded(each).transpose(1, 2) for each in by_token)
+        # Not every kernel accepts fewer key heads than query heads.
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=part.longest > 1)

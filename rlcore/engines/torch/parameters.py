@@ -39,10 +39,10 @@ class Parameters:
             name: ShardSpec(shape, stages[name], dims.get(name)) for name, shape in self.shapes.items()
         }
         if layout.pp > 1:
-            keep_stage(model, mesh.place.pp, layout.pp)
+            keep_stage(model, mesh.coordinates.pp, layout.pp)
         if layout.tp > 1:
             tensor_parallel.parallelize(self._hf, plan, mesh.devices["tp"])
-        own_names = [name for name in names if mesh.place.pp in stages[name]]
+        own_names = [name for name in names if mesh.coordinates.pp in stages[name]]
         self._summed = tensor_parallel.summed(plan, own_names)
         self._orders: list[list[str]] | None = None
 
@@ -61,7 +61,7 @@ class Parameters:
         """Return this rank's shard, a view, of a full tensor that is divided like the parameter `name`."""
         mesh, dim = self._mesh, self.shard_specs[name].dim
         if dim is not None:
-            whole = whole.chunk(mesh.layout.tp, dim)[mesh.place.tp]
+            whole = whole.chunk(mesh.layout.tp, dim)[mesh.coordinates.tp]
         if mesh.shards > 1:
             chunks = whole.chunk(mesh.shards, 0)  # as FSDP2 does: the last ranks may get less, or nothing
             whole = chunks[mesh.shard] if mesh.shard < len(chunks) else whole[:0]
@@ -74,7 +74,7 @@ class Parameters:
         """
         mesh = self._mesh
         for name, cut in self.shard_specs.items():
-            if mesh.place.pp == cut.stages[0]:
+            if mesh.coordinates.pp == cut.stages[0]:
                 rows = cut.shape[0] // (mesh.layout.tp if cut.dim == 0 else 1)
                 shard = mesh.join_data_shards(state.local(tensors[name].detach()), rows)
                 yield name, mesh.broadcast_from_stage(cut.stages[0], mesh.join_tensor_shards(shard, cut.dim))
@@ -108,10 +108,10 @@ class Parameters:
         # FSDP's modules yield in an order of their own. The other stages need it to match the broadcasts.
         if self._orders is None:
             mine = [name for name, _ in self.iter_tp_shards(root, dtype)] if mesh.layout.pp > 1 else []
-            everyone = mesh.ranks.gather((mesh.place.pp, mine)) if mesh.layout.pp > 1 else []
+            everyone = mesh.ranks.gather((mesh.coordinates.pp, mine)) if mesh.layout.pp > 1 else []
             self._orders = list(dict(everyone).values())
         for stage in range(mesh.layout.pp):
-            if stage == mesh.place.pp:
+            if stage == mesh.coordinates.pp:
                 for name, shard in self.iter_tp_shards(root, dtype):
                     if self.shard_specs[name].stages[0] == stage:
                         whole = mesh.join_tensor_shards(shard, self.shard_specs[name].dim)
@@ -163,7 +163,11 @@ class Parameters:
             gradient = state.local(parameter.grad)
             every.append(gradient)
             cut = self.shard_specs[name]
-            if mesh.copy == 0 and mesh.place.pp == cut.stages[0] and (cut.dim is not None or mesh.place.tp == 0):
+            if (
+                mesh.copy == 0
+                and mesh.coordinates.pp == cut.stages[0]
+                and (cut.dim is not None or mesh.coordinates.tp == 0)
+            ):
                 counted.append(gradient)
         return every, counted
 

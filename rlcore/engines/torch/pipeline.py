@@ -117,6 +117,7 @@ class Pipeline:
 
         `finish` runs on the last stage only. A DataError in it is raised here, on that stage.
         """
+        # Schedules pass tensors only, so the stage looks its micro-batch up by index.
         self.stage.selections, self.stage.finish = selections, finish
         indices = torch.arange(len(selections))
         placeholder = torch.zeros(len(selections), 1, device=self.mesh.ranks.device)
@@ -132,6 +133,7 @@ class Pipeline:
                 raise error.__cause__ from None  # torch wraps the module's error
             raise
         finally:
+            # Or the stage would keep the last step's batches alive.
             self.stage.selections, self.stage.finish = (), None
 
     def _schedule(self, tokens: int, count: int) -> Any:
@@ -142,7 +144,7 @@ class Pipeline:
         hidden = torch.empty(1, tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         stage = PipelineStage(
             self.stage,
-            self.mesh.place.pp,
+            self.mesh.coordinates.pp,
             layout.pp,
             device,
             input_args=torch.empty(1, 1, device="meta") if self.mesh.is_first_stage else hidden,

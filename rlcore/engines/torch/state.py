@@ -92,6 +92,7 @@ def load_engine_state(
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {reason}") from error
+    # A state saved before the first step has no moments; the optimizer must not keep its own.
     if optimizer is not None:
         optimizer.state.clear()
     if optimizer is not None and steps:

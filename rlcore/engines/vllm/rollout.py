@@ -135,6 +135,7 @@ class VLLMRollout(RolloutEngine):
             )
         for request in requests:
             prompt = {"prompt_token_ids": [*request.prompt, *request.sampled]}
+            # vLLM gives requests ids of its own; its engine core knows only those.
             internal_id = self.llm.llm_engine.add_request(request.id, prompt, self._parameters(request))
             self._requests[request.id] = _InFlight(request, internal_id)
 

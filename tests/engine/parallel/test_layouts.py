@@ -31,14 +31,14 @@ def check(folder, workers, **engine):
 
 def test_the_rest_of_the_workers_are_data_parallel():
     assert layout_of(EngineConfig(pp=2, tp=2), 12) == Layout(pp=2, tp=2, dp=3)
-    assert layout_of(EngineConfig(dp=4), 4) == Layout(dp=4)
+    assert layout_of(EngineConfig(), 4) == Layout(dp=4)
 
 
 @pytest.mark.parametrize(
     ("engine", "workers", "message"),
     [
-        ({"tp": 2}, 3, "engine.tp=2, engine.dp=0 does not fit 3 workers.* Set cluster.workers=2"),
-        ({"pp": 2, "dp": 2}, 2, "engine.dp=2 does not fit 2 workers.* Set cluster.workers=4"),
+        ({"tp": 2}, 3, "engine.pp=1, engine.tp=2 does not fit 3 workers.* Set cluster.workers=2"),
+        ({"pp": 2, "tp": 2}, 2, "engine.tp=2 does not fit 2 workers.* Set cluster.workers=4"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_workers_is_refused(engine, workers, message):

@@ -259,6 +259,22 @@ def not_terms(out, batch, config):
     return out.log_probs.mean()
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), TypeError("a fault in a loss")])
+def test_no_gradient_is_left_in_memory_by_an_update_that_failed(make_engine, random_batch, monkeypatch, error):
+    engine = make_engine()
+    whole = engine.forward_backward
+
+    def fail(*args, **options):
+        whole(*args, **options)
+        raise error
+
+    monkeypatch.setattr(engine, "forward_backward", fail)
+    with pytest.raises(type(error), match=str(error)):
+        update(engine, random_batch())
+    module = engine.model.hf if hasattr(engine.model, "hf") else engine.model
+    assert not any(p.grad is not None and p.grad.any() for p in module.parameters())
+
+
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [

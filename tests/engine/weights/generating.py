@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,15 @@ from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights
-from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
-from rlcore.workers import WorkerContext
+from rlcore.workers import Worker, WorkerContext
 from rlcore.workers.worker import construct
 
 LAYOUTS = {"qwen2": [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1)], "llama": [(1, 2, 2), (1, 2, 1)], "qwen3": [(2, 2, 2)]}
@@ -53,23 +54,24 @@ def rows() -> DataProto:
     )
 
 
-def make_worker(context: WorkerContext, folder: str, pp: int, tp: int, shards: int, **options: bool) -> ModelWorker:
+def make_worker(
+    context: WorkerContext, folder: str, pp: int, tp: int, shards: int, kind: type[Worker] = ModelWorker
+) -> Any:
     """Return a started worker that trains as pp x tp x dp and generates with so many tensor shards."""
     setup = RoleSetup(
         Role(trains=True, generates=True),
         ModelConfig(path=folder),
         EngineConfig(pp=pp, tp=tp, lr=1e-2),
         RolloutConfig(tp=shards),
-        create_torch,
-        create_hf,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(),
         HFConfig(),
         seed=0,
         total_steps=10,
-        **options,
     )
-    worker = construct(context, ModelWorker, (setup,), {}, {})
-    assert isinstance(worker, ModelWorker)
+    worker = construct(context, kind, (setup,), {}, {})
+    assert isinstance(worker, kind)
     worker.start()
     return worker
 
@@ -124,7 +126,7 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
 def copy(context: WorkerContext, folder: str) -> dict:
     """Generate tensor-parallel as a copy that is sent whole weights."""
     trained = make_worker(context, folder, 1, 2, 2)
-    worker = make_worker(context, folder, 1, 1, 2, samples_only=True)
+    worker = make_worker(context, folder, 1, 1, 2, SamplingWorker)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
     train = trained.train
     sent = pack_weights(list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, 7)

@@ -12,9 +12,9 @@ import pytest
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, compose
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
 from rlcore.preflight import preflight
@@ -103,7 +103,16 @@ def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, mode
             rollout=RolloutConfig(response_len=12, tp=shards),
         )
         setup = RoleSetup(
-            ACTOR, model, config.engine, config.rollout, create_torch, create_hf, TorchConfig(), HFConfig(), 0, 10
+            ACTOR,
+            model,
+            config.engine,
+            config.rollout,
+            rlcore_train_engines(),
+            rlcore_rollout_engines(),
+            TorchConfig(),
+            HFConfig(),
+            0,
+            10,
         )
         kind = "in_process" if workers == 1 else "ray"
         with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:

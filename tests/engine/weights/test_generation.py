@@ -60,7 +60,7 @@ def test_every_layout_up_to_16_ranks():
         assert all(layout.reuses(rank) for rank in range(world))
         # The training shards of a micro-DP group are, each once, the generating shard that its ranks share.
         for group in layout.groups("micro_dp"):
-            places = sorted((at.pp, at.tp) for at in map(layout.training.place, group))
+            places = sorted((at.pp, at.tp) for at in map(layout.training.coordinates, group))
             for rank in group:
                 assert places == sorted(itertools.product(layout.stages(rank), layout.tensor_shards(rank)))
         # Consecutive ranks of the engine are the tensor groups; each replica is a run of stages.

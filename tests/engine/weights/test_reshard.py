@@ -103,7 +103,7 @@ def test_what_tensor_ranks_do_not_divide_travels_between_stages_only(ranks):
                 assert got == 0
                 continue
             stages = GenerationLayout(Layout(*figures["layout"][:3]), *figures["layout"][3:]).stages(rank)
-            own = Layout(*figures["layout"][:3]).place(rank).pp
+            own = Layout(*figures["layout"][:3]).coordinates(rank).pp
             norms = (len(stages) - 1) * (4 // p) * norm
             # A stage that has the tied embeddings, the first or the last, gives them to the others of its replica.
             told = own not in (0, p - 1) or (own == p - 1 and p > 2 and 0 in stages)

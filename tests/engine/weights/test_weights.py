@@ -10,10 +10,10 @@ from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, Roll
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
 from rlcore.engine.worker import ModelWorker, RoleSetup
 from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import create_hf
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch import state
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -57,8 +57,8 @@ def setup_of(folder) -> RoleSetup:
         ModelConfig(path=str(folder)),
         engine,
         RolloutConfig(),
-        create_torch,
-        create_hf,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(),
         HFConfig(),
         0,

@@ -71,7 +71,7 @@ class Case:
 def engine_of(case: Case, rank: int) -> TorchEngine:
     world = case.pp * case.tp * case.dp
     rows = 3 if case.shard else 6  # copies of the weights go through several micro-batches before they add up
-    config = EngineConfig(pp=case.pp, tp=case.tp, dp=case.dp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
+    config = EngineConfig(pp=case.pp, tp=case.tp, lr=0.0, clip_grad=0.0, micro_batch_rows=rows)
     engine = TorchEngine(
         TrainSetup(
             ModelConfig(path=case.folder),
@@ -88,7 +88,7 @@ def engine_of(case: Case, rank: int) -> TorchEngine:
 
 
 def step(engine: TorchEngine, batch: Any) -> dict[str, float]:
-    place = engine.layout.place(engine.ranks.rank).dp
+    place = engine.layout.coordinates(engine.ranks.rank).dp
     rows = update_plan(len(batch), list(batch["uid"]), 1, engine.layout.dp)[place][0]
     item = UpdateItem(batch[rows], [len(rows)], grpo_loss, GRPOConfig(kl_coef=0.1), keep_together="uid")
     return engine.update([item], epochs=1, step=0)
@@ -109,7 +109,7 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
     for number, batch in enumerate(BATCHES[:2]):
         found[f"metrics {number}"] = step(engine, batch)
         found[f"gradients {number}"] = gradients(engine)
-    place = engine.layout.place(engine.ranks.rank).dp
+    place = engine.layout.coordinates(engine.ranks.rank).dp
     rows = update_plan(len(BATCHES[0]), None, 1, engine.layout.dp)[place][0]
     found["rows"], found["computed"] = rows, engine.compute(BATCHES[0][rows], ["log_probs", "entropy"])
     engine.config = replace(engine.config, clip_grad=0.5)
@@ -143,7 +143,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 
 def local_is_cut(engine: TorchEngine, full: dict[str, Tensor]) -> bool:
     """Whether the local parameters are what `cuts` says of the whole ones, and no other."""
-    place, given = engine.layout.place(engine.ranks.rank), dict[str, Tensor]()
+    place, given = engine.layout.coordinates(engine.ranks.rank), dict[str, Tensor]()
     for name, tensor in engine.export_local():
         cut = engine.shard_specs[name]
         want = full[name] if cut.dim is None else full[name].chunk(engine.layout.tp, cut.dim)[place.tp]

@@ -12,6 +12,7 @@ import multiprocessing.connection
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,15 @@ from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.weights.transfer import pack_weights
-from rlcore.engine.worker import ModelWorker, RoleSetup
+from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import create_torch
+from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.engines.vllm.config import VLLMConfig
-from rlcore.engines.vllm.plugin import create_vllm
+from rlcore.engines.vllm.plugin import rlcore_rollout_engines
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
-from rlcore.workers import WorkerContext
+from rlcore.workers import Worker, WorkerContext
 from rlcore.workers.worker import construct
 
 LENGTHS = [5, 20, 190]  # the last is more than a block of vLLM's prefix cache
@@ -61,23 +62,31 @@ def rows() -> DataProto:
     )
 
 
-def make_worker(context: WorkerContext, folder: str, tp: int, shards: int, lr: float, **kind: bool) -> ModelWorker:
+def make_worker(
+    context: WorkerContext,
+    folder: str,
+    tp: int,
+    shards: int,
+    lr: float,
+    *,
+    generates: bool = True,
+    kind: type[Worker] = ModelWorker,
+) -> Any:
     """Return a started worker that trains with `tp` tensor shards and generates, if it does, with `shards`."""
     setup = RoleSetup(
-        Role(trains=True, generates=kind.get("generates", True)),
+        Role(trains=True, generates=generates),
         ModelConfig(path=folder),
         EngineConfig(tp=tp, lr=lr),
         RolloutConfig(name="vllm", tp=shards),
-        create_torch,
-        create_vllm,
+        rlcore_train_engines(),
+        rlcore_rollout_engines(),
         TorchConfig(),
         VLLMConfig(kv_cache_mb=32),
         seed=0,
         total_steps=10,
-        samples_only=kind.get("samples_only", False),
     )
-    worker = construct(context, ModelWorker, (setup,), {}, {})
-    assert isinstance(worker, ModelWorker)
+    worker = construct(context, kind, (setup,), {}, {})
+    assert isinstance(worker, kind)
     worker.start()
     return worker
 
@@ -158,7 +167,7 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
     """Generate before and after an update, in the processes that train or as a copy that is sent whole weights."""
     trained = worker = make_worker(context, folder, tp, shards, lr, generates=not copy)
     if copy:
-        worker = make_worker(context, folder, 1, shards, lr, samples_only=True)
+        worker = make_worker(context, folder, 1, shards, lr, kind=SamplingWorker)
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found: dict = {"rounds": [], "shared_memory": shared_memory()}
     for step in range(2):

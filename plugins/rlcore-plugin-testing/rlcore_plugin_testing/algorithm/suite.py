@@ -32,6 +32,8 @@ from rlcore_plugin_testing.algorithm.watch import (
 )
 from rlcore_plugin_testing.report import CheckFailed, CheckSuite, NotApplicable, Result
 
+START_SECONDS = 600.0
+"""Seconds for the start of Ray's workers: their imports take long on a machine that runs other tests."""
 KILLED_AT = 2
 """The step at whose end the run is killed; the checkpoint of the step before is then the newest."""
 
@@ -157,8 +159,8 @@ class AlgorithmSuite(CheckSuite):
 
         def make() -> FinishedRun:
             self.once("cluster", self._start_ray)
-            config = replace(self.config, cluster=ClusterConfig(executor="ray", workers=workers, inline_kb=0.0))
-            self._train(config, f"ray-{workers}", PluginManager.load(self.plugins))
+            cluster = ClusterConfig(executor="ray", workers=workers, inline_kb=0.0, start_timeout=START_SECONDS)
+            self._train(replace(self.config, cluster=cluster), f"ray-{workers}", PluginManager.load(self.plugins))
             return FinishedRun(self.folder / f"ray-{workers}", RunRecord())
 
         return self.once(f"ray-{workers}", make)

@@ -33,11 +33,11 @@ KEPT_BYTES = 16384
 
 def admission_orders(suite: RolloutEngineSuite) -> str:
     """A row's tokens do not depend on when it was added and beside whom; log-probs only up to rounding."""
+    joined = _joins(suite) if suite.spec.capabilities.continuous_batching else "rows wait for a batch to end"
     for options in ADMITTED:
         want = suite.alone(**options)
         for title, plan in ORDERS.items():
             suite.expect_same(suite.run(plan(suite.requests(**options))), want, title)
-    joined = _joins(suite) if suite.spec.capabilities.continuous_batching else "rows wait for a batch to end"
     return f"12 rows, {len(ORDERS)} orders, two samplings; {joined}"
 
 
@@ -197,7 +197,7 @@ def memory(suite: RolloutEngineSuite) -> str:
     held = []
     for _ in range(3):
         engine.add(requests)
-        for _ in range(60):
+        for _ in range(40):
             engine.step()
         engine.abort(list(engine.in_flight))
         held.append(held_bytes())

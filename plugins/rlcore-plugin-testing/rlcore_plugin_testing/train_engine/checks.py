@@ -270,6 +270,7 @@ CHECKS: dict[str, Callable[[TrainEngineSuite], str]] = {
         state_checks.export,
         state_checks.load,
         state_checks.other_model,
+        state_checks.incomplete_model,
         state_checks.save_pretrained,
         state_checks.offload,
         bf16,

@@ -19,8 +19,8 @@ from rlcore.engine import Ranks
 from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 from rlcore_plugin_testing.train_engine.suite import LINEAR, TrainEngineSuite, expect_equal, expect_near, weights_of
 
-LAYOUTS: dict[str, dict[str, Any]] = {"dp": {"dp": 2}, "tp": {"tp": 2, "dp": 1}, "pp": {"pp": 2, "dp": 1}}
-"""The layouts of two ranks, as keys of `engine`."""
+LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+"""The layouts of two ranks, as keys of `engine`; what they leave is data-parallel."""
 SHARES = {"uneven rows": 8, "no rows on one rank": 12}
 """How many of 12 rows the first data-parallel rank gets, where there are two."""
 SECONDS = 300
@@ -102,7 +102,7 @@ def _updates(suite: TrainEngineSuite, ranks: Ranks) -> dict[str, Any]:
         for share, rows in shares.items():
             engine = suite.engine(ranks=ranks, micro_batch_rows=5, **keys, **LINEAR)
             item = suite.item()
-            mine = item.batch[:rows] if engine.layout.place(ranks.rank).dp == 0 else item.batch[rows:]
+            mine = item.batch[:rows] if engine.layout.coordinates(ranks.rank).dp == 0 else item.batch[rows:]
             engine.update([replace(item, batch=mine, sizes=[len(mine)])], epochs=1, step=0)
             results[f"{layout}, {share}"] = weights_of(engine)
             if share == "uneven rows":

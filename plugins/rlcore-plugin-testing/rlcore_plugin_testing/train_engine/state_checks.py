@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlcore import CheckpointError, DataError
+from rlcore import POLICY, CheckpointError, ConfigError, DataError
 from rlcore.engine import ENGINE_STATE, Shapes, TrainEngine
-from rlcore_plugin_testing.report import CheckFailed, expect_error
+from rlcore_plugin_testing.report import CheckFailed, NotApplicable, expect_error
 from rlcore_plugin_testing.train_engine.reference import Weights
 from rlcore_plugin_testing.train_engine.suite import SMOOTH, TrainEngineSuite, expect_equal, weights_of
+
+WEIGHTS = "model.safetensors"
 
 
 def versions(suite: TrainEngineSuite) -> str:
@@ -148,6 +152,21 @@ def other_model(suite: TrainEngineSuite) -> str:
     if engine.version:
         raise CheckFailed(f"after refused loads the version is {engine.version}, not 0")
     return f"{', '.join(wrong)} are refused"
+
+
+def incomplete_model(suite: TrainEngineSuite) -> str:
+    """A model folder that lacks a weight is a ConfigError that names it; transformers would draw it at random."""
+    whole, folder = suite.model(POLICY), suite.folder / "incomplete"
+    if not (whole / WEIGHTS).is_file():
+        raise NotApplicable(f"the weights of {whole} are not one file {WEIGHTS}")
+    shutil.copytree(whole, folder)
+    weights = load_file(whole / WEIGHTS)
+    lacking = sorted(weights)[len(weights) // 2]
+    del weights[lacking]
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    with expect_error(ConfigError, f"a model folder without {lacking}", lacking):
+        suite.engine(path=folder)
+    return f"a folder without {lacking} is refused"
 
 
 def _shapes(weights: dict[str, Tensor]) -> Shapes:

@@ -80,11 +80,15 @@ class TrainEngineSuite(CheckSuite):
         temperature: float = 1.0,
         dtype: Literal["fp32", "bf16"] = "fp32",
         ranks: Ranks | None = None,
+        path: Path | None = None,
         **options: Any,
     ) -> TrainEngine:
-        """Create an engine; `options` replace keys of `engine`. Its device is a GPU where the settings ask for one."""
+        """Create an engine; `options` replace keys of `engine`. Its device is a GPU where the settings ask for one.
+
+        path: a model folder instead of the suite's.
+        """
         ranks = ranks or Ranks(device=torch.device("cuda" if self.config.cluster.gpus_per_worker else "cpu"))
-        model = replace(self.config.model, path=str(self.model(kind)), dtype=dtype)
+        model = replace(self.config.model, path=str(path or self.model(kind)), dtype=dtype)
         config = replace(self.config.engine, **options)
         setup = TrainSetup(model, config, self.own_config, ranks, trains, kind, temperature=temperature, total_steps=10)
         return self.spec.create(setup)
