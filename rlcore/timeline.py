@@ -29,10 +29,12 @@ def timeline_metrics(spans: Sequence[Span], start: float) -> dict[str, float]:
         metrics.setdefault(f"{name}/began", span.began - start)
         metrics[f"{name}/ended"] = max(metrics.get(f"{name}/ended", 0.0), span.ended - start)
     busy = both = 0.0
-    edges = sorted([(span.began, 1, span.role) for span in spans] + [(span.ended, -1, span.role) for span in spans])
+    edges: list[tuple[float, int, str]] = []
+    for span in spans:
+        edges += [(span.began, 1, span.role), (span.ended, -1, span.role)]
     at_work: dict[str, int] = {}
     before = start
-    for moment, change, role in edges:
+    for moment, change, role in sorted(edges):
         roles = sum(1 for count in at_work.values() if count)
         busy += (moment - before) * (roles > 0)
         both += (moment - before) * (roles > 1)

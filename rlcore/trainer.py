@@ -240,7 +240,9 @@ class Trainer:
         """Warn when the engines' log-probs differ too much, and again when the difference doubles or becomes NaN."""
         # Once a NaN was reported, `_warned_of` is infinite and no further warning comes.
         limit = self.config.trainer.train_rollout_logprob_diff
-        if limit and (gap > max(limit, 2 * self._warned_of) or (math.isnan(gap) and self._warned_of < math.inf)):
+        is_larger = gap > max(limit, 2 * self._warned_of)
+        is_new_nan = math.isnan(gap) and self._warned_of < math.inf
+        if limit and (is_larger or is_new_nan):
             self._warned_of = math.inf if math.isnan(gap) else gap
             log.warning("step %d: %s", self.step, logprob_diff_warning(gap, self.config))
 

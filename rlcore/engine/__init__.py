@@ -6,94 +6,66 @@ Plugins that bring an engine may import the names below (docs/write_an_engine.md
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlcore.engine.collectives import Ranks
-    from rlcore.engine.generators import random_state, set_random_state
-    from rlcore.engine.model_folder import write_model_folder
-    from rlcore.engine.parallel.layout import Layout, ShardSpec
-    from rlcore.engine.parallel.model_shape import ModelShape, engine_of, layout_of
-    from rlcore.engine.responses import end_tokens, ends_with_stop
-    from rlcore.engine.rollout import (
-        Finished,
-        Request,
-        RolloutEngine,
-        RolloutSetup,
-        Sampling,
-        check_requests,
-        refuse_in_flight,
-    )
-    from rlcore.engine.sampling import sample_tokens
-    from rlcore.engine.train import ENGINE_STATE, Approve, Finish, TrainEngine, TrainSetup
-    from rlcore.engine.update.items import Importance, UpdateItem
-    from rlcore.engine.update.updater import Updater
-    from rlcore.engine.weights.generation import GenerationLayout
-    from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
-    from rlcore.model_folder import load_model_config, model_path
+    from rlcore.config import EngineConfig as EngineConfig
+    from rlcore.config import ModelConfig as ModelConfig
+    from rlcore.config import RolloutConfig as RolloutConfig
+    from rlcore.engine.collectives import Ranks as Ranks
+    from rlcore.engine.generators import random_state as random_state
+    from rlcore.engine.generators import set_random_state as set_random_state
+    from rlcore.engine.model_folder import write_model_folder as write_model_folder
+    from rlcore.engine.parallel.layout import Layout as Layout
+    from rlcore.engine.parallel.layout import ShardSpec as ShardSpec
+    from rlcore.engine.parallel.mesh import TrainMesh as TrainMesh
+    from rlcore.engine.parallel.model_shape import ModelShape as ModelShape
+    from rlcore.engine.parallel.model_shape import engine_of as engine_of
+    from rlcore.engine.parallel.model_shape import layout_of as layout_of
+    from rlcore.engine.parallel.tensor_parallel import shard_dims as shard_dims
+    from rlcore.engine.responses import end_tokens as end_tokens
+    from rlcore.engine.responses import ends_with_stop as ends_with_stop
+    from rlcore.engine.rollout import Finished as Finished
+    from rlcore.engine.rollout import Reason as Reason
+    from rlcore.engine.rollout import Request as Request
+    from rlcore.engine.rollout import RolloutEngine as RolloutEngine
+    from rlcore.engine.rollout import RolloutSetup as RolloutSetup
+    from rlcore.engine.rollout import Sampling as Sampling
+    from rlcore.engine.rollout import check_requests as check_requests
+    from rlcore.engine.rollout import refuse_in_flight as refuse_in_flight
+    from rlcore.engine.sampling import sample_tokens as sample_tokens
+    from rlcore.engine.train import ENGINE_STATE as ENGINE_STATE
+    from rlcore.engine.train import Approve as Approve
+    from rlcore.engine.train import Finish as Finish
+    from rlcore.engine.train import TrainEngine as TrainEngine
+    from rlcore.engine.train import TrainSetup as TrainSetup
+    from rlcore.engine.update.items import Importance as Importance
+    from rlcore.engine.update.items import UpdateItem as UpdateItem
+    from rlcore.engine.update.updater import Updater as Updater
+    from rlcore.engine.weights.generation import GenerationLayout as GenerationLayout
+    from rlcore.engine.weights.meter import Group as Group
+    from rlcore.engine.weights.transfer import Shapes as Shapes
+    from rlcore.engine.weights.transfer import check_same_parameters as check_same_parameters
+    from rlcore.engine.weights.transfer import checked as checked
+    from rlcore.model_folder import load_model_config as load_model_config
+    from rlcore.model_folder import loading_options as loading_options
+    from rlcore.model_folder import model_dtype as model_dtype
+    from rlcore.model_folder import model_path as model_path
+    from rlcore.model_folder import read_tokenizer as read_tokenizer
 
-_MODULES = {
-    "rlcore.engine.collectives": ["Ranks"],
-    "rlcore.engine.model_folder": ["write_model_folder"],
-    "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
-    "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of"],
-    "rlcore.model_folder": ["load_model_config", "model_path"],
-    "rlcore.engine.generators": ["random_state", "set_random_state"],
-    "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
-    "rlcore.engine.rollout": [
-        "Finished",
-        "Request",
-        "RolloutEngine",
-        "RolloutSetup",
-        "Sampling",
-        "check_requests",
-        "refuse_in_flight",
-    ],
-    "rlcore.engine.sampling": ["sample_tokens"],
-    "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
-    "rlcore.engine.update.items": ["Importance", "UpdateItem"],
-    "rlcore.engine.update.updater": ["Updater"],
-    "rlcore.engine.weights.generation": ["GenerationLayout"],
-    "rlcore.engine.weights.transfer": ["Shapes", "check_same_parameters", "checked"],
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "ENGINE_STATE",
-    "Approve",
-    "Finish",
-    "Finished",
-    "GenerationLayout",
-    "Importance",
-    "Layout",
-    "ModelShape",
-    "Ranks",
-    "Request",
-    "RolloutEngine",
-    "RolloutSetup",
-    "Sampling",
-    "Shapes",
-    "ShardSpec",
-    "TrainEngine",
-    "TrainSetup",
-    "UpdateItem",
-    "Updater",
-    "check_requests",
-    "check_same_parameters",
-    "checked",
-    "end_tokens",
-    "ends_with_stop",
-    "engine_of",
-    "layout_of",
-    "load_model_config",
-    "model_path",
-    "random_state",
-    "refuse_in_flight",
-    "sample_tokens",
-    "set_random_state",
-    "write_model_folder",
-]
+def _modules() -> dict[str, str]:
+    """Return the module of each public name, from the imports above: the one list that type checkers read too."""
+    block = next(node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_MODULE_OF = _modules()
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

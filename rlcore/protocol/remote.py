@@ -383,5 +383,5 @@ def _as_slice(rows: Tensor) -> Rows:
     """Return consecutive row numbers as a slice, with which a column shares its storage; others unchanged."""
     if not len(rows):
         return slice(0, 0)
-    first = int(rows[0])
-    return slice(first, first + len(rows)) if torch.equal(rows, torch.arange(first, first + len(rows))) else rows
+    first, end = int(rows[0]), int(rows[0]) + len(rows)
+    return slice(first, end) if torch.equal(rows, torch.arange(first, end)) else rows

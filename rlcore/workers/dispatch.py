@@ -299,5 +299,6 @@ def calls_of(mode: DispatchMode, group: Any, args: Sequence[Any], kwargs: Mappin
             )
     calls: list[CallArgs] = []
     for rank in range(n):
-        calls.append((tuple(values[rank] for values in lists), {name: values[rank] for name, values in named.items()}))
+        args_of_rank = tuple(values[rank] for values in lists)
+        calls.append((args_of_rank, {name: values[rank] for name, values in named.items()}))
     return calls

@@ -66,7 +66,8 @@ class TrainMesh:
     def one_per_dp_rank(self, everyone: Sequence[T]) -> list[T]:
         """Keep one value for each data-parallel rank: that of tensor rank 0 on the last pipeline stage."""
         last = self.layout.pp - 1
-        return [everyone[self.layout.rank(Coordinates(pp=last, tp=0, dp=dp))] for dp in range(self.layout.dp)]
+        ranks = [self.layout.rank(Coordinates(pp=last, tp=0, dp=dp)) for dp in range(self.layout.dp)]
+        return [everyone[rank] for rank in ranks]
 
     def broadcast_from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """Broadcast a tensor from the rank on `stage` to all stages; the others pass a tensor of its shape to fill."""

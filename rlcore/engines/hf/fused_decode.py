@@ -150,7 +150,9 @@ class FusedDecodeStep:
         """Return the largest difference of a log-prob to the module's own, on two short rows of different length."""
         device = next(self.hf.parameters()).device
         vocabulary = self.hf.get_input_embeddings().weight.shape[0]
-        ids = (torch.arange(12, device=device) * 7 % min(vocabulary, 89) + 3).clamp(max=vocabulary - 1).view(2, 6)
+        # Scattered token ids, all different.
+        ids = torch.arange(12, device=device) * 7 % min(vocabulary, 89) + 3
+        ids = ids.clamp(max=vocabulary - 1).view(2, 6)
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
         places = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -207,7 +207,8 @@ def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[T
     sums = scaled.exp().cumsum(-1)
     draw = torch.minimum(draw - (ends - masses).gather(1, block), sums[:, -1:] * under)
     token = torch.searchsorted(sums, draw, right=True)
-    return (block * size + token).squeeze(-1), (scaled.gather(1, token) - ends[:, -1:].log()).squeeze(-1)
+    log_probs = scaled.gather(1, token) - ends[:, -1:].log()
+    return (block * size + token).squeeze(-1), log_probs.squeeze(-1)
 
 
 class Slots:
@@ -321,7 +322,9 @@ class StaticStep:
             banned = (s.count[part] < s.may_end[part])[:, None]
             ends = logits[:, self.end_ids].masked_fill(banned, float("-inf"))
             logits = logits.index_copy(1, self.end_ids, ends)
-        noise = s.noise[part].gather(1, s.count[part].clamp(max=s.room - 1)[:, None]).squeeze(1)
+        # Ended rows may be past the last number; their draw is not used.
+        number = s.count[part].clamp(max=s.room - 1)[:, None]
+        noise = s.noise[part].gather(1, number).squeeze(1)
         self.store(first, *draw(logits, noise))
 
     def __call__(self, rows: int, draw: Draw, *, bans: bool) -> None:

@@ -310,7 +310,8 @@ def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor
     # Rows of different length with a common prompt: both padding and sharing of prompts are exercised.
     rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]
     packing = Packing.of(rows, prompts=[3, 3] if model.shares_prefixes else None)
-    select = torch.cat([packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)])
+    predicting = [packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)]
+    select = torch.cat(predicting)
     labels = torch.cat([row[1:] for row in rows]).to(device)
     packing, select = packing.to(device), select.to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.attention.startswith("flash")):

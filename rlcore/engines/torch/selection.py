@@ -59,9 +59,10 @@ def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
     if batch is None:
         return [torch.zeros(1, dtype=torch.int64)]
     rows = zip(batch.view("prompts").to_list(), batch.view("responses").to_list(), strict=True)
+    whole = [torch.cat(row) for row in rows]
     if at_end:
-        return [torch.cat(row) for row in rows]
-    return [torch.cat([p, r])[: max(1, len(p) + len(r) - 1)] for p, r in rows]
+        return whole
+    return [tokens[: max(1, len(tokens) - 1)] for tokens in whole]
 
 
 def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, shares_prefixes: bool) -> int:

@@ -17,7 +17,7 @@ from rlcore import DataProto
 from rlcore.config import from_yaml, to_yaml
 from rlcore.engine import Finished, Request, RolloutEngine, Sampling, random_state, set_random_state
 from rlcore_plugin_testing.report import CheckFailed
-from rlcore_plugin_testing.rollout_engine import request_checks
+from rlcore_plugin_testing.rollout_engine import capability_checks, request_checks
 from rlcore_plugin_testing.rollout_engine.suite import RolloutEngineSuite, continued
 
 DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
@@ -258,6 +258,8 @@ CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
         request_checks.refusals,
         request_checks.versions,
         request_checks.dead_update,
+        capability_checks.adopted_weights,
+        capability_checks.shared_module,
         request_checks.memory,
     )
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rlcore import Config, DataError, DataProto, PluginManager, Ragged
@@ -76,9 +76,7 @@ class RolloutEngineSuite(CheckSuite):
         def make() -> RolloutEngine:
             if "memory" in self.checks:  # it takes a second
                 self.bytes_before = held_bytes()
-            section = self.config.sections.get(f"rollout.{self.name}")
-            model = replace(self.config.model, dtype="fp32")
-            engine = self.spec.create(RolloutSetup(model, self.config.rollout, section, self.device))
+            engine = self.create()
             self.had_weights = self._takes_requests(engine)
             return engine
 
@@ -90,6 +88,12 @@ class RolloutEngineSuite(CheckSuite):
             self.sync()
         engine.abort(list(engine.in_flight))
         return engine
+
+    def create(self, shared: nn.Module | None = None) -> RolloutEngine:
+        """Create an engine in fp32, which may be lent a module."""
+        section = self.config.sections.get(f"rollout.{self.name}")
+        model = replace(self.config.model, dtype="fp32")
+        return self.spec.create(RolloutSetup(model, self.config.rollout, section, self.device, shared))
 
     @property
     def created(self) -> RolloutEngine:
@@ -194,8 +198,14 @@ class RolloutEngineSuite(CheckSuite):
 
     # Comparisons
 
-    def expect_likely(self, requests: Sequence[Request], rows: Mapping[str, Finished]) -> float:
-        """Return how far log-probs are from the plain model's, at most; raise CheckFailed beyond the tolerance."""
+    def expect_likely(
+        self, requests: Sequence[Request], rows: Mapping[str, Finished], tolerance: float | None = None
+    ) -> float:
+        """Return how far log-probs are from the plain model's, at most; raise CheckFailed beyond the tolerance.
+
+        `tolerance` is the suite's own by default.
+        """
+        tolerance = self.tolerance if tolerance is None else tolerance
         worst = 0.0
         for request in requests:
             row = rows[request.id]
@@ -207,7 +217,7 @@ class RolloutEngineSuite(CheckSuite):
             else:
                 off, what = (torch.tensor(row.log_probs) - own).abs(), "a log-prob differs from the plain model's"
             at = int(off.argmax())
-            if not float(off[at]) <= self.tolerance:
+            if not float(off[at]) <= tolerance:
                 raise CheckFailed(
                     f"{what}: by {float(off[at]):.3g} nats at token {at} of {len(row.tokens)}, after a prompt of "
                     f"{len(request.prompt)} tokens with {request.sampling}"
@@ -244,11 +254,12 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 def held_bytes() -> int:
     """Return the bytes of all torch tensors that this process holds."""
     gc.collect()
-    storages = {storage.data_ptr(): storage.nbytes() for storage in _storages()}
-    return sum(storages.values())
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages()}
+    return sum(sizes.values())
 
 
-def _storages() -> Iterator[Any]:
+def storages() -> Iterator[Any]:
+    """Yield the storages of all torch tensors that this process holds."""
     for each in gc.get_objects():
         if issubclass(type(each), Tensor) and not issubclass(type(each), FakeTensor):
             yield each.untyped_storage()
