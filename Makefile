@@ -1,6 +1,6 @@
 # make train   set up and train the shipped tiny model on the CPU
 # make test    set up and run the tests        make check   lint, types, import arrows
-# make test-slow   run those that show the same of more models, plugins and layouts
+# make test-slow   run those that show the same of more models and layouts
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
 # make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results

@@ -1,6 +1,7 @@
-"""What `auto` becomes: the GPUs that torch finds decide on workers, on GPUs for each worker, and on the precision.
+"""Resolves `auto`: the GPUs that torch finds decide the workers, the GPUs of each worker, and the precision.
 
-The values are resolved once, when a config is composed. A run folder holds them resolved, so a resumed run keeps them.
+The values are resolved once, when a config is composed. A run folder has the resolved values, so a resumed run keeps
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CPU_WORKERS = 2
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that a run may use. `reason`: why there is none. `bf16`: whether all of them compute in bf16."""
+    """The GPUs that a run may use. `reason`: the cause if there is none. `bf16`: whether all of them support bf16."""
 
     count: int = 0
     name: str = ""

@@ -1,8 +1,8 @@
-"""Calls that make no progress: each worker process watches its own call, and the controller ends a run that hangs.
+"""Detects calls without progress: each worker process watches its own call, and the controller ends a run that hangs.
 
-A call makes progress while its Python position changes, or while the process, or one that it started, computes or uses
-the disk. So neither a long compilation nor the loading of a large model looks like a hang, and a rank that waits for a
-peer which computes is not blamed.
+A call makes progress while its Python position changes, or while the process or a child of it computes or uses the
+disk. So neither a long compilation nor the loading of a large model looks like a hang, and a rank that waits for a
+computing peer is not blamed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ray.experimental import internal_kv  # the cluster's own store answers whil
 CPU_SHARE = 0.05
 """A process that computes less than this share of the time is idle but for Ray's own threads."""
 DISK_BYTES = 1 << 20
-"""Bytes read and written between two looks from which on the disk is at work."""
+"""Bytes read and written between two looks above which the disk counts as busy."""
 STARTS = ("__init__", "start")
 """Methods that may not hang; others may not while a peer waits for them in a collective."""
 NO_FRAMES = ("torch/_ops.py", "contextlib.py")
-"""Files whose frames say nothing about what is waited for."""
+"""Files whose frames do not show the reason of a wait."""
 
 Place = Literal["collective", "data", "elsewhere"]
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A call without progress for `seconds`. `position` is in words; `place` says what kind of position it is."""
+    """A call without progress for `seconds`. `position` describes its position in words; `place` is the kind of it."""
 
     role: str
     method: str
@@ -45,7 +45,7 @@ class Stall:
 
 
 def read_stall(key: str) -> Stall | None:
-    """Return what the process of a key published last; None if its call makes progress or it has none."""
+    """Return the last stall that the process of a key published; None if its call makes progress or it has no call."""
     text = internal_kv._internal_kv_get(key)
     return Stall(**json.loads(text)) if text else None
 
@@ -53,7 +53,7 @@ def read_stall(key: str) -> Stall | None:
 class ProgressWatch:
     """Watches the calls of this process from a thread of its own, and publishes those without progress under `key`.
 
-    `seconds`: a call counts as hung after so long; it is published from half of that on. 0: nothing is watched.
+    `seconds`: time after which a call counts as hung; it is published after half of that. 0: no watch.
     """
 
     def __init__(self, key: str, seconds: float) -> None:
@@ -85,7 +85,7 @@ class ProgressWatch:
             frames = [] if call is None else frames_of(call[2])
             at = call, [(id(frame.f_code), frame.f_lasti) for frame in frames]
             before, used = used, usage()
-            # A process that ends takes its use with it, which is progress too.
+            # The end of a child process lowers the sums, which is progress too.
             cpu, disk = abs(used[0] - before[0]), abs(used[1] - before[1])
             busy = cpu > CPU_SHARE * (now - looked) or disk > DISK_BYTES
             if call is None or at != seen or busy:
@@ -101,7 +101,7 @@ class ProgressWatch:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """Return the frames of a worker's method and of what it calls, the innermost first."""
+    """Return the frames of a worker's method and of its callees, the innermost first."""
     frames: list[FrameType] = []
     frame = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.endswith(os.path.join("workers", "ray_worker.py")):

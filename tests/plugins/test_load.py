@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.cli import main
 from rlcore.errors import PluginError
 from rlcore.plugins import PluginManager, installed
 
@@ -182,6 +183,8 @@ def test_blocked_plugin_is_not_imported(distribution, without_own):
         ("nice", ALGORITHM.format(given="[AlgorithmSpec(n, Nice) for n in ('nice', 'more')]"), "gave 'nice', 'more'"),
         ("reward.nice", one(), "gives none; it gave 'nice'"),
         ("command.hail", COMMAND, "gives 'hail'; it gave 'greet'"),
+        ("command.greet.all", COMMAND, "gives 'greet all'; it gave 'greet'"),
+        ("command.greet", COMMAND.replace('"greet"', '"greet  all"'), "a name is made of words of letters, digits"),
         ("hooks.nice", COMMAND, r"rlcore_commands\(\) gives none; it gave 'greet'"),
         ("commands.greet", COMMAND, r"rlcore_commands\(\) gives none; it gave 'greet'"),
     ],
@@ -216,6 +219,20 @@ def test_one_name_in_two_distributions(distribution, without_own):
 def test_command_entry_point(distribution, without_own):
     distribution("rlcore-plugin-greet", {"command.greet": "rl_greet"}, {"rl_greet": COMMAND})
     assert list(PluginManager.load(without_own).commands()) == ["greet"]
+
+
+def test_the_longest_command_that_a_line_begins_with_runs(distribution, without_own, capsys):
+    short = COMMAND.replace("lambda argv: 0", "lambda argv: print('short', argv) or 0")
+    long = COMMAND.replace('"greet"', '"greet all"').replace("lambda argv: 0", "lambda argv: print('long', argv) or 0")
+    entries = {"command.greet": "rl_greet", "command.greet.all": "rl_greet_all"}
+    distribution("rlcore-plugin-greet", entries, {"rl_greet": short, "rl_greet_all": long})
+    for words, said in (
+        ("greet", "short []"),
+        ("greet you all", "short ['you', 'all']"),
+        ("greet all -x", "long ['-x']"),
+    ):
+        assert main(words.split()) == 0
+        assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_own_entry_points_all_load():

@@ -129,13 +129,13 @@ def test_slots_follow_the_weights(model_folder):
     assert any(after[name].tokens != before[name].tokens for name in before)
 
 
-def static_step(hf, slots, width, *, dtype=torch.float32, attention=masked_attention, device=CPU):
+def static_step(hf, slots, width, *, dtype=torch.float32, attention=masked_attention, device=CPU, compiled=False):
     weights = StepWeights(hf, dtype)
     weights.refresh()
     base = getattr(hf, hf.base_model_prefix)
     buffers = Slots(slots, width, 16, weights, device)
     ends = torch.tensor([1, 2], device=device)
-    return StaticStep(buffers, weights, rotary_tables(base, width, device), ends, attention, compiled=False)
+    return StaticStep(buffers, weights, rotary_tables(base, width, device), ends, attention, compiled=compiled)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
@@ -177,6 +177,25 @@ def test_a_step_has_no_shape_that_changes_and_does_not_wait_for_the_host(model_f
         run()
     assert len(traced) == 1
     assert step.slots.count.tolist() == [7, 7, 7, 0] or step.slots.by_itself.any()
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_compiled_pieces_give_the_logits_of_the_plain_step(model_folder, monkeypatch):
+    """Traced as torch.compile traces them, in one graph each, and run without a compiler."""
+    traced, compiler = [], torch.compile
+
+    def in_one_graph(function):
+        traced.append(function.__name__)
+        return compiler(function, backend="eager", fullgraph=True)
+
+    hf = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32).eval()
+    monkeypatch.setattr(torch, "compile", in_one_graph)
+    plain, compiled = (static_step(hf, 4, 32, compiled=each) for each in (False, True))
+    for step in (plain, compiled):
+        step.slots.tokens[:], step.slots.positions[:] = torch.arange(4) + 5, torch.tensor([0, 3, 7, 30])
+    assert torch.equal(plain.logits(4), compiled.logits(4))
+    assert traced == ["into_layer", "between_layers", "out_of_layer"]
     torch._dynamo.reset()
 
 
