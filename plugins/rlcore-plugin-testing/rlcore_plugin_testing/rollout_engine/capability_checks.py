@@ -92,4 +92,5 @@ def _state(module: nn.Module) -> dict[str, Any]:
     state |= {f"requires_grad of {name}": each.requires_grad for name, each in module.named_parameters()}
     # The optimizer knows parameters by identity; their memory may have moved.
     state |= {f"the parameter {name}": id(each) for name, each in module.named_parameters()}
-    return state | {"its attention": module.config._attn_implementation}
+    config: Any = module.config  # of transformers
+    return state | {"its attention": config._attn_implementation}
