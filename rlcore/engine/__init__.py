@@ -1,4 +1,7 @@
-"""The shared parts of all engines, and the public interface for engines of your own. Runs in worker processes.
+"""The shared parts of all engines, and the public interface for engines of your own.
+
+They run in worker processes. The controller too reads the layouts (`parallel/`, `weights/generation.py`) and cuts rows
+for an update (`update/microbatch.py`).
 
 Plugins that bring an engine may import the names below (docs/write_an_engine.md). Each is imported at its first use, so
 `import rlcore.engine` itself does not load torch.
