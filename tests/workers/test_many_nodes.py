@@ -21,6 +21,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the program saw; it cannot share the session's Ray."""
     folder = tmp_path_factory.mktemp("nodes")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # tests/conftest.py hides GPUs, and Ray starts no node with a GPU that is hidden.
+    env.pop("CUDA_VISIBLE_DEVICES", None)
     done = subprocess.run([sys.executable, PROGRAM, folder], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
