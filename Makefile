@@ -49,7 +49,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy $(wildcard plugins/*/rlcore_plugin_*.py plugins/*/rlcore_plugin_*/)
+	$(BIN)/mypy $(filter-out %.egg-info/,$(wildcard plugins/*/rlcore_plugin_*.py plugins/*/rlcore_plugin_*/))
 	$(BIN)/lint-imports
 
 # On a machine with a GPU and no network: the venv if there is one, else the Python that holds torch.
