@@ -240,7 +240,7 @@ def _roles(flight: Preflight) -> None:
 
 def _placement(flight: Preflight) -> None:
     if flight.config.cluster.pools != "auto":
-        assert flight.placement.pools
+        _ = flight.placement  # raises for pools that cannot be made
 
 
 def _plugins(flight: Preflight) -> None:

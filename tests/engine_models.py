@@ -6,11 +6,16 @@ from pathlib import Path
 
 import torch
 
-from rlcore.config import EngineConfig, ModelConfig
+from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.train import TrainEngine, TrainSetup
+from rlcore.engine.worker import RoleSetup
+from rlcore.engines.hf.config import HFConfig
+from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
+from rlcore.engines.torch.plugin import rlcore_train_engines
+from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 
 PLAIN = Path(__file__).parent / "fixtures" / "engines" / "rlcore-plugin-plain"
@@ -102,6 +107,12 @@ def plain_engine(folder: Path, **options) -> TrainEngine:
 
 TRAIN_ENGINES = {"torch": torch_engine, "plain": plain_engine}
 """Functions that create each train engine there is, by its name."""
+
+
+def role_setup(role: Role, model: ModelConfig, engine: EngineConfig, rollout: RolloutConfig) -> RoleSetup:
+    """Return the setup of a role's workers on engine=torch and rollout=hf, with the defaults of both."""
+    engines = rlcore_train_engines(), rlcore_rollout_engines()
+    return RoleSetup(role, model, engine, rollout, *engines, TorchConfig(), HFConfig(), seed=0, total_steps=10)
 
 
 def random_batch(groups: int = 4, size: int = 3, seed: int = 0) -> DataProto:

@@ -9,9 +9,7 @@ Plugins that bring an engine may import the names below (docs/write_an_engine.md
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,21 +58,43 @@ if TYPE_CHECKING:
     from rlcore.model_folder import read_tokenizer as read_tokenizer
 
 
-def _modules() -> dict[str, str]:
-    """Return the module of each public name, from the imports above: the one list that type checkers read too."""
-    block = next(node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_MODULE_OF = _modules()
-__all__ = sorted(_MODULE_OF)
+_HOMES = {
+    "rlcore.config": ["EngineConfig", "ModelConfig", "RolloutConfig"],
+    "rlcore.engine.collectives": ["Ranks"],
+    "rlcore.engine.generators": ["random_state", "set_random_state"],
+    "rlcore.engine.model_folder": ["write_model_folder"],
+    "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
+    "rlcore.engine.parallel.mesh": ["TrainMesh"],
+    "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of"],
+    "rlcore.engine.parallel.tensor_parallel": ["shard_dims"],
+    "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
+    "rlcore.engine.rollout": [
+        "Finished",
+        "Reason",
+        "Request",
+        "RolloutEngine",
+        "RolloutSetup",
+        "Sampling",
+        "check_requests",
+        "refuse_in_flight",
+    ],
+    "rlcore.engine.sampling": ["sample_tokens"],
+    "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
+    "rlcore.engine.update.items": ["Importance", "UpdateItem"],
+    "rlcore.engine.update.updater": ["Updater"],
+    "rlcore.engine.weights.generation": ["GenerationLayout"],
+    "rlcore.engine.weights.meter": ["Group"],
+    "rlcore.engine.weights.transfer": ["Shapes", "check_same_parameters", "checked"],
+    "rlcore.model_folder": ["load_model_config", "loading_options", "model_dtype", "model_path", "read_tokenizer"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'rlcore.engine' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -288,7 +288,7 @@ class ModelWorker(_GeneratingWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=column_specs("values"))
     def values(self, batch: DataProto) -> DataProto:
         """Return the column `values`."""
-        with self._timed("values"):
+        with self._timed("values"), self._fits("values", [batch]):
             return DataProto.from_single_dict(self.train.compute(batch, ["values"]))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=_score_gives)
@@ -297,7 +297,8 @@ class ModelWorker(_GeneratingWorker):
         with self._timed("score"):
             if self._texts is not None:
                 batch = batch.union(self._texts.encode(batch))
-            scores = self.train.compute(batch, ["scores"])["scores"]
+            with self._fits("score", [batch]):
+                scores = self.train.compute(batch, ["scores"])["scores"]
         assert isinstance(scores, torch.Tensor)
         bad = ~scores.isfinite()
         if bad.any():

@@ -9,11 +9,8 @@ from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.update.items import UpdateItem
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
+from rlcore.engine.worker import ModelWorker
 from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -70,7 +67,7 @@ def tokens_of(batch: DataProto) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def actors(ray_cluster, model_folder):
+def actors(ray_cluster, engine_models, model_folder):
     """Handles of the same model on one rank in this process and on two ranks on Ray."""
     config = Config(
         algorithm="grpo",
@@ -80,18 +77,7 @@ def actors(ray_cluster, model_folder):
         rollout=RolloutConfig(response_len=12),
         engine=EngineConfig(lr=1e-3, clip_grad=0.0, micro_batch_rows=3),
     )
-    setup = RoleSetup(
-        ACTOR,
-        config.model,
-        config.engine,
-        config.rollout,
-        rlcore_train_engines(),
-        rlcore_rollout_engines(),
-        TorchConfig(),
-        HFConfig(),
-        0,
-        10,
-    )
+    setup = engine_models.role_setup(ACTOR, config.model, config.engine, config.rollout)
     import sys
 
     here = sys.modules[__name__]
@@ -290,23 +276,12 @@ def test_mini_batches_that_no_group_fills_are_skipped(fresh, random_batch):
         assert (metrics["train/optimizer_steps"], metrics["train/skipped_updates"]) == (2, 1)
 
 
-def test_other_layouts_on_two_ranks(ray_cluster, model_folder, random_batch, assert_close):
+def test_other_layouts_on_two_ranks(ray_cluster, engine_models, model_folder, random_batch, assert_close):
     """Untied embeddings, padded rows, recomputed activations, layers sharded one by one; and the same model in bf16."""
     import sys
 
     model, engine = ModelConfig(path=str(model_folder("llama"))), EngineConfig(lr=1e-3, clip_grad=0.0)
-    plain = RoleSetup(
-        ACTOR,
-        model,
-        engine,
-        RolloutConfig(response_len=6),
-        rlcore_train_engines(),
-        rlcore_rollout_engines(),
-        TorchConfig(),
-        HFConfig(),
-        0,
-        10,
-    )
+    plain = engine_models.role_setup(ACTOR, model, engine, RolloutConfig(response_len=6))
     other = dataclasses.replace(
         plain, train_config=TorchConfig(padding_free=False, activation_checkpointing=True, layerwise_above=0)
     )

@@ -9,11 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
-from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
+from rlcore.engine.worker import ModelWorker
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import HANDLES, StepClock
@@ -57,7 +53,7 @@ def score_loss(out, batch, config):
 
 
 @pytest.fixture(scope="module")
-def roles(ray_cluster, model_folder, tmp_path_factory):
+def roles(ray_cluster, engine_models, model_folder, tmp_path_factory):
     """The same roles, by name, on one rank in this process and on two ranks on Ray."""
     folder = tmp_path_factory.mktemp("scored")
     shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
@@ -66,18 +62,7 @@ def roles(ray_cluster, model_folder, tmp_path_factory):
     hf.save_pretrained(folder)
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
-    plain = RoleSetup(
-        Role(),
-        config.model,
-        engine,
-        RolloutConfig(),
-        rlcore_train_engines(),
-        rlcore_rollout_engines(),
-        TorchConfig(),
-        HFConfig(),
-        0,
-        10,
-    )
+    plain = engine_models.role_setup(Role(), config.model, engine, RolloutConfig())
     classes = {
         name: ClassWithInitArgs(ProbedWorker, dataclasses.replace(plain, role=role)) for name, role in ROLES.items()
     }

@@ -9,11 +9,7 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.weights.transfer import RemoteWeights
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
-from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
+from rlcore.engine.worker import ModelWorker
 from rlcore.errors import WorkerError
 from rlcore.ops import needs, objective
 from rlcore.plugins import Role
@@ -37,34 +33,23 @@ def config_of(folder, **engine):
     )
 
 
-def worker_of(config):
+def worker_of(engine_models, config):
     return ClassWithInitArgs(
         ModelWorker,
-        RoleSetup(
-            ACTOR,
-            config.model,
-            config.engine,
-            config.rollout,
-            rlcore_train_engines(),
-            rlcore_rollout_engines(),
-            TorchConfig(),
-            HFConfig(),
-            0,
-            10,
-        ),
+        engine_models.role_setup(ACTOR, config.model, config.engine, config.rollout),
     )
 
 
 @pytest.fixture(scope="module")
-def actors(ray_cluster, model_folder):
+def actors(ray_cluster, engine_models, model_folder):
     """One actor in this process; and one for each layout, which share two processes."""
     configs = {"one": config_of(model_folder())}
     configs |= {name: config_of(model_folder(), **engine) for name, engine in LAYOUTS.items()}
     one = make_executor(ClusterConfig(executor="in_process", workers=1))
     two = make_executor(ClusterConfig(executor="ray", workers=2), by_value_modules=[sys.modules[__name__]])
     with one, two:
-        groups = {"one": one.worker_group(one.resource_pool(), worker_of(configs["one"]), name="one")}
-        classes = {name: worker_of(configs[name]) for name in LAYOUTS}
+        groups = {"one": one.worker_group(one.resource_pool(), worker_of(engine_models, configs["one"]), name="one")}
+        classes = {name: worker_of(engine_models, configs[name]) for name in LAYOUTS}
         groups |= two.worker_groups([ProcessRequest(two.resource_pool(), classes, "layouts")])[0]
         for group in groups.values():
             group.start().get()

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, compose
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
-from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
+from rlcore.engine.worker import ModelWorker
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
 from rlcore.preflight import preflight
@@ -90,7 +86,7 @@ def test_a_copy_takes_its_shards_of_whole_weights(ranks):
 
 
 @pytest.mark.ray
-def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, model_folder, random_batch):
+def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, engine_models, model_folder, random_batch):
     """Training 1-2-1 to generation 1-1-2-1 and 1-2-1-1: two replicas of one rank, and one of two."""
     model, batch = ModelConfig(path=str(model_folder())), random_batch(groups=5, size=3)
     prompts, found = batch.select(["prompts"], ["uid"]), []
@@ -102,18 +98,7 @@ def test_rows_go_to_generating_replicas_and_come_back_in_order(ray_cluster, mode
             engine=EngineConfig(tp=workers),
             rollout=RolloutConfig(response_len=12, tp=shards),
         )
-        setup = RoleSetup(
-            ACTOR,
-            model,
-            config.engine,
-            config.rollout,
-            rlcore_train_engines(),
-            rlcore_rollout_engines(),
-            TorchConfig(),
-            HFConfig(),
-            0,
-            10,
-        )
+        setup = engine_models.role_setup(ACTOR, model, config.engine, config.rollout)
         kind = "in_process" if workers == 1 else "ray"
         with make_executor(ClusterConfig(executor=kind, workers=workers)) as executor:
             group = executor.worker_group(executor.resource_pool(), ClassWithInitArgs(ModelWorker, setup))

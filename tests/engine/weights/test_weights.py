@@ -8,12 +8,8 @@ import torch
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
-from rlcore.engine.worker import ModelWorker, RoleSetup
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
+from rlcore.engine.worker import ModelWorker
 from rlcore.engines.torch import state
-from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.errors import DataError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -50,26 +46,17 @@ def shapes_of(weights):
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def setup_of(folder) -> RoleSetup:
+def setup_of(engine_models, folder):
     engine = EngineConfig(lr=1e-2)
-    return RoleSetup(
-        Role(),
-        ModelConfig(path=str(folder)),
-        engine,
-        RolloutConfig(),
-        rlcore_train_engines(),
-        rlcore_rollout_engines(),
-        TorchConfig(),
-        HFConfig(),
-        0,
-        10,
-    )
+    return engine_models.role_setup(Role(), ModelConfig(path=str(folder)), engine, RolloutConfig())
 
 
 @pytest.mark.ray
-def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(ray_cluster, model_folder):
+def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(
+    ray_cluster, engine_models, model_folder
+):
     """Leader on 2 ranks; follower beside it on 2, then on a pool of 1. Shares 0.3 and 1, one after the other."""
-    setup = setup_of(model_folder())
+    setup = setup_of(engine_models, model_folder())
     config, clock = Config(algorithm="", algo=None, model=setup.model), StepClock()
     seen = []
     with make_executor(ClusterConfig(), by_value_modules=[sys.modules[__name__]]) as executor:
