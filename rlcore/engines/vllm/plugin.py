@@ -29,12 +29,15 @@ def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError where vLLM is not installed."""
+    """Raise ConfigError where vLLM is not installed, or in a version that rlcore does not work with."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
             "docs/rollout.md says), or choose rollout=hf"
         )
+    from rlcore.engines.vllm.internals import check_version
+
+    check_version()
 
 
 @hookimpl

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import os
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.config import ModelConfig
-from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
-from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
-from rlcore.engines.vllm.ranks import executor, in_engine_order, keeping_default_group, unlink_shared_memory
+from rlcore.engines.vllm.internals import (
+    arguments,
+    drain,
+    import_vllm,
+    keeping_default_group,
+    output_so_far,
+    sample_by_name,
+    starting,
+    tensor_parallel,
+    tokens_so_far,
+)
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
@@ -67,34 +72,16 @@ class VLLMRollout(RolloutEngine):
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
         self._joined = dist.is_initialized()  # vLLM uses an existing default group, or creates one
-        with ExitStack() as stack:
-            stack.enter_context(_starting(on_cpu=on_cpu))
-            LLM = _import_vllm()
-            from rlcore.engines.vllm.internals import RowNoise, sample_by_name
-
-            sharded: dict[str, Any] = {}
-            if tensor_group is not None:
-                stack.enter_context(in_engine_order(engine_order))
-                backend = executor(tensor_group, engine_order, device)
-                sharded = {"tensor_parallel_size": ranks, "distributed_executor_backend": backend}
-            self.llm: Any = LLM(
+        with starting(on_cpu=on_cpu), tensor_parallel(tensor_group, engine_order, device) as sharded:
+            self.llm: Any = import_vllm()(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
                 dtype=str(model_dtype(model)).removeprefix("torch."),
-                load_format="dummy",  # `sync` brings all weights before the first token
-                generation_config="vllm",  # each request names its end tokens; no other default applies
-                max_model_len=-1,  # the model's and the cache's limit
                 max_num_seqs=config.batch_size,
                 kv_cache_memory_bytes=config.kv_cache_mb << 20,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                logits_processors=[RowNoise],
-                **(OPTIONS if on_cpu else {}),
-                **sharded,
+                **{**arguments(on_cpu=on_cpu), **sharded},
             )
-            if sharded and on_cpu:
-                unlink_shared_memory()
-            self.llm.collective_rpc(sample_by_name)
+        self.llm.collective_rpc(sample_by_name)
         self._requests: dict[str, _InFlight] = {}
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
@@ -116,6 +103,7 @@ class VLLMRollout(RolloutEngine):
                 module.load_weights(loading)
 
         self.version = -1
+        drain(self.llm.llm_engine)
         self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
             raise DataError("vLLM could not empty its prefix cache, which holds keys and values of the old weights")
@@ -154,8 +142,6 @@ class VLLMRollout(RolloutEngine):
 
     def _stop(self) -> list[Finished]:
         """Return the rows whose newest token completed a stop string, and take them out of vLLM."""
-        from rlcore.engines.vllm.internals import output_so_far, tokens_so_far
-
         engine, stopped = self.llm.llm_engine, []
         for each in [each for each in self._requests.values() if each.request.sampling.stop]:
             if self._stopped(each.request, tokens_so_far(engine, each.internal_id)):
@@ -171,8 +157,6 @@ class VLLMRollout(RolloutEngine):
 
     def abort(self, ids: Collection[str]) -> list[Finished]:
         """See RolloutEngine."""
-        from rlcore.engines.vllm.internals import output_so_far
-
         if unknown := [each for each in ids if each not in self._requests]:
             raise DataError(f"cannot abort {', '.join(map(repr, unknown))}: no such request is in flight")
         engine, gone = self.llm.llm_engine, [self._requests[each] for each in dict.fromkeys(ids)]
@@ -203,7 +187,7 @@ class VLLMRollout(RolloutEngine):
             logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token only
             detokenize=False,  # `_stopped` looks for stop strings, also across the border to earlier tokens
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"rlcore_noise": (request.key, done)},
+            extra_args={"rlcore_noise": (request.key, len(request.prompt))},
         )
 
     def _finished(self, request_id: str, output: Any) -> Finished:
@@ -242,27 +226,3 @@ def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
         for name, shape in shapes.items()
     }
     return shapes, shards, generation_config
-
-
-def _import_vllm() -> Any:
-    """Return vllm.LLM, imported in a thread of its own.
-
-    vLLM stores the exception of a failed optional import, and with it all frames of the stack and their variables. In
-    this thread those include an engine, which could then never be freed.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
-
-
-@contextmanager
-def _starting(*, on_cpu: bool) -> Iterator[None]:
-    """Set vLLM's environment variables, and restore the process's random state afterwards: vLLM seeds it."""
-    state = random_state()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, so that weights can be loaded
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `internals` replaces the sampler of the first runner
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run sends no reports that its config does not name
-    try:
-        with starting_on_cpu() if on_cpu else nullcontext():
-            yield
-    finally:
-        set_random_state(state)
