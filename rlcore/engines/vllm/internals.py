@@ -103,10 +103,10 @@ def import_vllm() -> Any:
         return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
 
 
-def arguments(*, on_cpu: bool) -> dict[str, Any]:
+def arguments(*, on_cpu: bool, sleeps: bool) -> dict[str, Any]:
     """Return the arguments of vllm.LLM that do not depend on the model.
 
-    On a GPU vLLM's defaults stay: CUDA graphs, compiled layers, chunked prefill.
+    On a GPU vLLM's defaults stay: CUDA graphs, compiled layers, chunked prefill. `sleeps`: its memory can be freed.
     """
     from rlcore.engines.vllm.noise import RowNoise
 
@@ -119,7 +119,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
         "logits_processors": [RowNoise],
     }
     if not on_cpu:
-        return always
+        return {**always, "enable_sleep_mode": sleeps}
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     # Compiling a graph takes longer than running a small model. The executor as a class: by its name, "uni", vLLM 0.20

@@ -25,6 +25,8 @@ def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
         device=setup.device,
         tensor_group=setup.tensor_group,
         engine_order=setup.engine_order,
+        beside_training=setup.beside_training,
+        row_tokens=setup.row_tokens,
     )
 
 
@@ -43,7 +45,5 @@ def check(config: Config) -> None:
 @hookimpl
 def rlcore_rollout_engines() -> RolloutEngineSpec[VLLMConfig]:
     """Register `rollout=vllm`."""
-    capabilities = RolloutCapabilities(
-        tensor_shards=True, continuous_batching=True, cache_key="rollout.vllm.kv_cache_mb"
-    )
+    capabilities = RolloutCapabilities(tensor_shards=True, continuous_batching=True, cache_key="rollout.vllm.memory")
     return RolloutEngineSpec("vllm", create_vllm, VLLMConfig, capabilities, check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from rlcore.engines.vllm.internals import (
     arguments,
     drain,
     import_vllm,
+    installed,
     keeping_default_group,
     output_so_far,
     sample_by_name,
@@ -30,7 +31,9 @@ from rlcore.engines.vllm.internals import (
     tensor_parallel,
     tokens_so_far,
 )
+from rlcore.engines.vllm.memory import Needs, free_bytes, plan
 from rlcore.engines.vllm.shards import with_shards
+from rlcore.engines.vllm.sleeper import Sleeper
 from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
 
@@ -53,7 +56,7 @@ class VLLMRollout(RolloutEngine):
 
     `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer. All ranks of all
     such groups start together; `engine_order` lists them, group after group. The ranks of a group sample the same
-    tokens, as they have the same logits, noise and schedule.
+    tokens, as they have the same logits, noise and schedule. `beside_training`, `row_tokens`: see RolloutSetup.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class VLLMRollout(RolloutEngine):
         device: torch.device,
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
+        beside_training: bool = False,
+        row_tokens: int = 0,
     ) -> None:
         folder = model_path(model.path)
         self.tokenizer = read_tokenizer(model)
@@ -72,16 +77,31 @@ class VLLMRollout(RolloutEngine):
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
         self._joined = dist.is_initialized()  # vLLM uses an existing default group, or creates one
+        needs = Needs.of(
+            load_model_config(model.path, model.trust_remote_code),
+            self.shapes,
+            model_dtype(model),
+            rows=config.batch_size,
+            row_tokens=row_tokens,
+            ranks=ranks,
+            beside_training=beside_training,
+        )
+        memory = plan(config, needs, free_bytes(device, tensor_group))
         with starting(on_cpu=on_cpu), tensor_parallel(tensor_group, engine_order, device) as sharded:
             self.llm: Any = import_vllm()(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
                 dtype=str(model_dtype(model)).removeprefix("torch."),
                 max_num_seqs=config.batch_size,
-                kv_cache_memory_bytes=config.kv_cache_mb << 20,
-                **{**arguments(on_cpu=on_cpu), **sharded},
+                kv_cache_memory_bytes=memory.cache,
+                **{**arguments(on_cpu=on_cpu, sleeps=memory.sleeps), **sharded},
             )
         self.llm.collective_rpc(sample_by_name)
+        self.description = f"vLLM {installed()[1]}, {memory.cache / 1e9:.2f} GB for keys and values"
+        self._sleeper = Sleeper(self.llm, device) if memory.sleeps else None
+        if self._sleeper is not None:
+            self.description += ", asleep while it trains"
+            self._sleeper.sleep()  # training measures and takes its memory before the first rows
         self._requests: dict[str, _InFlight] = {}
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
@@ -103,6 +123,8 @@ class VLLMRollout(RolloutEngine):
                 module.load_weights(loading)
 
         self.version = -1
+        if self._sleeper is not None:
+            self._sleeper.wake("weights")
         drain(self.llm.llm_engine)
         self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
@@ -118,9 +140,11 @@ class VLLMRollout(RolloutEngine):
         if most > self.longest:
             raise DataError(
                 f"a prompt and its new tokens make {most}, but vLLM has room for {self.longest} (by the model's "
-                "max_position_embeddings and rollout.vllm.kv_cache_mb); set rollout.response_len or data.prompt_len "
-                "lower, or rollout.vllm.kv_cache_mb higher"
+                "max_position_embeddings and rollout.vllm.memory); set rollout.response_len or data.prompt_len "
+                "lower, or rollout.vllm.memory higher"
             )
+        if self._sleeper is not None:
+            self._sleeper.wake("kv_cache")
         for request in requests:
             prompt = {"prompt_token_ids": [*request.prompt, *request.sampled]}
             # vLLM gives requests ids of its own; its engine core knows only those.
@@ -163,6 +187,19 @@ class VLLMRollout(RolloutEngine):
         outputs = [output_so_far(engine, each.internal_id) for each in gone]
         engine.abort_request([each.internal_id for each in gone], internal=True)
         return [self._finished(each.request.id, output) for each, output in zip(gone, outputs, strict=True)]
+
+    def sleep(self) -> None:
+        """See RolloutEngine. Frees weights, keys and values, if memory is short; `sync` and `add` take it again."""
+        refuse_in_flight(self.in_flight)
+        if self._sleeper is not None:
+            drain(self.llm.llm_engine)
+            self.version = -1
+            self._sleeper.sleep()
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """See RolloutEngine."""
+        return {} if self._sleeper is None else self._sleeper.metrics
 
     def close(self) -> None:
         """See RolloutEngine. Destroys vLLM's process groups, and the default group if vLLM created it."""
