@@ -29,6 +29,7 @@ from rlcore.engines.hf.static_decode import (
     StepWeights,
     draw_in_blocks,
     flash_attention,
+    kernel_attention,
     masked_attention,
 )
 from rlcore.ops import uniform_noise
@@ -39,6 +40,8 @@ LOOK_EVERY = 16
 """Steps between two looks of the host; an ended row occupies its slot until the next look."""
 FEWEST_ROWS = 8
 """Number of rows of the smallest graph."""
+COSTLY_ROWS = 96
+"""Number of rows from which a step's time grows with it (docs/gpu.md)."""
 MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
 """Largest share of the device's memory, and of its free memory, that slots take."""
 
@@ -66,13 +69,22 @@ class SlotRows:
     """The rows that decode in slots: requests join with the results of their prefill, and leave as Finished.
 
     `capture`: replay CUDA graphs; otherwise each step runs eagerly. `compiled`: the step's pieces are compiled.
+    `kernel`: attend by our own Triton kernel in bf16 on a GPU.
     """
 
     def __init__(
-        self, hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, *, capture: bool, compiled: bool
+        self,
+        hf: Any,
+        dtype: torch.dtype,
+        end_ids: Tensor,
+        tokenizer: Any,
+        *,
+        capture: bool,
+        compiled: bool,
+        kernel: bool = False,
     ) -> None:
         self.hf, self.dtype, self.end_ids, self.tokenizer = hf, dtype, end_ids, tokenizer
-        self.device, self.capture, self.compiled = end_ids.device, capture, compiled
+        self.device, self.capture, self.compiled, self.kernel = end_ids.device, capture, compiled, kernel
         self.requests: list[Request] = []
         self._stored: list[int] = []
         self._weights: StepWeights | None = None
@@ -127,14 +139,18 @@ class SlotRows:
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
         assert self._weights is not None
         base = getattr(self.hf, self.hf.base_model_prefix)
-        aligned = self._weights.heads.size % 8 == 0  # a condition of the flash kernel
-        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16 and aligned
+        attention = masked_attention
+        if self.device.type == "cuda" and self.dtype is torch.bfloat16:
+            if self.kernel:
+                attention = kernel_attention
+            elif self._weights.heads.size % 8 == 0:  # a condition of the flash kernel
+                attention = flash_attention
         return StaticStep(
             Slots(slots, width, room, self._weights, self.device),
             self._weights,
             rotary_tables(base, width, self.device),
             self.end_ids,
-            flash_attention if flash else masked_attention,
+            attention,
             compiled=self.compiled,
         )
 
@@ -205,11 +221,16 @@ class SlotRows:
         return self._look(version)
 
     def _graph_rows(self, live: int) -> int:
-        """Return the rows of the smallest graph that holds `live` rows."""
+        """Return the rows of the smallest graph that holds `live` rows: half the slots, a quarter and so on.
+
+        Three quarters of such a number count too while a row more costs time. With few rows the time is that of reading
+        the weights.
+        """
         rows = self.slots
         while rows // 2 >= max(live, min(FEWEST_ROWS, self.slots)):
             rows //= 2
-        return rows
+        between = rows * 3 // 4
+        return between if between >= max(live, COSTLY_ROWS) else rows
 
     def _replayed(self, rows: int) -> Callable[[], None]:
         """Return the function that decodes the first `rows` slots by one token."""
@@ -321,10 +342,14 @@ def capturable(
     """
     reason = ""
     parameters = sum(parameter.numel() for parameter in hf.parameters())
-    forms = [True, False] if pays_to_compile(end_ids.device, parameters) else [False]
-    for compiled in forms:
-        rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, compiled=compiled)
-        form = "CUDA graphs of compiled pieces" if compiled else "CUDA graphs"
+    forms = {"CUDA graphs": {"compiled": False}}
+    if pays_to_compile(end_ids.device, parameters):
+        forms = {"CUDA graphs of compiled pieces": {"compiled": True}, **forms}
+        if dtype is torch.bfloat16:
+            fastest = {"compiled": True, "kernel": True}
+            forms = {"CUDA graphs of compiled pieces and an attention kernel": fastest, **forms}
+    for form, options in forms.items():
+        rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, **options)
         try:
             off = probe(rows, prefill)
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:

@@ -195,7 +195,7 @@ def test_compiled_pieces_give_the_logits_of_the_plain_step(model_folder, monkeyp
     for step in (plain, compiled):
         step.slots.tokens[:], step.slots.positions[:] = torch.arange(4) + 5, torch.tensor([0, 3, 7, 30])
     assert torch.equal(plain.logits(4), compiled.logits(4))
-    assert traced == ["into_layer", "between_layers", "out_of_layer"]
+    assert traced == ["first_layer", "between_layers", "last_layer"]
     torch._dynamo.reset()
 
 
@@ -248,7 +248,9 @@ def test_the_probe_finds_slots_that_are_off(model_folder, caplog, monkeypatch):
     assert isinstance(slots, SlotRows)
     assert description == "in slots, replaying CUDA graphs"
     assert "decodes in slots, replaying CUDA graphs" in caplog.text
-    monkeypatch.setattr(slot_rows, "masked_attention", lambda *_: lambda queries, cache: -queries)
+    monkeypatch.setattr(
+        slot_rows, "masked_attention", lambda *_: lambda rotated, values, cache: -rotated[:, : -values.shape[1]]
+    )
     slots, description = made()
     assert slots is None
     assert description.startswith("log-probs of CUDA graphs would be off by ")
