@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
+from rlcore.engines.hf.static_decode import Heads, masked_attention
+
 LOG2_E = 1.4426950408889634
 BLOCK = 64
 """Columns that a program reads at a time."""
@@ -165,3 +167,25 @@ def attend_and_store(
     except TritonError as error:  # no RuntimeError, as torch's own are
         raise RuntimeError(f"Triton cannot run the attention kernel: {error}") from error
     return out
+
+
+def largest_error(heads: Heads, device: torch.device) -> float:
+    """Return the largest difference to masked attention, for few and for many rows of random bf16 numbers.
+
+    It is inf if the cache differs.
+    """
+    numbers, width, worst = torch.Generator(device).manual_seed(0), 3 * BLOCK, 0.0
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers, device=device).bfloat16()
+
+    for rows in (4, PROGRAMS // heads.keys):
+        positions = torch.arange(rows, device=device) * 37 % width
+        rotated = random(rows, heads.queries + heads.keys, heads.size)
+        values = random(rows, heads.queries, heads.size)[:, : heads.keys]
+        caches = [random(rows, width, 2, heads.keys, heads.size)]
+        caches.append(caches[0].clone())
+        want = masked_attention(positions, width, heads, torch.bfloat16)(rotated, values, caches[0])
+        got = attend_and_store(rotated, values, caches[1], positions, heads.scale, parts_of(rows, heads.keys))
+        worst = max(worst, float((got - want).abs().max()) if torch.equal(*caches) else float("inf"))
+    return worst

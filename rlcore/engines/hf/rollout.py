@@ -62,6 +62,8 @@ class HFRollout(RolloutEngine):
             # Parameters keep requires_grad, though no gradient is ever computed: torch chooses kernels by it, and the
             # log-probs must equal those of a shared trained module to the last bit.
             self.hf.to(device).eval()
+            if self.dtype is not torch.float32:
+                self.hf.get_input_embeddings().register_forward_hook(_in_fp32)
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
         self._fused: FusedDecodeStep | None = None
@@ -222,7 +224,7 @@ class HFRollout(RolloutEngine):
                 module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self._is_shared or self.dtype is torch.float32:
+        if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
@@ -287,3 +289,8 @@ class HFRollout(RolloutEngine):
                 logits_to_keep=1,
             )
         return out.logits[:, -1]
+
+
+def _in_fp32(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """Begin the residual stream in fp32, as a trainer with fp32 weights does."""
+    return embedded.float()

@@ -154,6 +154,15 @@ class SlotRows:
             compiled=self.compiled,
         )
 
+    def kernel_error(self) -> float:
+        """Return the largest error of the attention kernel; 0 where another form attends. Only after `open`."""
+        if not self.kernel:
+            return 0.0
+        from rlcore.engines.hf.decode_kernel import largest_error
+
+        assert self._weights is not None
+        return largest_error(self._weights.heads, self.device)
+
     def fits(self, request: Request) -> bool:
         """Whether a request may join the rows that decode now."""
         assert self._step is not None
@@ -351,12 +360,12 @@ def capturable(
     for form, options in forms.items():
         rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, **options)
         try:
-            off = probe(rows, prefill)
+            off = max(probe(rows, prefill), rows.kernel_error())
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
             log.info("%s cannot decode in %s: %s: %s", type(hf).__name__, form, type(error).__name__, error)
             reason = f"{form} failed with {type(error).__name__}"
             continue
-        # bf16 rounds log-probs by about 1e-2.
+        # bf16 rounds log-probs and attention by about 1e-2.
         if off <= (1e-4 if dtype is torch.float32 else 5e-2):
             log.info("%s decodes in slots, replaying %s", type(hf).__name__, form)
             return rows, f"in slots, replaying {form}"

@@ -129,7 +129,7 @@ def first_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the residual stream, the rows' cosines and sines, and the results of `into_layer` for the first layer."""
     cos, sin = (table[positions][:, None] for table in rotary)
-    hidden = F.embedding(tokens, weights.embedding)
+    hidden = F.embedding(tokens, weights.embedding).float()
     return hidden, cos, sin, *into_layer(hidden, weights.layers[0], cos, sin, weights.heads, weights.dtype)
 
 

@@ -1,6 +1,7 @@
 """Decoding in slots: the same rows as the plain step gives, and a step that a GPU can replay."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -255,6 +256,40 @@ def test_the_probe_finds_slots_that_are_off(model_folder, caplog, monkeypatch):
     assert slots is None
     assert description.startswith("log-probs of CUDA graphs would be off by ")
     assert "its log-probs would be off by" in caplog.text
+
+
+def test_without_triton_a_large_model_in_bf16_decodes_without_the_attention_kernel(model_folder, caplog, monkeypatch):
+    rollout = engine(model_folder(), in_slots=True)
+    monkeypatch.setattr(SlotRows, "_captured", lambda rows, run: type("Graph", (), {"replay": staticmethod(run)}))
+    monkeypatch.setattr(slot_rows, "pays_to_compile", lambda *_: True)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level("INFO", "rlcore.engines.hf.slot_rows"):
+        slots, description = capturable(
+            rollout.hf, torch.bfloat16, rollout.end_ids, rollout.tokenizer, rollout._prefilled
+        )
+    assert description == "in slots, replaying CUDA graphs of compiled pieces"
+    assert not slots.kernel
+    assert "cannot decode in CUDA graphs of compiled pieces and an attention kernel: ModuleNotFoundError" in caplog.text
+
+
+def test_graphs_hold_half_the_slots_and_so_on_and_three_quarters_while_a_row_costs_time(model_folder):
+    rollout = engine(model_folder(), in_slots=True)
+    slots = rollout._slots
+    slots.open(requests(Sampling(max_tokens=5)), 512)
+    assert {live: slots._graph_rows(live) for live in (512, 400, 384, 257, 200, 192, 100, 96, 70, 33, 1)} == {
+        512: 512,
+        400: 512,
+        384: 384,
+        257: 384,
+        200: 256,
+        192: 192,
+        100: 128,
+        96: 96,
+        70: 96,
+        33: 64,
+        1: 8,
+    }
 
 
 def test_a_graph_holds_all_rows_and_is_captured_once(model_folder, monkeypatch):
