@@ -338,8 +338,8 @@ class SlotRows:
         del self.requests[left:], self._stored[left:]
 
 
-Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Tensor]]
-"""Runs requests' prompts; see HFRollout."""
+Prefill = Callable[[Sequence[Request], int], tuple[Tensor, BufferedCache, Tensor, Tensor]]
+"""Runs requests' prompts, padded to a number of tokens; see HFRollout."""
 
 
 def capturable(
@@ -382,7 +382,7 @@ def probe(rows: SlotRows, prefill: Prefill) -> float:
     sampling = Sampling(max_tokens=6)
     requests = [Request(str(key), tuple(prompt), key, sampling) for key, prompt in enumerate((ids[:5], ids[5:]))]
     rows.open(requests, FEWEST_ROWS)
-    logits, cache, index, _ = prefill(requests)
+    logits, cache, index, _ = prefill(requests, max(len(each.prompt) for each in requests))
     rows.join(requests, logits, cache, index)
     finished: list[Finished] = []
     while rows.requests:

@@ -90,6 +90,21 @@ def test_a_stop_string_between_two_looks_ends_a_row_where_the_plain_step_does(mo
         assert_same_rows(sampled(engine(model_folder(), in_slots=True, batch_size=7), wanted), plain)
 
 
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_long_prompts_run_in_parts_and_each_once(model_folder, monkeypatch, in_slots):
+    wanted = requests(Sampling(max_tokens=12), count=30, prompts=10)
+    longest = max(len(each.prompt) for each in wanted)
+    whole = sampled(engine(model_folder(), in_slots=in_slots), wanted)
+    rollout, shapes = engine(model_folder(), in_slots=in_slots), []
+    rollout.hf.register_forward_pre_hook(lambda _, __, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    monkeypatch.setattr("rlcore.engines.hf.rollout.PREFILL_TOKENS", 3 * longest + 2)
+    in_parts = sampled(rollout, wanted)
+    assert shapes == [(3, longest)] * 3 + [(1, longest)], "ten prompts, each once"
+    assert_same_rows(in_parts, whole)
+    monkeypatch.setattr("rlcore.engines.hf.rollout.PREFILL_TOKENS", 1)
+    assert_same_rows(sampled(engine(model_folder(), in_slots=in_slots), wanted), whole)
+
+
 def test_requests_of_other_distributions_and_lengths_wait_until_the_slots_are_free(model_folder):
     wanted = requests(Sampling(max_tokens=20))
     for index, sampling in ((4, Sampling(max_tokens=20, temperature=0.5)), (9, Sampling(max_tokens=300, min_tokens=2))):
