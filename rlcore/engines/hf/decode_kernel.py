@@ -13,13 +13,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from rlcore.engines.hf.static_decode import Heads, masked_attention
+from rlcore.engines.hf.static_decode import Attend, Heads, masked_attention
 
 LOG2_E = 1.4426950408889634
 BLOCK = 64
 """Columns that a program reads at a time."""
-PROGRAMS, MOST_PARTS = 512, 16
-"""Programs that keep a card busy, and the largest number of parts that a row's columns are divided into."""
+PROGRAMS, MOST_PARTS = 128, 16
+"""Programs that keep a card busy, and the largest number of parts that a row's columns are divided into.
+
+On an H100, two key heads: 64 rows are faster in one part (29 us at position 2,000) than in four; 8 rows take 22 us in one
+part and 12 in sixteen.
+"""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -169,6 +173,16 @@ def attend_and_store(
     return out
 
 
+def kernel_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
+    """Return attention for rows at `positions` int64 [rows] by the kernel; see masked_attention."""
+    parts = parts_of(len(positions), heads.keys)
+
+    def attend(rotated: Tensor, values: Tensor, cache: Tensor) -> Tensor:
+        return attend_and_store(rotated, values, cache, positions, heads.scale, parts)
+
+    return attend
+
+
 def largest_error(heads: Heads, device: torch.device) -> float:
     """Return the largest difference to masked attention, for few and for many rows of random bf16 numbers.
 
@@ -186,6 +200,6 @@ def largest_error(heads: Heads, device: torch.device) -> float:
         caches = [random(rows, width, 2, heads.keys, heads.size)]
         caches.append(caches[0].clone())
         want = masked_attention(positions, width, heads, torch.bfloat16)(rotated, values, caches[0])
-        got = attend_and_store(rotated, values, caches[1], positions, heads.scale, parts_of(rows, heads.keys))
+        got = kernel_attention(positions, width, heads, torch.bfloat16)(rotated, values, caches[1])
         worst = max(worst, float((got - want).abs().max()) if torch.equal(*caches) else float("inf"))
     return worst

@@ -29,7 +29,6 @@ from rlcore.engines.hf.static_decode import (
     StepWeights,
     draw_in_blocks,
     flash_attention,
-    kernel_attention,
     masked_attention,
 )
 from rlcore.ops import uniform_noise
@@ -142,6 +141,8 @@ class SlotRows:
         attention = masked_attention
         if self.device.type == "cuda" and self.dtype is torch.bfloat16:
             if self.kernel:
+                from rlcore.engines.hf.decode_kernel import kernel_attention
+
                 attention = kernel_attention
             elif self._weights.heads.size % 8 == 0:  # a condition of the flash kernel
                 attention = flash_attention

@@ -228,18 +228,6 @@ def flash_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dt
     return attend
 
 
-def kernel_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
-    """Return the same attention by our own kernel, which stores the new keys and values too; for bf16 on CUDA."""
-    from rlcore.engines.hf.decode_kernel import attend_and_store, parts_of
-
-    parts = parts_of(len(positions), heads.keys)
-
-    def attend(rotated: Tensor, values: Tensor, cache: Tensor) -> Tensor:
-        return attend_and_store(rotated, values, cache, positions, heads.scale, parts)
-
-    return attend
-
-
 def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw as `sample_tokens` does without top-k and top-p, reading the logits once: a block, then one of its tokens.
 
@@ -314,7 +302,7 @@ class StaticStep:
     """Decodes one more token for each of the first slots, on fixed buffers.
 
     `rotary`: cosines and sines [width, size] of `rotary_tables`. `attention`: masked_attention, flash_attention or
-    kernel_attention.
+    decode_kernel.kernel_attention.
     """
 
     def __init__(
