@@ -16,13 +16,13 @@ from triton.errors import TritonError
 from rlcore.engines.hf.static_decode import Attend, Heads, masked_attention
 
 LOG2_E = 1.4426950408889634
-BLOCK = 64
-"""Columns that a program reads at a time."""
+BLOCK_NUMBERS, MOST_COLUMNS = 2**13, 128
+"""Numbers of the keys, and of the values, that a program reads at a time, and the most columns."""
 PROGRAMS, MOST_PARTS = 128, 16
 """Programs that keep a card busy, and the largest number of parts that a row's columns are divided into.
 
-On an H100, two key heads: 64 rows are faster in one part (29 us at position 2,000) than in four; 8 rows take 22 us in one
-part and 12 in sixteen.
+On an H100, with two key heads, at position 2,000: 64 rows take 27 us in one part and 33 in four; 8 rows take 17 us in
+one part and 11 in sixteen.
 """
 
 
@@ -139,6 +139,11 @@ def parts_of(rows: int, keys: int) -> int:
     return max(1, min(MOST_PARTS, PROGRAMS // (rows * keys)))
 
 
+def columns_of_block(size: int) -> int:
+    """Return the number of columns that a program reads at a time, for heads of a size."""
+    return max(16, min(MOST_COLUMNS, BLOCK_NUMBERS // size))
+
+
 def attend_and_store(
     rotated: Tensor, values: Tensor, cache: Tensor, positions: Tensor, scale: float, parts: int
 ) -> Tensor:
@@ -156,7 +161,7 @@ def attend_and_store(
     queries = heads - keys
     out = rotated.new_empty(rows, queries, size)
     group = queries // keys
-    shape = {"QUERIES": queries, "KEYS": keys, "SIZE": size, "GROUP": group, "BLOCK": BLOCK}
+    shape = {"QUERIES": queries, "KEYS": keys, "SIZE": size, "GROUP": group, "BLOCK": columns_of_block(size)}
     padded = max(16, 1 << (group - 1).bit_length())  # the fewest rows of a product on tensor cores
     whole = parts == 1
     read = out if whole else out.new_empty(rows, keys, parts, padded, size, dtype=torch.float32)
@@ -188,7 +193,7 @@ def largest_error(heads: Heads, device: torch.device) -> float:
 
     It is inf if the cache differs.
     """
-    numbers, width, worst = torch.Generator(device).manual_seed(0), 3 * BLOCK, 0.0
+    numbers, width, worst = torch.Generator(device).manual_seed(0), 3 * columns_of_block(heads.size), 0.0
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=numbers, device=device).bfloat16()
