@@ -71,7 +71,13 @@ class TorchEngine(TrainEngine):
                 device=device,
                 compiles=own.compile == "auto",
             )
-        return load_scalar_model(setup.model, new_head=setup.new_head, padding_free=own.padding_free, device=device)
+        return load_scalar_model(
+            setup.model,
+            new_head=setup.new_head,
+            padding_free=own.padding_free,
+            device=device,
+            compiles=own.compile == "auto",
+        )
 
     def _keep_in_bf16(self) -> None:
         """Round the weights that every forward would round: half the memory, and the same outputs.
@@ -154,8 +160,8 @@ class TorchEngine(TrainEngine):
             return self.model(chosen.packing, chosen.select, chosen.labels, needs, self.temperature)
 
     @property
-    def _selection(self) -> dict[str, bool]:
-        return {"at_end": self.kind.scores_rows, "shares_prefixes": self.model.shares_prefixes}
+    def _selection(self) -> dict[str, Any]:
+        return {"at_end": self.kind.scores_rows, "pack": self.model.pack}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # FSDP's mixed precision casts sharded parameters; an unwrapped module needs autocast.
