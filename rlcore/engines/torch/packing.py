@@ -121,14 +121,14 @@ class Packing:
             begins.append(0)
         own = torch.tensor(list(map(len, stored)))
         starts = own.cumsum(0) - own
-        first_token = starts[len(texts)]  # of the responses
+        first_token = int(starts[len(texts)])  # of the responses
         place = torch.empty(rows, dtype=torch.int64)  # each row's response among the stored pieces
         place[torch.tensor(order)] = torch.arange(len(texts), len(texts) + rows)
         prompt = torch.tensor(prompt_of)
         # The filling belongs to the last prompt's responses, so that each token has keys.
         by_prompt = torch.zeros(len(texts), dtype=torch.int64).index_add_(0, prompt, own[place])
         by_prompt[-1] += missing
-        sizes = [int(first_token), longest, int(by_prompt.max()), int(own[: len(texts)].max())]
+        sizes = [longest, int(by_prompt.max()), int(own[: len(texts)].max())]
         piece = torch.repeat_interleave(own)
         return Packing(
             input_ids=torch.cat(stored),
@@ -139,7 +139,9 @@ class Packing:
             owners=torch.cat([rows + prompt, rows + torch.arange(len(texts))]),
             parts=(),
             places=torch.zeros(0),
-            segments=Segments(_borders(own), _borders(by_prompt), _borders(own[: len(texts)]), torch.tensor(sizes)),
+            segments=Segments(
+                _borders(own), _borders(by_prompt, first_token), _borders(own[: len(texts)]), torch.tensor(sizes)
+            ),
         )
 
     def _laid_out(self, own: Tensor, groups: list[list[int]]) -> Packing:
@@ -222,9 +224,9 @@ def few_sizes(tokens: int) -> int:
     return max(FEWEST_TOKENS, -(-tokens // step) * step)
 
 
-def _borders(lengths: Tensor) -> Tensor:
+def _borders(lengths: Tensor, start: int = 0) -> Tensor:
     """Return the borders, int32, of segments end to end; the last is repeated up to a power of two of borders."""
-    ends = F.pad(lengths.cumsum(0), (1, 0))
+    ends = F.pad(lengths.cumsum(0), (1, 0)) + start
     missing = max(64, 1 << (len(ends) - 1).bit_length()) - len(ends)
     return torch.cat([ends, ends[-1:].expand(missing)]).to(torch.int32)
 
