@@ -20,8 +20,8 @@ from torch import Tensor
 from rlcore.engines.torch.varlen import Segments
 
 PACKED_ATTENTION = "rlcore_packed"
-FEWEST_TOKENS = 1024
-"""The smallest batch for kernels of variable length; smaller ones are filled up."""
+MULTIPLE = 64
+"""Batches for kernels of variable length are filled up to a multiple of these tokens, which matrix products prefer."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Packing:
     def in_segments(sequences: Sequence[Tensor], prompts: Sequence[int], total: int = 0) -> Packing:
         """Pack int64 sequences for kernels of variable length: distinct prompts first, then responses by prompt.
 
-        `prompts`: the length of each row's prompt. Rows of zeros fill up to `total` tokens, or to one of few sizes: a
-        compiler makes new code for each size. The rows of the packing are those of `sequences`, then the prompts.
+        `prompts`: the length of each row's prompt. Rows of zeros fill up to `total` tokens, or to a multiple of
+        MULTIPLE. The rows of the packing are those of `sequences`, then the prompts.
         """
         heads = [max(1, min(pair)) for pair in zip(prompts, map(len, sequences), strict=True)]
         first: dict[bytes, int] = {}
@@ -115,7 +115,7 @@ class Packing:
         stored = [*texts, *(sequences[row][heads[row] :] for row in order)]
         begins = [*(0 for _ in texts), *(heads[row] for row in order)]
         used = sum(map(len, stored))
-        longest, missing = max(1, *map(len, stored)), max(total, few_sizes(used)) - used
+        longest, missing = max(map(len, stored)), max(total, -(-used // MULTIPLE) * MULTIPLE) - used
         for at in range(0, missing, longest):
             stored.append(torch.zeros(min(longest, missing - at), dtype=torch.int64))
             begins.append(0)
@@ -128,7 +128,7 @@ class Packing:
         # The filling belongs to the last prompt's responses, so that each token has keys.
         by_prompt = torch.zeros(len(texts), dtype=torch.int64).index_add_(0, prompt, own[place])
         by_prompt[-1] += missing
-        sizes = [longest, int(by_prompt.max()), int(own[: len(texts)].max())]
+        sizes = [longest, max(1, int(by_prompt.max())), int(own[: len(texts)].max())]
         piece = torch.repeat_interleave(own)
         return Packing(
             input_ids=torch.cat(stored),
@@ -216,12 +216,6 @@ def packed_attention(
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=part.longest > 1)
         read.append(out.transpose(1, 2))
     return packing.unpad(*read)[None], None
-
-
-def few_sizes(tokens: int) -> int:
-    """Return `tokens` rounded up to an eighth of a power of two, at least FEWEST_TOKENS."""
-    step = 1 << max(0, (tokens - 1).bit_length() - 4)
-    return max(FEWEST_TOKENS, -(-tokens // step) * step)
 
 
 def _borders(lengths: Tensor, start: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def rounded_weights(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator
     backward, since sums in `dtype` would lose small terms.
     """
     places = [(layer, name, own) for layer in layers for name, own in layer.named_parameters(recurse=False)]
-    masters = list(dict.fromkeys(own for _, _, own in places))
+    masters: list[Tensor] = list(dict.fromkeys(own for _, _, own in places))
     values = [torch.empty_like(own, dtype=dtype, requires_grad=False) for own in masters]
     if masters:
         with torch.no_grad():

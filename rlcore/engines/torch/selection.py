@@ -28,9 +28,7 @@ class Selection:
     labels: Tensor
 
     @staticmethod
-    def of(
-        batch: DataProto | None, *, at_end: bool, pack: Pack, device: torch.device, total: int = 0
-    ) -> Selection:
+    def of(batch: DataProto | None, *, at_end: bool, pack: Pack, device: torch.device, total: int = 0) -> Selection:
         """Pack the rows' prompts and responses, filled up to `total` tokens.
 
         None gives a rank without rows one token and one output, so that it can join the collectives.

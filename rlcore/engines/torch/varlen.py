@@ -99,14 +99,18 @@ _LIBRARY.impl("flash", _flash, "CUDA")
 _LIBRARY.impl("flash_backward", _flash_backward, "CUDA")
 
 
-@torch.library.register_fake("rlcore::flash", lib=_LIBRARY)
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _flash_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
-@torch.library.register_fake("rlcore::flash_backward", lib=_LIBRARY)
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward_shapes(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+torch.library.register_fake("rlcore::flash", _flash_shapes, lib=_LIBRARY)
+torch.library.register_fake("rlcore::flash_backward", _flash_backward_shapes, lib=_LIBRARY)
 
 
 class _SegmentAttention(torch.autograd.Function):
