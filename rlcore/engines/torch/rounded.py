@@ -33,11 +33,19 @@ def rounded_weights(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator
 
     @torch.no_grad()
     def collect() -> None:
+        sums: list[Tensor] = []
+        terms: list[Tensor] = []
         for own, copy in copies.items():
-            if copy.grad is None:
+            found, copy.grad = copy.grad, None
+            if found is None:
                 continue
-            own.grad = copy.grad.to(own.dtype) if own.grad is None else own.grad.add_(copy.grad)
-            copy.grad = None
+            if own.grad is None:
+                own.grad = found.to(own.dtype)
+            else:
+                sums.append(own.grad)
+                terms.append(found)
+        if sums:
+            torch._foreach_add_(sums, terms)
 
     for layer, name, own in places:
         layer._parameters[name] = copies[own]
