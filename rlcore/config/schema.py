@@ -131,8 +131,14 @@ class EngineConfig:
     betas: list[float] = option([0.9, 0.999], "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon", min=0.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 for no clipping", min=0.0)
-    micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0)
-    micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
+    micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0, incidental=True)
+    micro_batch_tokens: Literal["auto"] | int = option(
+        "auto",
+        "most tokens in one forward; 0 for no such limit. `auto`: measured at the start on a GPU, 16384 on a CPU "
+        "(docs/gpu.md)",
+        min=0,
+        incidental=True,
+    )
 
 
 @dataclass(frozen=True)

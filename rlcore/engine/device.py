@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,24 @@ def prepare_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def has_memory_figures(device: torch.device) -> bool:
+    """Return whether `free_bytes` and `peak_bytes` work on a device: on a GPU."""
+    return device.type == "cuda"
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that no process holds, after this one has given back what it does not use; and all."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Run a function and return the most bytes that this process's tensors took on a GPU meanwhile."""
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device)
 
 
 @contextmanager

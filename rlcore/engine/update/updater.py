@@ -104,13 +104,12 @@ class Updater:
 
     def _micro_batches(self, batch: DataProto, keep_together: str | None) -> list[DataProto]:
         """Cut rows into micro-batches; with pipeline stages, into at least one for each stage."""
-        config = self._engine.engine_config
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
         cuts = micro_batches(
             lengths,
             column_values(batch, keep_together),
-            config.micro_batch_rows,
-            config.micro_batch_tokens,
+            self._engine.engine_config.micro_batch_rows,
+            self._engine.micro_batch_tokens,
             at_least=self._mesh.layout.pp,
         )
         return [batch[rows] for rows in cuts]
