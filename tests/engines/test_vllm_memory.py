@@ -8,7 +8,7 @@ import torch
 from rlcore.config import compose
 from rlcore.engines.vllm import internals
 from rlcore.engines.vllm.config import VLLMConfig
-from rlcore.engines.vllm.memory import AWAKE_SHARE, Memory, Needs, plan
+from rlcore.engines.vllm.memory import AWAKE_SHARE, MemoryPlan, Needs, plan
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 
@@ -18,25 +18,25 @@ ROOMY = Needs(row=4 * MB, rows=64, weights=1000 * MB, training=6000 * MB, beside
 
 def test_room_for_all_rows_is_taken_where_it_fits_beside_training():
     free = 9000 * MB  # 2000 MB are left, 30 % of them hold 150 rows
-    assert plan(VLLMConfig(), ROOMY, free) == Memory(64 * 4 * MB, sleeps=False)
+    assert plan(VLLMConfig(), ROOMY, free) == MemoryPlan(64 * 4 * MB, sleeps=False)
 
 
 def test_where_it_does_not_fit_beside_training_vllm_sleeps():
     free = 7400 * MB
-    assert plan(VLLMConfig(), ROOMY, free) == Memory(64 * 4 * MB, sleeps=True)
+    assert plan(VLLMConfig(), ROOMY, free) == MemoryPlan(64 * 4 * MB, sleeps=True)
     awake = plan(VLLMConfig(sleep="off"), ROOMY, free)
-    assert awake == Memory(int(AWAKE_SHARE * 400 * MB), sleeps=False)
+    assert awake == MemoryPlan(int(AWAKE_SHARE * 400 * MB), sleeps=False)
 
 
 def test_a_given_size_is_taken_and_decides_whether_vllm_sleeps():
-    assert plan(VLLMConfig(memory=100), ROOMY, 7400 * MB) == Memory(100 * MB, sleeps=False)
-    assert plan(VLLMConfig(memory=200), ROOMY, 7400 * MB) == Memory(200 * MB, sleeps=True)
-    assert plan(VLLMConfig(memory=200, sleep="off"), ROOMY, 7400 * MB) == Memory(200 * MB, sleeps=False)
+    assert plan(VLLMConfig(memory=100), ROOMY, 7400 * MB) == MemoryPlan(100 * MB, sleeps=False)
+    assert plan(VLLMConfig(memory=200), ROOMY, 7400 * MB) == MemoryPlan(200 * MB, sleeps=True)
+    assert plan(VLLMConfig(memory=200, sleep="off"), ROOMY, 7400 * MB) == MemoryPlan(200 * MB, sleeps=False)
 
 
 def test_a_pool_of_its_own_takes_more_and_never_sleeps():
     alone = Needs(row=4 * MB, rows=64, weights=1000 * MB, training=0, beside_training=False)
-    assert plan(VLLMConfig(), alone, 1200 * MB) == Memory(170 * MB, sleeps=False)
+    assert plan(VLLMConfig(), alone, 1200 * MB) == MemoryPlan(170 * MB, sleeps=False)
 
 
 def test_one_row_that_does_not_fit_is_an_error_that_names_the_keys():
@@ -45,8 +45,8 @@ def test_one_row_that_does_not_fit_is_an_error_that_names_the_keys():
 
 
 def test_a_cpu_keeps_its_size():
-    assert plan(VLLMConfig(), ROOMY, None) == Memory(1 << 30, sleeps=False)
-    assert plan(VLLMConfig(memory=64, sleep="on"), ROOMY, None) == Memory(64 * MB, sleeps=True)
+    assert plan(VLLMConfig(), ROOMY, None) == MemoryPlan(1 << 30, sleeps=False)
+    assert plan(VLLMConfig(memory=64, sleep="on"), ROOMY, None) == MemoryPlan(64 * MB, sleeps=True)
 
 
 def test_needs_of_a_model_are_its_heads_layers_and_weights():

@@ -65,14 +65,14 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     """`cache`: bytes for keys and values. `sleeps`: vLLM frees them, and its weights, while the device trains."""
 
     cache: int
     sleeps: bool
 
 
-def plan(config: VLLMConfig, needs: Needs, free: int | None) -> Memory:
+def plan(config: VLLMConfig, needs: Needs, free: int | None) -> MemoryPlan:
     """Return vLLM's memory on a device with `free` bytes after the train engine has loaded; None: a CPU.
 
     The rest is `free` without vLLM's weights and without what training takes later. `auto` takes room for `rows` of
@@ -86,7 +86,7 @@ def plan(config: VLLMConfig, needs: Needs, free: int | None) -> Memory:
         )
     asked = None if config.memory == "auto" else config.memory << 20
     if free is None:
-        return Memory(asked or CPU_BYTES, sleeps=config.sleep == "on")
+        return MemoryPlan(asked or CPU_BYTES, sleeps=config.sleep == "on")
     rest = free - needs.weights - needs.training
     wanted = asked or needs.row * needs.rows
     sleeps = config.sleep == "on" or (config.sleep == "auto" and needs.beside_training and wanted > AWAKE_SHARE * rest)
@@ -99,7 +99,7 @@ def plan(config: VLLMConfig, needs: Needs, free: int | None) -> Memory:
             f"rest does not hold the keys and values of one row of {needs.row / 1e9:.2f} GB. Set rollout.vllm.memory "
             "in MiB, rollout.vllm.sleep=on, a shorter rollout.response_len, or a pool of its own for rollout"
         )
-    return Memory(cache, sleeps)
+    return MemoryPlan(cache, sleeps)
 
 
 def free_bytes(device: torch.device, group: Group | None) -> int | None:
