@@ -261,7 +261,8 @@ class RayProcesses(Processes):
     def check_progress(self, role: str, method: str, ranks: Sequence[int], ended: Sequence[int]) -> None:
         """Raise WorkerError if a call hangs: none of the `ranks` that still run it makes progress, as `Stall` says.
 
-        Only a start may hang by itself; of other calls one rank at least has to wait in a collective.
+        Only a start may hang by itself, and not while it computes; of other calls one rank at least has to wait in a
+        collective.
         """
         if not self._stall_timeout:
             return
@@ -272,7 +273,8 @@ class RayProcesses(Processes):
                 return
             stalls.append(stall)
         hung = bool(stalls) and min(stall.seconds for stall in stalls) >= self._stall_timeout
-        if hung and (method in STARTS or any(stall.place == "collective" for stall in stalls)):
+        idle_start = method in STARTS and not any(stall.spins for stall in stalls)
+        if hung and (idle_start or any(stall.place == "collective" for stall in stalls)):
             names = [self._name_of(role, rank) for rank in ranks]
             self._broken = WorkerError(why_hung(names, f"{role}.{method}", stalls, ended))
             raise self._broken
