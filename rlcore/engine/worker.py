@@ -7,6 +7,7 @@ SamplingWorker: a rollout engine in processes of its own, which samples in the r
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +29,14 @@ from rlcore.engine.room import room_for, sampling_remedies, training_remedies
 from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import row_names
-from rlcore.engine.update.micro_batch_size import LARGEST_PROBE, MicroBatchSize, choose, measure, place_of
+from rlcore.engine.update.micro_batch_size import (
+    LARGEST_PROBE,
+    MicroBatchSize,
+    choose,
+    enough_tokens,
+    measure,
+    place_of,
+)
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
@@ -285,7 +293,9 @@ class ModelWorker(_GeneratingWorker):
             room = room_for(self.train, self._trained, min(1.0, self._context.gpus), longest)
             with explains_memory("measuring a micro-batch", *LARGEST_PROBE, self.device, self._training_remedies()):
                 line = measure(self.train, partial(peak_bytes, self.device))
-            kept = choose(line, room, longest, place, self.ranks.gather)
+            layout = self.train.layout
+            on_one_gpu = sum(map(math.prod, self.train.shapes.values())) // (layout.pp * layout.tp)
+            kept = choose(line, room, longest, place, self.ranks.gather, enough_tokens(on_one_gpu))
             free_bytes(self.device)  # gives back the blocks of the measurement
         self.train.micro_batch_tokens = kept.tokens
         self._micro_batch = kept

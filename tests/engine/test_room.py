@@ -157,7 +157,7 @@ def test_each_role_gets_its_own_number(start, card):
     # Real bytes: a micro-batch with a backward takes some 9 kB a token here, a forward about 2.
     assert {name: size.tokens for name, size in sizes.items()} == {
         "actor": 4096,
-        "ref": 8192,
+        "ref": 32768,
         "critic": 4096,
         "scorer": 4096,
     }

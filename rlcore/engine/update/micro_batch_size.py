@@ -26,11 +26,19 @@ log = logging.getLogger(__name__)
 UNMEASURED_TOKENS = 16384
 """The number of `auto` on a CPU, where nothing is measured."""
 SATURATING_TOKENS = 8192
-"""Largest measured number. Larger micro-batches take memory and gain almost no speed.
+"""Largest measured number for a model of 1.5 billion parameters and more; see `enough_tokens`.
 
 A micro-batch reads the weights and adds to the gradients once: about 12 to 20 bytes a parameter, whatever its size.
 A token costs 6 floating-point operations a parameter. At an H100's 3 TB/s and 400 TFLOP/s the first takes as long as
 270 to 440 tokens: 3 to 5 % of 8,192 tokens, 2 to 3 % of 16,384.
+"""
+MOST_TOKENS = 32768
+"""Largest measured number for any model."""
+ENOUGH_WORK = 1.2e13
+"""Parameters times tokens of a micro-batch that keeps a GPU busy while the host launches the next kernels.
+
+Beside an H100 the host takes 70 to 100 ms to launch a micro-batch of 24 layers, whatever its size (docs/gpu.md). This
+much work takes the card 200 ms, at 6 operations for each and 350 TFLOP/s.
 """
 SMALLEST_TOKENS = 256
 PROBE_TOKENS = 4096
@@ -75,20 +83,30 @@ class MemoryLine:
         """Return the bytes of a micro-batch of this many tokens."""
         return self.fixed + self.per_token * tokens
 
-    def fitting(self, free: float) -> int:
-        """Return the most tokens that fit into `free` bytes: a power of two, 256 to 8,192.
+    def fitting(self, free: float, most: int = SATURATING_TOKENS) -> int:
+        """Return the most tokens that fit into `free` bytes: a power of two, 256 to `most`.
 
-        A power of two, as kernels are compiled for few sizes, to which micro-batches are padded; and because it does
-        not change with a few free bytes more or less.
+        A power of two, as it does not change with a few free bytes more or less.
         """
-        tokens = SATURATING_TOKENS
+        tokens = most
         while tokens > SMALLEST_TOKENS and self.bytes(tokens) > free:
             tokens //= 2
         return tokens
 
 
+def enough_tokens(parameters: int) -> int:
+    """Return the tokens of a micro-batch beyond which a GPU gains nothing: a power of two, 8,192 to 32,768.
+
+    parameters: those that each token passes on one GPU.
+    """
+    tokens = SATURATING_TOKENS
+    while tokens < MOST_TOKENS and tokens * parameters < ENOUGH_WORK:
+        tokens *= 2
+    return tokens
+
+
 def micro_batch_limit(given: Literal["auto"] | int, *, gpu: bool) -> int:
-    """Return the number of `engine.micro_batch_tokens` before anything is measured: of `auto`, the largest possible."""
+    """Return the number of `engine.micro_batch_tokens` before anything is measured; of `auto` one for large models."""
     if given != "auto":
         return given
     return SATURATING_TOKENS if gpu else UNMEASURED_TOKENS
@@ -168,13 +186,18 @@ def place_of(engine: TrainEngine, card: str) -> str:
 
 
 def choose(
-    line: MemoryLine, free: float, longest: int, place: str, everyone: Callable[[int], list[int]]
+    line: MemoryLine,
+    free: float,
+    longest: int,
+    place: str,
+    everyone: Callable[[int], list[int]],
+    most: int = SATURATING_TOKENS,
 ) -> MicroBatchSize:
-    """Return the size for `free` bytes: the smallest over all ranks, which `everyone` gathers.
+    """Return the size for `free` bytes: the smallest over all ranks, which `everyone` gathers, and at most `most`.
 
     longest: the most tokens that a row of the run may have. A row is never cut, so the reason says if it may not fit.
     """
-    tokens = min(everyone(line.fitting(free)))
+    tokens = min(everyone(line.fitting(free, most)))
     reason = (
         f"measured: {line.per_token / 1e6:.2f} MB a token and {line.fixed / 1e9:.1f} GB, of {free / 1e9:.1f} GB free"
     )

@@ -13,6 +13,7 @@ from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.micro_batch_size import (
     MemoryLine,
     choose,
+    enough_tokens,
     measure,
     micro_batch_limit,
     place_of,
@@ -86,6 +87,22 @@ def test_a_row_that_may_not_fit_is_said(free, longest):
 )
 def test_the_number_before_a_measurement(given, gpu, limit):
     assert micro_batch_limit(given, gpu=gpu) == limit
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens"),
+    [
+        (100_000_000, 32768),
+        (494_000_000, 32768),  # 16,384 times 494 million are 8.1e12
+        (1_000_000_000, 16384),
+        (1_540_000_000, 8192),  # 1.26e13
+        (70_000_000_000, 8192),
+    ],
+)
+def test_a_small_model_gets_larger_micro_batches(parameters, tokens):
+    assert enough_tokens(parameters) == tokens
+    assert MemoryLine(2 * GB, MB).fitting(70 * GB, tokens) == tokens
+    assert choose(MemoryLine(2 * GB, MB), 70 * GB, 512, "one card", lambda own: [own], tokens).tokens == tokens
 
 
 # The measurement
