@@ -14,6 +14,7 @@ from rlcore.engine.rollout import Request, Sampling
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engines.hf.rollout import HFRollout
+from rlcore.engines.hf.static_decode import Heads
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.model import load_causal_lm
@@ -130,6 +131,13 @@ def test_training_goes_on_after_a_save_and_after_an_offload(model_folder, random
         update(engine, random_batch(seed=2))
     want = weights(straight)
     assert all(torch.allclose(want[name], tensor, atol=1e-6) for name, tensor in weights(resumed).items())
+
+
+@pytest.mark.parametrize(("queries", "keys", "size"), [(14, 2, 64), (12, 2, 128), (4, 4, 32)])
+def test_the_attention_kernel_is_masked_attention(queries, keys, size):
+    from rlcore.engines.hf.decode_kernel import largest_error
+
+    assert largest_error(Heads(queries, keys, size, size**-0.5, 1e-6), GPU) < 4e-2
 
 
 PROMPTS = ([50, 51, 52, 53, 54] * 9, [7, 8, 9])
