@@ -20,6 +20,7 @@ from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
 
 CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
+MICRO_BATCHES = "micro_batches.json"
 WRITING = ".writing"
 
 
@@ -37,10 +38,25 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; CheckpointError when the disk refuses."""
+        self._write(SUMMARY, summary)
+
+    def read_micro_batches(self) -> dict[str, dict[str, Any]]:
+        """Return the measured micro-batch of each role; {} before a measurement. CheckpointError for a damaged file."""
+        path = self.path / MICRO_BATCHES
         try:
-            _write_whole(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; remove it to measure again") from error
+
+    def write_micro_batches(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep the measured micro-batch of each role for a resume; CheckpointError when the disk refuses."""
+        self._write(MICRO_BATCHES, measured)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        try:
+            _write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
         except OSError as error:
-            raise CheckpointError(f"{self.path / SUMMARY} cannot be written: {error}") from error
+            raise CheckpointError(f"{self.path / name} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Release the folder's lock."""
@@ -72,6 +88,7 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
             if existing.exists() and has_begun(path):
                 _check_resumable(path, config, plugins)
             else:
+                (path / MICRO_BATCHES).unlink(missing_ok=True)  # of a run that never began
                 _write_whole(path / VERSIONS, json.dumps(versions(config, plugins), indent=2) + "\n")
                 _write_whole(existing, to_yaml(config))
         except BaseException:

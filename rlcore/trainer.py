@@ -19,7 +19,7 @@ from typing import Any
 from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
-from rlcore.config.devices import device_lines
+from rlcore.config.devices import AUTO, device_lines, uses_gpus
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
@@ -32,6 +32,7 @@ from rlcore.plugins import Algorithm, PluginManager
 from rlcore.preflight import Preflight, preflight
 from rlcore.rewards.compose import WeightedReward, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
+from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.run import EndedStep, Run, open_run
 from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
@@ -156,6 +157,7 @@ class Trainer:
         status = "failed"
         resume_collector()  # it was paused for the imports, which are done
         try:
+            self._fit_micro_batches()
             self._restore()
             self.trackers.start(resume_step=self.step)
             self.started = True
@@ -171,6 +173,16 @@ class Trainer:
         if errors := self._close(status):
             raise errors[0]
         return self._summary(status)
+
+    def _fit_micro_batches(self) -> None:
+        """Set each role's measured micro-batch, and keep it in the run folder for a resume.
+
+        Before the restore: a measurement counts on an optimizer without moments.
+        """
+        if self.config.engine.micro_batch_tokens == AUTO and uses_gpus(self.config.cluster):
+            kept = self.folder.read_micro_batches()
+            if (found := fit_micro_batches(self.run_.roles, self.config, kept)) != kept:
+                self.folder.write_micro_batches(found)
 
     def _describe(self) -> None:
         """Say on which devices and how the run computes, and why."""

@@ -259,7 +259,7 @@ def _union(value: Any, members: tuple[Any, ...], hint: Any, key: str) -> Any:
 
 def _check_bounds(value: Any, metadata: Mapping[str, Any], key: str) -> None:
     low, high = metadata.get("min"), metadata.get("max")
-    if value is None or (low is None and high is None):
+    if value is None or isinstance(value, str) or (low is None and high is None):
         return
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]

@@ -17,7 +17,7 @@ from rlcore.config.files import begun_values
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlcore.config.schema import Config
+    from rlcore.config.schema import ClusterConfig, Config
 
 AUTO = "auto"
 CPU_WORKERS = 2
@@ -142,6 +142,11 @@ def _pools_to_fill(cluster: Mapping[str, Any]) -> int:
 def _uses_gpus(cluster: Mapping[str, Any]) -> bool:
     own = [pool.get("gpus_per_worker") for pool in _mapping(cluster, "pools").values() if isinstance(pool, dict)]
     return any(map(_is_above_0, (cluster.get("gpus_per_worker"), *own)))
+
+
+def uses_gpus(cluster: ClusterConfig) -> bool:
+    """Return whether any worker of a run has a GPU, or a share of one."""
+    return _uses_gpus(vars(cluster))
 
 
 def device_lines(config: Config, gpus: Gpus) -> list[str]:

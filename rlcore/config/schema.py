@@ -54,7 +54,7 @@ class ModelConfig:
     )
     attention: str = option(
         "auto",
-        "attention implementation of transformers; `auto` takes flash_attention_2 on a GPU that has it, else sdpa",
+        "attention implementation of transformers; `auto`: sdpa; in bf16 on a GPU, kernels of variable length",
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
@@ -131,8 +131,14 @@ class EngineConfig:
     betas: list[float] = option([0.9, 0.999], "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon", min=0.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 for no clipping", min=0.0)
-    micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0)
-    micro_batch_tokens: int = option(16384, "most tokens in one forward; 0 for no such limit", min=0)
+    micro_batch_rows: int = option(0, "most sequences in one forward; 0 for no such limit", min=0, incidental=True)
+    micro_batch_tokens: Literal["auto"] | int = option(
+        "auto",
+        "most tokens in one forward; 0 for no such limit. `auto`: measured at the start on a GPU, 16384 on a CPU "
+        "(docs/gpu.md)",
+        min=0,
+        incidental=True,
+    )
 
 
 @dataclass(frozen=True)

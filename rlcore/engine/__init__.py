@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rlcore.engine.train import TrainSetup as TrainSetup
     from rlcore.engine.update.items import Importance as Importance
     from rlcore.engine.update.items import UpdateItem as UpdateItem
+    from rlcore.engine.update.micro_batch_size import micro_batch_limit as micro_batch_limit
     from rlcore.engine.update.updater import Updater as Updater
     from rlcore.engine.weights.generation import GenerationLayout as GenerationLayout
     from rlcore.engine.weights.meter import Group as Group
@@ -81,6 +82,7 @@ _HOMES = {
     "rlcore.engine.sampling": ["sample_tokens"],
     "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
     "rlcore.engine.update.items": ["Importance", "UpdateItem"],
+    "rlcore.engine.update.micro_batch_size": ["micro_batch_limit"],
     "rlcore.engine.update.updater": ["Updater"],
     "rlcore.engine.weights.generation": ["GenerationLayout"],
     "rlcore.engine.weights.meter": ["Group"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,11 +31,29 @@ def prepare_device(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def has_memory_figures(device: torch.device) -> bool:
+    """Return whether `free_bytes` and `peak_bytes` work on a device: on a GPU."""
+    return device.type == "cuda"
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that no process holds, after this one has given back what it does not use; and all."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Run a function and return the most bytes that this process's tensors took on a GPU meanwhile."""
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device)
+
+
 @contextmanager
-def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Sequence[str]) -> Iterator[None]:
+def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Iterable[str]) -> Iterator[None]:
     """Turn torch.OutOfMemoryError into a DeviceMemoryError that names the call, its batch and the `remedies`.
 
-    `tokens`: number of known tokens of the batch's prompts and responses.
+    `tokens`: number of known tokens of the batch's prompts and responses. `remedies` are read only then.
     """
     try:
         yield

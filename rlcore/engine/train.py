@@ -20,6 +20,7 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.micro_batch_size import micro_batch_limit
 from rlcore.engine.update.updater import Updater
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.model_folder import model_dtype
@@ -80,6 +81,8 @@ class TrainEngine(ABC):
     version: int = 0
     description: str = ""
     """How the engine computes, in a few words for the run's first lines."""
+    micro_batch_tokens: int
+    """Most tokens in one forward; 0: no limit. `engine.micro_batch_tokens`; `auto` is set by the worker."""
 
     def __init__(self, setup: TrainSetup[Any], layout: Layout | None = None, shard: int = 0) -> None:
         """`layout` spreads the model over the ranks; without one, every rank holds the whole model.
@@ -87,6 +90,9 @@ class TrainEngine(ABC):
         `shard` is the number of data-parallel ranks that share one copy of the weights; 0: all of them.
         """
         self.engine_config = setup.engine
+        self.micro_batch_tokens = micro_batch_limit(
+            setup.engine.micro_batch_tokens, gpu=setup.ranks.device.type == "cuda"
+        )
         self.config = setup.config
         self.model_config = setup.model
         self.ranks = setup.ranks

@@ -7,10 +7,13 @@ SamplingWorker: a rollout engine in processes of its own, which samples in the r
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,22 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
-from rlcore.engine.device import explains_memory, prepare_device
+from rlcore.engine.device import explains_memory, free_bytes, has_memory_figures, peak_bytes, prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+from rlcore.engine.room import room_for, sampling_remedies, training_remedies
 from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import row_names
+from rlcore.engine.update.micro_batch_size import (
+    LARGEST_PROBE,
+    MicroBatchSize,
+    choose,
+    enough_tokens,
+    measure,
+    place_of,
+)
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
@@ -131,23 +143,12 @@ class _GeneratingWorker(Worker):
         """The workers of all train engines in this process."""
         return [worker for worker in (self, *self._siblings.values()) if isinstance(worker, ModelWorker)]
 
-    def _fits(self, call: str, batches: Sequence[DataProto]) -> AbstractContextManager[None]:
+    def _fits(self, call: str, batches: Sequence[DataProto], remedies: Iterable[str]) -> AbstractContextManager[None]:
         """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
-        setup, remedies = self.setup, list[str]()
-        if call == "generate":
-            can = setup.rollout_engine.capabilities
-            remedies += [f"half of {key}" for key in (can.slots_key, can.cache_key) if key is not None]
-        else:
-            remedies.append(f"engine.micro_batch_tokens={setup.engine.micro_batch_tokens // 2 or 8192}")
-            recompute = setup.train_engine.capabilities.settings.get("recompute", "")
-            # Keys of the engine's own section: the last word is the field.
-            if recompute and not getattr(setup.train_config, recompute.rpartition(".")[2], False):
-                remedies.append(f"{recompute}=true")
         can_offload = any(each.setup.train_engine.capabilities.offload for each in self._trained)
-        if can_offload and not setup.engine.offload:
-            remedies.append("engine.offload=true")
+        offload = ["engine.offload=true"] if can_offload and not self.setup.engine.offload else []
         tokens = sum(int(batch.view(name).lengths.sum()) for batch in batches for name in TOKENS if name in batch)
-        return explains_memory(call, sum(map(len, batches)), tokens, self.device, remedies)
+        return explains_memory(call, sum(map(len, batches)), tokens, self.device, chain(remedies, offload))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
@@ -169,7 +170,7 @@ class _GeneratingWorker(Worker):
             with self._timed("offload"):
                 for worker in self._trained:
                     worker.train.offload()
-        with self._timed("generate"), self._fits("generate", [batch]):
+        with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
             out = self._generate_fitting(self.rollout, batch, sampling)
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
@@ -228,6 +229,7 @@ class ModelWorker(_GeneratingWorker):
         self.ranks: Ranks
         self.train: TrainEngine
         self._texts: TextEncoder | None = None
+        self._micro_batch: MicroBatchSize | None = None
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -269,6 +271,45 @@ class ModelWorker(_GeneratingWorker):
     def _engines(self) -> list[TrainEngine | RolloutEngine]:
         return [self.train, *super()._engines()]
 
+    @register(Dispatch.RANK_ZERO)
+    def describe(self) -> str:
+        """See _GeneratingWorker. Adds the measured tokens of a micro-batch."""
+        size = self._micro_batch
+        of_size = [] if size is None else [f"micro-batches of {size.tokens} tokens ({size.reason})"]
+        return ", ".join([super().describe(), *of_size])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fit_micro_batches(self, kept: MicroBatchSize | None, longest: int) -> MicroBatchSize | None:
+        """Find the tokens of a micro-batch for `engine.micro_batch_tokens=auto`, train with them, and return them.
+
+        kept: the result of an earlier call in this run; it holds if card and layout are the same, and else the memory
+        is measured again. longest: most tokens of a row. On a CPU, and with a given number, nothing is measured: None.
+        All ranks call it together, and before the optimizer's first step.
+        """
+        if self.setup.engine.micro_batch_tokens != "auto" or not has_memory_figures(self.device):
+            return None
+        place = place_of(self.train, torch.cuda.get_device_name(self.device))
+        if kept is None or kept.place != place:
+            room = room_for(self.train, self._trained, min(1.0, self._context.gpus), longest)
+            with explains_memory("measuring a micro-batch", *LARGEST_PROBE, self.device, self._training_remedies()):
+                line = measure(self.train, partial(peak_bytes, self.device))
+            layout = self.train.layout
+            on_one_gpu = sum(map(math.prod, self.train.shapes.values())) // (layout.pp * layout.tp)
+            kept = choose(line, room, longest, place, self.ranks.gather, enough_tokens(on_one_gpu))
+            free_bytes(self.device)  # gives back the blocks of the measurement
+        self.train.micro_batch_tokens = kept.tokens
+        self._micro_batch = kept
+        return kept
+
+    def _trains(
+        self, call: str, batches: Sequence[DataProto], items: Sequence[UpdateItem] = ()
+    ) -> AbstractContextManager[None]:
+        """Return `_fits` for a call of the train engine, an update of these `items`."""
+        return self._fits(call, batches, self._training_remedies(items))
+
+    def _training_remedies(self, items: Sequence[UpdateItem] = ()) -> Iterator[str]:
+        return training_remedies(self.setup, self.train.micro_batch_tokens, self._micro_batch, items)
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
         """Return the log-probs of the responses as column `name`, and the column `entropy` if `entropy` is True.
@@ -280,7 +321,7 @@ class ModelWorker(_GeneratingWorker):
             # All ranks must agree: one that computes would wait forever in the collectives of its forward.
             if not entropy and all(self.ranks.gather(self._rollout_serves(batch))):
                 return DataProto.from_single_dict({name: batch.view("rollout_log_probs")})
-            with self._fits("log_probs", [batch]):
+            with self._trains("log_probs", [batch]):
                 columns = self.train.compute(batch, ["log_probs", "entropy"] if entropy else ["log_probs"])
             columns[name] = columns.pop("log_probs")
             return DataProto.from_single_dict(columns)
@@ -288,7 +329,7 @@ class ModelWorker(_GeneratingWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=column_specs("values"))
     def values(self, batch: DataProto) -> DataProto:
         """Return the column `values`."""
-        with self._timed("values"), self._fits("values", [batch]):
+        with self._timed("values"), self._trains("values", [batch]):
             return DataProto.from_single_dict(self.train.compute(batch, ["values"]))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=_score_gives)
@@ -297,7 +338,7 @@ class ModelWorker(_GeneratingWorker):
         with self._timed("score"):
             if self._texts is not None:
                 batch = batch.union(self._texts.encode(batch))
-            with self._fits("score", [batch]):
+            with self._trains("score", [batch]):
                 scores = self.train.compute(batch, ["scores"])["scores"]
         assert isinstance(scores, torch.Tensor)
         bad = ~scores.isfinite()
@@ -347,7 +388,7 @@ class ModelWorker(_GeneratingWorker):
     @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on the rows of this data-parallel rank."""
-        with self._timed("update"), self._fits("update", [item.batch for item in items]):
+        with self._timed("update"), self._trains("update", [item.batch for item in items], items):
             return self.train.update(items, epochs=epochs, step=step)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import yaml
 
-from rlcore.config import compose, to_yaml
-from rlcore.config.devices import Gpus, device_lines, local_gpus
+from rlcore.config import compose, from_yaml, to_yaml
+from rlcore.config.devices import Gpus, device_lines, local_gpus, uses_gpus
 from rlcore.errors import ConfigError
 
 NONE = Gpus(reason="torch finds none")
@@ -82,6 +82,35 @@ def test_auto_is_for_few_keys(made):
         made(ONE, "cluster.workers=four")
     with pytest.raises(ConfigError, match=r"model.dtype = 'fp16' is not one of fp32, bf16"):
         made(ONE, "model.dtype=fp16")
+
+
+def test_micro_batches_stay_auto_as_only_a_worker_can_measure(plugins):
+    words = ["algo=echo", "algo.target=you"]
+    for gpus in (NONE, ONE):
+        config = compose(words, plugins, find_gpus=lambda address, gpus=gpus: gpus)
+        assert config.engine.micro_batch_tokens == "auto"
+        assert uses_gpus(config.cluster) is bool(gpus.count)
+    for given in (0, 300):
+        config = compose([*words, f"engine.micro_batch_tokens={given}"], plugins, find_gpus=lambda address: ONE)
+        assert config.engine.micro_batch_tokens == given
+        assert from_yaml(to_yaml(config), plugins) == config
+    for given, fault in ((-1, "= -1 is out of bounds"), ("many", "= 'many' has the wrong type")):
+        with pytest.raises(ConfigError, match=f"engine.micro_batch_tokens {fault}"):
+            compose([*words, f"engine.micro_batch_tokens={given}"], plugins, find_gpus=lambda address: ONE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "uses"),
+    [
+        (["cluster.gpus_per_worker=0.5"], True),
+        (["cluster.gpus_per_worker=0", "cluster.pools={a: {roles: [actor], gpus_per_worker: 1}}"], True),
+        (["cluster.gpus_per_worker=0", "cluster.pools={a: [actor]}"], False),
+        (["cluster.gpus_per_worker=0", "cluster.pools=auto"], False),
+    ],
+)
+def test_whether_a_run_uses_gpus(overrides, uses, plugins):
+    config = compose(["algo=echo", "algo.target=you", *overrides], plugins, find_gpus=lambda address: ONE)
+    assert uses_gpus(config.cluster) is uses
 
 
 def test_only_auto_asks_for_gpus(plugins):

@@ -100,6 +100,8 @@ def test_same_run(config, make):
         "trainer.keep_checkpoints=9",
         "cluster.workers=1",
         "engine.tp=2",
+        "engine.micro_batch_rows=2",
+        "engine.micro_batch_tokens=4096",
     )
     assert same_run(config, incidental) == []
     changed = make("trainer.seed=1", "algo.group_size=5", "reward.functions={exact: 1}", "rollout.stop=[x]")

@@ -9,6 +9,7 @@ from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
 
 from rlcore.config import ClusterConfig, Config, DataConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.micro_batch_size import measure, place_of
 from rlcore.engine.worker import ModelWorker
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.errors import DataError
@@ -49,6 +50,12 @@ class ProbedWorker(ModelWorker):
             name: tensor.clone()
             for name, tensor in parameters.iter_full({name: p.grad for name, p in parameters.named_local()})
         }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def measured(self) -> str:
+        """Run the passes of a measurement, and return the layout that it would be kept for."""
+        measure(self.train, lambda run: [run(), 0][1], 512)
+        return place_of(self.train, "card").removeprefix("card, ").partition(" shard")[0]
 
     @register(Dispatch.ONE_TO_ALL)
     def draw(self) -> list[float]:
@@ -274,6 +281,14 @@ def test_mini_batches_that_no_group_fills_are_skipped(fresh, random_batch):
     for actor in fresh:
         metrics = actor.update(random_batch(2, 2), loss=grpo_loss, keep_together="uid", mini_batches=3)
         assert (metrics["train/optimizer_steps"], metrics["train/skipped_updates"]) == (2, 1)
+
+
+def test_measuring_a_micro_batch_leaves_no_trace_on_two_ranks(fresh, random_batch, assert_close):
+    before = [actor.group.weights()[0] for actor in fresh]
+    assert [actor.group.measured() for actor in fresh] == [["pp=1 tp=1 dp=1"], ["pp=1 tp=1 dp=2"] * 2]
+    for actor, was in zip(fresh, before, strict=True):
+        assert all(torch.equal(tensor, was[name]) for name, tensor in actor.group.weights()[0].items())
+    same_update(fresh, assert_close, random_batch())
 
 
 def test_other_layouts_on_two_ranks(ray_cluster, engine_models, model_folder, random_batch, assert_close):

@@ -1,9 +1,11 @@
 """Each engine on a GPU: sampling, update, weights, resume and offload, against the CPU or the plain form."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig
@@ -12,8 +14,11 @@ from rlcore.engine.rollout import Request, Sampling
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engines.hf.rollout import HFRollout
+from rlcore.engines.hf.static_decode import Heads
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
+from rlcore.engines.torch.model import load_causal_lm
+from rlcore.engines.torch.varlen import VARLEN_ATTENTION
 from rlcore.ops import chunked_log_probs
 
 pytestmark = [
@@ -126,6 +131,52 @@ def test_training_goes_on_after_a_save_and_after_an_offload(model_folder, random
         update(engine, random_batch(seed=2))
     want = weights(straight)
     assert all(torch.allclose(want[name], tensor, atol=1e-6) for name, tensor in weights(resumed).items())
+
+
+@pytest.mark.parametrize(("queries", "keys", "size"), [(14, 2, 64), (12, 2, 128), (4, 4, 32)])
+def test_the_attention_kernel_is_masked_attention(queries, keys, size):
+    from rlcore.engines.hf.decode_kernel import largest_error
+
+    assert largest_error(Heads(queries, keys, size, size**-0.5, 1e-6), GPU) < 4e-2
+
+
+PROMPTS = ([50, 51, 52, 53, 54] * 9, [7, 8, 9])
+ROWS = [[*PROMPTS[row % 2], *range(5, 9 + 11 * row)] for row in range(7)]
+
+
+def model_outputs(model, rows):
+    packing = model.pack([torch.tensor(row) for row in rows], [len(PROMPTS[row % 2]) for row in range(len(rows))])
+    select = torch.cat([packing.token(torch.tensor(i), torch.arange(len(row) - 1)) for i, row in enumerate(rows)])
+    labels = torch.tensor([token for row in rows for token in row[1:]], device=GPU)
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(packing.to(GPU), select.to(GPU), labels, ("log_probs",), 1.0)["log_probs"]
+
+
+def model_gradient(model, rows):
+    (-model_outputs(model, rows).mean()).backward()
+    made = torch.cat([each.grad.flatten() for each in model.hf.parameters()])
+    model.hf.zero_grad(set_to_none=True)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Config", "LlamaConfig", "Qwen3Config"])
+def test_kernels_of_variable_length_and_compiled_layers_have_the_plain_outputs(write_random, tmp_path, kind):
+    # The kernels take heads of a multiple of 8.
+    folder = write_random(getattr(transformers, kind), {"hidden_size": 64, "head_dim": 16}, tmp_path)
+    config = ModelConfig(path=str(folder), dtype="bf16")
+    model = load_causal_lm(config, padding_free=True, chunk=64, device=GPU)
+    assert model.attention == VARLEN_ATTENTION
+    plain = load_causal_lm(replace(config, attention="sdpa"), padding_free=True, chunk=64, device=GPU)
+    for compiled in (False, True):
+        if compiled:
+            model.compile_layers()
+        for rows in (ROWS, ROWS[:3]):
+            apart = (model_outputs(model, rows) - model_outputs(plain, rows)).abs()
+            # bf16 rounds the large logits of this model by up to 0.1, in either form.
+            assert apart.mean() < 0.02
+            assert apart.max() < 0.3
+            mine, want = model_gradient(model, rows), model_gradient(plain, rows)
+            assert (mine - want).norm() < 0.05 * want.norm()
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -67,7 +67,10 @@ def calibrate(config: Config, plugins: PluginManager) -> Path:
 def measure(config: Config, plugins: PluginManager, found: Devices) -> Profile:
     """Return the profile of these devices with measured figures."""
     both = found.count > 1
-    size, work = size_of(config.model.path, config.model.trust_remote_code), Workload.of(config, plugins)
+    size, work = (
+        size_of(config.model.path, config.model.trust_remote_code),
+        Workload.of(config, plugins, cpu=found.profile.cpu),
+    )
     profile = replace(found.profile, per_machine=found.count)
     gpus = 0.0 if profile.cpu else 1.0
     small = _small(config, plugins, gpus)

@@ -13,7 +13,7 @@ from rlcore_plugin_plan.devices import devices
 from rlcore_plugin_plan.model_size import ModelSize, size_of
 from rlcore_plugin_plan.problem import Devices, Fixed, Objective, OwnSettings, Problem
 from rlcore_plugin_plan.record import record
-from rlcore_plugin_plan.search import Plan, search
+from rlcore_plugin_plan.search import Plan, fewest, search
 from rlcore_plugin_plan.workload import Lengths, Workload
 
 if TYPE_CHECKING:
@@ -29,7 +29,21 @@ def make_plans(
     `cluster.pools`, `engine.pp`, `engine.tp`, `engine.layouts` and `rollout.tp` stay as they are. Raises ConfigError
     when nothing fits, and for a config that cannot be planned.
     """
-    return search(problem_of(config, plugins, devices(config), lengths=lengths, objective=objective))
+    problem = problem_of(config, plugins, devices(config), lengths=lengths, objective=objective)
+    if config.engine.micro_batch_tokens == "auto" and not problem.devices[0].profile.cpu:
+        problem = _with_fitting_micro_batches(problem)
+    return search(problem)
+
+
+def _with_fitting_micro_batches(problem: Problem) -> Problem:
+    """Return the problem with the largest micro-batches that fit, as a run measures them; as it is if none fit."""
+    tokens = problem.work.micro_batch_tokens
+    while tokens > problem.work.lengths.row:
+        fitting = replace(problem, work=replace(problem.work, micro_batch_tokens=tokens))
+        if fewest(fitting) is not None:
+            return fitting
+        tokens //= 2
+    return problem
 
 
 def problem_of(
@@ -46,7 +60,7 @@ def problem_of(
     configs = {name: role_config(config, name, role) for name, role in roles.items()}
     leaders = {name: role.follows for name, role in roles.items() if role.follows is not None}
     tied = {*leaders, *leaders.values()}
-    work = Workload.of(config, plugins, tuple(lengths))
+    work = Workload.of(config, plugins, tuple(lengths), cpu=found[0].profile.cpu)
     sampled = [configs[name].rollout for name, role in roles.items() if role.generates]
     if sampled and not lengths:  # all roles read the rows that the first one samples
         work = replace(work, lengths=Lengths(config.data.prompt_len, (sampled[0].response_len,)))
@@ -60,7 +74,7 @@ def problem_of(
         objective=objective,
         rollout=plugins.rollout_engines()[config.rollout.name].capabilities,
         train=plugins.train_engines()[config.engine.name].capabilities,
-        own=_own_settings(roles, config, configs, plugins, work, tuple(lengths)),
+        own=_own_settings(roles, config, configs, plugins, work, tuple(lengths), cpu=found[0].profile.cpu),
         frozen=frozenset(n for n, role in roles.items() if not (role.trains or role.generates or n in tied)),
     )
     ahead = bool(config.trainer.rollouts_ahead) or any(ROLLOUT in pool.roles for pool in read_pools(config).values())
@@ -76,13 +90,15 @@ def _own_settings(
     plugins: PluginManager,
     work: Workload,
     lengths: tuple[int, ...],
+    *,
+    cpu: bool,
 ) -> dict[str, OwnSettings]:
     """Return the settings of the roles whose precision, train engine or rollout keys are not the run's."""
     found = {}
     for name, own in configs.items():
         if (own.model.dtype, own.engine.name, own.rollout) == (config.model.dtype, config.engine.name, config.rollout):
             continue
-        mine = Workload.of(own, plugins, lengths)
+        mine = Workload.of(own, plugins, lengths, cpu=cpu)
         if not roles[name].generates:
             mine = replace(mine, lengths=work.lengths)
         found[name] = OwnSettings(

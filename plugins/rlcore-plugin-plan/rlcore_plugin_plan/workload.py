@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlcore import Config
+from rlcore.engine import micro_batch_limit
 from rlcore_plugin_plan.dataflow import Call
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ class Workload:
     offload: bool = False
 
     @classmethod
-    def of(cls, config: Config, plugins: PluginManager, responses: tuple[int, ...] = ()) -> Workload:
+    def of(cls, config: Config, plugins: PluginManager, responses: tuple[int, ...] = (), *, cpu: bool) -> Workload:
         """Read a config; without `responses` every response has `rollout.response_len` tokens.
 
-        A setting that the train engine lacks keeps its default.
+        A setting that the train engine lacks keeps its default. `cpu`: devices are cores of a CPU.
         """
         engine, rollout = config.engine, config.rollout
         train = plugins.train_engines()[engine.name].capabilities
@@ -94,7 +95,7 @@ class Workload:
             prompts=config.data.batch_size,
             lengths=Lengths(config.data.prompt_len, responses or (rollout.response_len,)),
             dtype_bytes=2 if config.model.dtype == "bf16" else 4,
-            micro_batch_tokens=engine.micro_batch_tokens,
+            micro_batch_tokens=micro_batch_limit(engine.micro_batch_tokens, gpu=not cpu),
             micro_batch_rows=engine.micro_batch_rows,
             attention=config.model.attention,
             continuous=sampling.continuous_batching,

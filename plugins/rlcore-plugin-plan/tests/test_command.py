@@ -174,3 +174,20 @@ def test_experts_are_refused(plugins, given, tmp_path):
     config = compose([*given, f"model.path={tmp_path}", "plan.gpus=8"], plugins)
     with pytest.raises(ConfigError, match="mixture of 8 experts"):
         make_plans(config, plugins)
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("a100-80g", 8192), ("cpu", 16384)])
+def test_micro_batches_of_auto(plugins, device, tokens):
+    config = compose(["algo=grpo", f"plan.device={device}", "plan.gpus=2"], plugins)
+    assert config.engine.micro_batch_tokens == "auto"
+    assert make_plans(config, plugins)[0].problem.work.micro_batch_tokens == tokens
+
+
+def test_micro_batches_of_auto_become_smaller_until_a_plan_fits(plugins, tmp_path):
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **shape, "num_hidden_layers": 24}))
+    given = ["algo=grpo", f"model.path={tmp_path}", "model.dtype=bf16", "plan.device=a100-80g", "plan.gpus=2"]
+    given += ["data.prompt_len=512", "rollout.response_len=512", "data.batch_size=256"]
+    with pytest.raises(ConfigError, match=r"The smallest change that would fit: engine.micro_batch_tokens=4096"):
+        make_plans(compose([*given, "engine.micro_batch_tokens=8192"], plugins), plugins)
+    assert make_plans(compose(given, plugins), plugins)[0].problem.work.micro_batch_tokens == 4096

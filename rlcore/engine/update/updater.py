@@ -104,13 +104,12 @@ class Updater:
 
     def _micro_batches(self, batch: DataProto, keep_together: str | None) -> list[DataProto]:
         """Cut rows into micro-batches; with pipeline stages, into at least one for each stage."""
-        config = self._engine.engine_config
         lengths = (batch.view("prompts").lengths + batch.view("responses").lengths).tolist()
         cuts = micro_batches(
             lengths,
             column_values(batch, keep_together),
-            config.micro_batch_rows,
-            config.micro_batch_tokens,
+            self._engine.engine_config.micro_batch_rows,
+            self._engine.micro_batch_tokens,
             at_least=self._mesh.layout.pp,
         )
         return [batch[rows] for rows in cuts]
@@ -299,9 +298,15 @@ def _global_counts(by_dp_rank: Sequence[Sequence[Counts]]) -> list[Counts]:
 
 def _by_row(outputs: dict[str, Tensor], part: DataProto) -> Outputs:
     """Lay token-level outputs [tokens, ...] out as [rows, longest, ...], differentiably, zeros on the right."""
-    lengths = part.view("responses").lengths.tolist()
+    lengths = part.view("responses").lengths
+    rows, longest = len(lengths), int(lengths.max())
+    row_of = torch.repeat_interleave(lengths)
+    step = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
     padded = dict(outputs)
     for name, values in outputs.items():
         if name != "scores":
-            padded[name] = torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
+            # One copy, where padding row by row would be two kernels for each row, and two in backward.
+            places = (row_of * longest + step).to(values.device)
+            empty = values.new_zeros(rows * longest, *values.shape[1:])
+            padded[name] = empty.index_copy(0, places, values).view(rows, longest, *values.shape[1:])
     return Outputs(padded)

@@ -66,7 +66,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 class FusedDecodeStep:
     """The decoding step of a Hugging Face causal language model, on the module's own weights.
 
-    `dtype` is that of the products and of the keys and values; the residual stream has that of the embedding.
+    `dtype` is that of the products and of the keys and values; the residual stream and the norms are in fp32.
     """
 
     def __init__(self, hf: Any, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ class FusedDecodeStep:
         rows, size, heads, keys = len(tokens), self._head_size, self._heads, self._key_heads
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         bias = None if mask is None else mask[:, None, None].to(self.dtype)
-        hidden = F.embedding(tokens, self._base.embed_tokens.weight)
+        hidden = F.embedding(tokens, self._base.embed_tokens.weight).float()
         for layer, weights, kept in zip(self._base.layers, self._weights, cache.layers, strict=True):
             qkv, out, gate_up, down = weights
             attention = layer.self_attn

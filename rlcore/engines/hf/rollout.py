@@ -23,6 +23,9 @@ from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
 from rlcore.model_folder import loading_options, model_dtype, model_path, read_tokenizer
 
+PREFILL_TOKENS = 2**15
+"""Tokens of distinct prompts, with padding, in one forward: enough for a GPU, and few enough for its memory."""
+
 
 class HFRollout(RolloutEngine):
     """Decodes with a Hugging Face module: the train engine's own if this process has all of it, else a copy.
@@ -62,6 +65,8 @@ class HFRollout(RolloutEngine):
             # Parameters keep requires_grad, though no gradient is ever computed: torch chooses kernels by it, and the
             # log-probs must equal those of a shared trained module to the last bit.
             self.hf.to(device).eval()
+            if self.dtype is not torch.float32:
+                self.hf.get_input_embeddings().register_forward_hook(_in_fp32)
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
         self._fused: FusedDecodeStep | None = None
@@ -133,8 +138,8 @@ class HFRollout(RolloutEngine):
                 return self._step_in_slots(self._slots)
             logits = [] if self._rows is None else [self._decode(self._rows)]
             rows = 0 if self._rows is None else len(self._rows.rows)
-            if requests := self._admitted(self.slots, rows, len(self._waiting)):
-                logits.append(self._prefill(requests))
+            requests = self._admitted(self.slots, rows, len(self._waiting))
+            logits += [self._prefill(part, longest) for part, longest in prefill_parts(requests)]
             assert self._rows is not None
             drawn = self._rows.draw(logits[0] if len(logits) == 1 else torch.cat(logits), self.end_ids)
             return self._leave(self._rows.append(*drawn, self.end_ids, self.tokenizer))
@@ -144,9 +149,9 @@ class HFRollout(RolloutEngine):
         fitting = 0
         while fitting < len(self._waiting) and slots.fits(self._waiting[fitting]):
             fitting += 1
-        if requests := self._admitted(slots.slots, len(slots.requests), fitting):
-            logits, cache, index, _ = self._prefilled(requests)
-            slots.join(requests, logits, cache, index)
+        for part, longest in prefill_parts(self._admitted(slots.slots, len(slots.requests), fitting)):
+            logits, cache, index, _ = self._prefilled(part, longest)
+            slots.join(part, logits, cache, index)
         return self._forget(slots.advance(self.version))
 
     def _forget(self, finished: list[Finished]) -> list[Finished]:
@@ -222,7 +227,7 @@ class HFRollout(RolloutEngine):
                 module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self._is_shared or self.dtype is torch.float32:
+        if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
@@ -236,10 +241,9 @@ class HFRollout(RolloutEngine):
         rows.positions = rows.positions + 1
         return logits
 
-    def _prefill(self, requests: Sequence[Request]) -> Tensor:
+    def _prefill(self, requests: Sequence[Request], longest: int) -> Tensor:
         """Let rows join the others. Returns the logits of the next token of all new rows, [new rows, vocab]."""
-        logits, cache, index, lengths = self._prefilled(requests)
-        longest = cache.get_seq_length()
+        logits, cache, index, lengths = self._prefilled(requests, longest)
         own = [longest - length for length in lengths.tolist()]
         new = [Row(request, start, longest) for request, start in zip(requests, own, strict=True)]
         if self._fused is not None:
@@ -252,17 +256,16 @@ class HFRollout(RolloutEngine):
             self._rows.join(rows)
         return logits
 
-    def _prefilled(self, requests: Sequence[Request]) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
-        """Run each distinct prompt once, padded on the left.
+    def _prefilled(self, requests: Sequence[Request], longest: int) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
+        """Run each distinct prompt once, padded on the left to `longest` tokens.
 
         Returns the logits of the next token of each request [requests, vocab], the cache of the distinct prompts, the
         row of each request in it, int64 [requests] on the device, and the requests' lengths, int64 [requests].
         """
         distinct: dict[tuple[int, ...], int] = {}
-        known = [(*request.prompt, *request.sampled) for request in requests]
+        known = list(map(known_tokens, requests))
         index = torch.tensor([distinct.setdefault(tokens, len(distinct)) for tokens in known])
         lengths = torch.tensor([len(tokens) for tokens in distinct])
-        longest = int(lengths.max())
         columns = torch.arange(longest)
         starts = (longest - lengths)[:, None]
         mask = torch.zeros(len(distinct), longest).masked_fill(columns < starts, float("-inf"))
@@ -287,3 +290,30 @@ class HFRollout(RolloutEngine):
                 logits_to_keep=1,
             )
         return out.logits[:, -1]
+
+
+def _in_fp32(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """Begin the residual stream in fp32, as a trainer with fp32 weights does."""
+    return embedded.float()
+
+
+def known_tokens(request: Request) -> tuple[int, ...]:
+    """Return the prompt and the tokens that were sampled before."""
+    return (*request.prompt, *request.sampled)
+
+
+def prefill_parts(requests: Sequence[Request]) -> Iterator[tuple[list[Request], int]]:
+    """Divide requests among forwards of at most `PREFILL_TOKENS` tokens; yield each part with the tokens of a row.
+
+    Requests with the same prompt share a part. All parts have the same width, so that a row's numbers differ from
+    those in one forward by the rounding of products with fewer rows only.
+    """
+    prompts: dict[tuple[int, ...], list[Request]] = {}
+    for request in requests:
+        prompts.setdefault(known_tokens(request), []).append(request)
+    longest = max(map(len, prompts), default=1)
+    groups, rows = list(prompts.values()), max(1, PREFILL_TOKENS // longest)
+    if len(groups) <= rows:
+        groups = [list(requests)] if requests else []  # in the order of the requests
+    for start in range(0, len(groups), rows):
+        yield [request for group in groups[start : start + rows] for request in group], longest

@@ -39,6 +39,8 @@ LOOK_EVERY = 16
 """Steps between two looks of the host; an ended row occupies its slot until the next look."""
 FEWEST_ROWS = 8
 """Number of rows of the smallest graph."""
+COSTLY_ROWS = 96
+"""Number of rows from which a step's time grows with it (docs/gpu.md)."""
 MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
 """Largest share of the device's memory, and of its free memory, that slots take."""
 
@@ -66,13 +68,22 @@ class SlotRows:
     """The rows that decode in slots: requests join with the results of their prefill, and leave as Finished.
 
     `capture`: replay CUDA graphs; otherwise each step runs eagerly. `compiled`: the step's pieces are compiled.
+    `kernel`: attend by our own Triton kernel in bf16 on a GPU.
     """
 
     def __init__(
-        self, hf: Any, dtype: torch.dtype, end_ids: Tensor, tokenizer: Any, *, capture: bool, compiled: bool
+        self,
+        hf: Any,
+        dtype: torch.dtype,
+        end_ids: Tensor,
+        tokenizer: Any,
+        *,
+        capture: bool,
+        compiled: bool,
+        kernel: bool = False,
     ) -> None:
         self.hf, self.dtype, self.end_ids, self.tokenizer = hf, dtype, end_ids, tokenizer
-        self.device, self.capture, self.compiled = end_ids.device, capture, compiled
+        self.device, self.capture, self.compiled, self.kernel = end_ids.device, capture, compiled, kernel
         self.requests: list[Request] = []
         self._stored: list[int] = []
         self._weights: StepWeights | None = None
@@ -127,16 +138,31 @@ class SlotRows:
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
         assert self._weights is not None
         base = getattr(self.hf, self.hf.base_model_prefix)
-        aligned = self._weights.heads.size % 8 == 0  # a condition of the flash kernel
-        flash = self.device.type == "cuda" and self.dtype is torch.bfloat16 and aligned
+        attention = masked_attention
+        if self.device.type == "cuda" and self.dtype is torch.bfloat16:
+            if self.kernel:
+                from rlcore.engines.hf.decode_kernel import kernel_attention
+
+                attention = kernel_attention
+            elif self._weights.heads.size % 8 == 0:  # a condition of the flash kernel
+                attention = flash_attention
         return StaticStep(
             Slots(slots, width, room, self._weights, self.device),
             self._weights,
             rotary_tables(base, width, self.device),
             self.end_ids,
-            flash_attention if flash else masked_attention,
+            attention,
             compiled=self.compiled,
         )
+
+    def kernel_error(self) -> float:
+        """Return the largest error of the attention kernel; 0 where another form attends. Only after `open`."""
+        if not self.kernel:
+            return 0.0
+        from rlcore.engines.hf.decode_kernel import largest_error
+
+        assert self._weights is not None
+        return largest_error(self._weights.heads, self.device)
 
     def fits(self, request: Request) -> bool:
         """Whether a request may join the rows that decode now."""
@@ -205,11 +231,16 @@ class SlotRows:
         return self._look(version)
 
     def _graph_rows(self, live: int) -> int:
-        """Return the rows of the smallest graph that holds `live` rows."""
+        """Return the rows of the smallest graph that holds `live` rows: half the slots, a quarter and so on.
+
+        Three quarters of such a number count too while a row more costs time. With few rows the time is that of reading
+        the weights.
+        """
         rows = self.slots
         while rows // 2 >= max(live, min(FEWEST_ROWS, self.slots)):
             rows //= 2
-        return rows
+        between = rows * 3 // 4
+        return between if between >= max(live, COSTLY_ROWS) else rows
 
     def _replayed(self, rows: int) -> Callable[[], None]:
         """Return the function that decodes the first `rows` slots by one token."""
@@ -308,8 +339,8 @@ class SlotRows:
         del self.requests[left:], self._stored[left:]
 
 
-Prefill = Callable[[Sequence[Request]], tuple[Tensor, BufferedCache, Tensor, Tensor]]
-"""Runs requests' prompts; see HFRollout."""
+Prefill = Callable[[Sequence[Request], int], tuple[Tensor, BufferedCache, Tensor, Tensor]]
+"""Runs requests' prompts, padded to a number of tokens; see HFRollout."""
 
 
 def capturable(
@@ -321,17 +352,21 @@ def capturable(
     """
     reason = ""
     parameters = sum(parameter.numel() for parameter in hf.parameters())
-    forms = [True, False] if pays_to_compile(end_ids.device, parameters) else [False]
-    for compiled in forms:
-        rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, compiled=compiled)
-        form = "CUDA graphs of compiled pieces" if compiled else "CUDA graphs"
+    forms = {"CUDA graphs": {"compiled": False}}
+    if pays_to_compile(end_ids.device, parameters):
+        forms = {"CUDA graphs of compiled pieces": {"compiled": True}, **forms}
+        if dtype is torch.bfloat16:
+            fastest = {"compiled": True, "kernel": True}
+            forms = {"CUDA graphs of compiled pieces and an attention kernel": fastest, **forms}
+    for form, options in forms.items():
+        rows = SlotRows(hf, dtype, end_ids, tokenizer, capture=True, **options)
         try:
-            off = probe(rows, prefill)
+            off = max(probe(rows, prefill), rows.kernel_error())
         except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, OSError) as error:
             log.info("%s cannot decode in %s: %s: %s", type(hf).__name__, form, type(error).__name__, error)
             reason = f"{form} failed with {type(error).__name__}"
             continue
-        # bf16 rounds log-probs by about 1e-2.
+        # bf16 rounds log-probs and attention by about 1e-2.
         if off <= (1e-4 if dtype is torch.float32 else 5e-2):
             log.info("%s decodes in slots, replaying %s", type(hf).__name__, form)
             return rows, f"in slots, replaying {form}"
@@ -348,7 +383,7 @@ def probe(rows: SlotRows, prefill: Prefill) -> float:
     sampling = Sampling(max_tokens=6)
     requests = [Request(str(key), tuple(prompt), key, sampling) for key, prompt in enumerate((ids[:5], ids[5:]))]
     rows.open(requests, FEWEST_ROWS)
-    logits, cache, index, _ = prefill(requests)
+    logits, cache, index, _ = prefill(requests, max(len(each.prompt) for each in requests))
     rows.join(requests, logits, cache, index)
     finished: list[Finished] = []
     while rows.requests:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,9 +103,10 @@ class StepWeights:
 def into_layer(
     hidden: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor, heads: Heads, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute a layer's queries [rows, query heads, size], and keys and values [rows, 2, key heads, size].
+    """Compute a layer's queries and keys, rotated, [rows, query heads + key heads, size], and its values.
 
-    `hidden` [rows, hidden] is the residual stream; `cos` and `sin` [rows, 1, size].
+    The values are [rows, key heads, size]. `hidden` [rows, hidden] is the residual stream; `cos` and `sin` [rows, 1,
+    size].
     """
     inputs = _norm(hidden, layer.before, heads).to(dtype)
     states = F.linear(inputs, *layer.qkv).view(len(hidden), -1, heads.size)
@@ -112,9 +114,7 @@ def into_layer(
     if layer.head_norms:
         parts = zip(rotated.split([heads.queries, heads.keys], 1), layer.head_norms, strict=True)
         rotated = torch.cat([_norm(states, weight, heads) for states, weight in parts], dim=1)
-    rotated = torch.addcmul(rotated * cos, rotated.roll(heads.size // 2, -1), sin).to(dtype)
-    queries, keys = rotated.split([heads.queries, heads.keys], 1)
-    return queries.contiguous(), torch.stack([keys, values], dim=1)
+    return torch.addcmul(rotated * cos, rotated.roll(heads.size // 2, -1), sin).to(dtype), values
 
 
 def out_of_layer(hidden: Tensor, read: Tensor, layer: LayerWeights, activation: Any, heads: Heads) -> Tensor:
@@ -122,6 +122,15 @@ def out_of_layer(hidden: Tensor, read: Tensor, layer: LayerWeights, activation: 
     hidden = hidden + F.linear(read.reshape(len(hidden), -1), *layer.out)
     gate, up = F.linear(_norm(hidden, layer.between, heads).to(read.dtype), *layer.gate_up).chunk(2, -1)
     return hidden + F.linear(activation(gate) * up, *layer.down)
+
+
+def first_layer(
+    tokens: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], weights: StepWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the residual stream, the rows' cosines and sines, and the results of `into_layer` for the first layer."""
+    cos, sin = (table[positions][:, None] for table in rotary)
+    hidden = F.embedding(tokens, weights.embedding).float()
+    return hidden, cos, sin, *into_layer(hidden, weights.layers[0], cos, sin, weights.heads, weights.dtype)
 
 
 def between_layers(
@@ -139,42 +148,74 @@ def between_layers(
     return hidden, *into_layer(hidden, following, cos, sin, heads, read.dtype)
 
 
+def last_layer(hidden: Tensor, read: Tensor, weights: StepWeights) -> Tensor:
+    """Return the inputs of the head [rows, hidden]: the residual stream after the last layer, normed."""
+    hidden = out_of_layer(hidden, read, weights.layers[-1], weights.activation, weights.heads)
+    return _norm(hidden, weights.norm, weights.heads).to(weights.dtype)
+
+
 def _norm(values: Tensor, weight: Tensor, heads: Heads) -> Tensor:
     return F.rms_norm(values, weight.shape, weight.to(values.dtype), heads.eps)
 
 
-Attend = Callable[[Tensor, Tensor], Tensor]
-"""Attention of queries [rows, query heads, size] over a layer's cache [rows, width, 2, key heads, size]."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Store the new keys and values in a layer's cache [rows, width, 2, key heads, size]; return the attention over it.
+
+Reads the results of `into_layer`. The attention is [rows, query heads, size].
+"""
+
+
+def stored_at(positions: Tensor, width: int, heads: Heads) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the function that stores new keys and values at `positions` int64 [rows], and returns the queries."""
+    places = torch.arange(len(positions), device=positions.device) * width + positions
+
+    def store(rotated: Tensor, values: Tensor, cache: Tensor) -> Tensor:
+        queries, keys = rotated.split([heads.queries, heads.keys], 1)
+        cache.flatten(0, 1).index_copy_(0, places, torch.stack([keys, values], dim=1))
+        return queries
+
+    return store
 
 
 def masked_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
     """Return attention over the full width, with a mask, for rows at `positions` int64 [rows]."""
     seen = torch.arange(width, device=positions.device) <= positions[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill(~seen, float("-inf"))
+    store = stored_at(positions, width, heads)
 
-    def attend(queries: Tensor, cache: Tensor) -> Tensor:
-        keys, values = cache.permute(2, 0, 3, 1, 4)
-        grouped = queries.view(len(queries), heads.keys, -1, heads.size)
-        read = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=heads.scale)
+    def attend(rotated: Tensor, values: Tensor, cache: Tensor) -> Tensor:
+        queries = store(rotated, values, cache)
+        all_keys, all_values = cache.permute(2, 0, 3, 1, 4)
+        grouped = queries.reshape(len(queries), heads.keys, -1, heads.size)
+        read = F.scaled_dot_product_attention(
+            grouped, all_keys, all_values, attn_mask=mask[:, None, None], scale=heads.scale
+        )
         return read.reshape(queries.shape)  # not `view`: CUDA kernels return another memory order
 
     return attend
 
 
 def flash_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dtype) -> Attend:
-    """Return the same attention by the flash kernel, which reads filled columns only; for bf16 on CUDA."""
+    """Return the same attention by the flash kernel, which reads filled columns only; for bf16 on CUDA.
+
+    The queries of one key head are queries of one row without a mask. The kernel would bring them into this form by
+    itself, with two more copies.
+    """
     starts = torch.arange(len(positions) + 1, device=positions.device, dtype=torch.int32)
     filled, places = (positions + 1).to(torch.int32), starts * width
+    groups = heads.queries // heads.keys
+    store = stored_at(positions, width, heads)
 
-    def attend(queries: Tensor, cache: Tensor) -> Tensor:
-        keys, values = cache.flatten(0, 1).unbind(1)
+    def attend(rotated: Tensor, values: Tensor, cache: Tensor) -> Tensor:
+        by_key = store(rotated, values, cache).unflatten(1, (heads.keys, groups)).transpose(1, 2)
+        all_keys, all_values = cache.flatten(0, 1).unbind(1)
         found = torch.ops.aten._flash_attention_forward(
-            queries,
-            keys,
-            values,
-            starts,
+            by_key.reshape(-1, heads.keys, heads.size),
+            all_keys,
+            all_values,
+            starts * groups,
             places,
-            1,
+            groups,
             width,
             0.0,
             False,
@@ -182,21 +223,24 @@ def flash_attention(positions: Tensor, width: int, heads: Heads, dtype: torch.dt
             scale=heads.scale,
             seqused_k=filled,
         )
-        return found[0]
+        return found[0].view(by_key.shape).transpose(1, 2).flatten(1, 2)
 
     return attend
 
 
 def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw as `sample_tokens` does without top-k and top-p, in two passes: first a block of tokens, then one of them.
+    """Draw as `sample_tokens` does without top-k and top-p, reading the logits once: a block, then one of its tokens.
 
     The sums have another order, so noise at the very border between two tokens may give the other token.
     """
     rows, vocabulary = logits.shape
     size = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if vocabulary % size == 0)
     blocks = logits.view(rows, -1, size)
-    high = logits.amax(-1, keepdim=True).float()
-    masses = ((blocks.float() - high[:, :, None]) / temperature).exp().sum(-1)
+    # A block of banned tokens has no highest logit; its sum is 0 with any number in place of it.
+    highs = blocks.amax(-1).float().clamp(min=torch.finfo(torch.float32).min)
+    masses = ((blocks.float() - highs[:, :, None]) / temperature).exp().sum(-1)
+    high = highs.amax(-1, keepdim=True)
+    masses = masses * ((highs - high) / temperature).exp()
     ends = masses.cumsum(-1)
     # Keeps the draw below the last sum after rounding: no token lies beyond it.
     under = 1 - 2**-23
@@ -257,7 +301,8 @@ class Slots:
 class StaticStep:
     """Decodes one more token for each of the first slots, on fixed buffers.
 
-    `rotary`: cosines and sines [width, size] of `rotary_tables`. `attention`: masked_attention or flash_attention.
+    `rotary`: cosines and sines [width, size] of `rotary_tables`. `attention`: masked_attention, flash_attention or
+    decode_kernel.kernel_attention.
     """
 
     def __init__(
@@ -271,32 +316,24 @@ class StaticStep:
         compiled: bool,
     ) -> None:
         self.slots, self.weights, self.end_ids, self.attention = slots, weights, end_ids, attention
-        self.cos, self.sin = rotary
-        self.into, self.between, self.out_of = into_layer, between_layers, out_of_layer
+        self.rotary = rotary
+        self.first, self.between, self.last = first_layer, between_layers, last_layer
         if compiled:
-            self.into, self.between = torch.compile(into_layer), torch.compile(between_layers)
-            self.out_of = torch.compile(out_of_layer)
+            self.first, self.between = torch.compile(first_layer), torch.compile(between_layers)
+            self.last = torch.compile(last_layer)
 
     def logits(self, rows: int) -> Tensor:
         """Feed the newest tokens of the first `rows` slots and return the next tokens' logits [rows, vocab]."""
         slots, weights = self.slots, self.weights
         layers, heads, activation = weights.layers, weights.heads, weights.activation
         positions = slots.positions[:rows]
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        places = torch.arange(rows, device=positions.device) * slots.width + positions
         attend = self.attention(positions, slots.width, heads, weights.dtype)
-        hidden = F.embedding(slots.tokens[:rows], weights.embedding)
-        queries, new = self.into(hidden, layers[0], cos, sin, heads, weights.dtype)
-        for index, layer in enumerate(layers):
-            cache = slots.cache[index, :rows]
-            cache.flatten(0, 1).index_copy_(0, places, new)
-            read = attend(queries, cache)
-            if index + 1 == len(layers):
-                hidden = self.out_of(hidden, read, layer, activation, heads)
-            else:
-                following = layers[index + 1]
-                hidden, queries, new = self.between(hidden, read, layer, following, cos, sin, activation, heads)
-        return F.linear(_norm(hidden, weights.norm, heads).to(weights.dtype), *weights.head)
+        hidden, cos, sin, rotated, values = self.first(slots.tokens[:rows], positions, self.rotary, weights)
+        for index, (layer, following) in enumerate(pairwise(layers)):
+            read = attend(rotated, values, slots.cache[index, :rows])
+            hidden, rotated, values = self.between(hidden, read, layer, following, cos, sin, activation, heads)
+        read = attend(rotated, values, slots.cache[-1, :rows])
+        return F.linear(self.last(hidden, read, weights), *weights.head)
 
     def store(self, first: int, tokens: Tensor, log_probs: Tensor) -> None:
         """Store a drawn token for each of the slots from `first` on, and mark the rows that end with it."""

@@ -26,6 +26,7 @@ from rlcore.engines.torch.model import PackedModel, load_causal_lm, load_scalar_
 from rlcore.engines.torch.offload import Offloader
 from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
 from rlcore.engines.torch.pipeline import Pipeline, Stage
+from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.selection import Selection, total_tokens
 from rlcore.errors import DataError
 from rlcore.ops import Need
@@ -63,6 +64,8 @@ class TorchEngine(TrainEngine):
 
     def _load_model(self, setup: TrainSetup[TorchConfig]) -> PackedModel:
         own, device = setup.config, setup.ranks.device
+        # Shards are gathered by hooks around each layer, which were not tried with compiled layers.
+        compiles_layers = own.compile == "auto" and self.mesh.is_whole
         if self.kind.is_language_model:
             return load_causal_lm(
                 setup.model,
@@ -70,19 +73,22 @@ class TorchEngine(TrainEngine):
                 chunk=own.logits_chunk,
                 device=device,
                 compiles=own.compile == "auto",
+                compiles_layers=compiles_layers,
             )
-        return load_scalar_model(setup.model, new_head=setup.new_head, padding_free=own.padding_free, device=device)
+        return load_scalar_model(
+            setup.model,
+            new_head=setup.new_head,
+            padding_free=own.padding_free,
+            device=device,
+            compiles_layers=compiles_layers,
+        )
 
     def _keep_in_bf16(self) -> None:
         """Round the weights that every forward would round: half the memory, and the same outputs.
 
         Autocast rounds the inputs of matrix products only; FSDP rounds all sharded parameters.
         """
-        modules: list[nn.Module] = [self.model]
-        if self.mesh.is_whole:
-            # A head may be tied to the embedding, which autocast leaves in fp32.
-            heads = {self.model.hf.get_input_embeddings(), self.model.hf.get_output_embeddings()}
-            modules = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each not in heads]
+        modules: Sequence[nn.Module] = self._rounded_layers() if self.mesh.is_whole else [self.model]
         for module in modules:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -128,8 +134,9 @@ class TorchEngine(TrainEngine):
         if self._pipeline is not None:
             self._run_pipeline(self._pipeline, parts, needs, finish, backward=False)
             return
-        for part in parts:
-            finish(part, self._outputs(part, needs))
+        with self._rounded_weights():
+            for part in parts:
+                finish(part, self._outputs(part, needs))
 
     def forward_backward(
         self, parts: Sequence[DataProto | None], needs: Sequence[Need], finish: Finish, *, last: bool
@@ -140,13 +147,15 @@ class TorchEngine(TrainEngine):
             self._run_pipeline(self._pipeline, parts, needs, finish, backward=True)
             return
         sharded_copies = self.mesh.copies > 1 and not self.mesh.is_whole
-        for index, part in enumerate(parts):
-            if sharded_copies:
-                # Copies of the shards all-reduce their gradients once, in the last backward before the optimizer step.
-                is_last = last and index + 1 == len(parts)
-                self.root.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            loss = finish(part, self._outputs(part, needs))
-            loss.backward()  # type: ignore[no-untyped-call]
+        with self._rounded_weights() as collect_gradients:
+            for index, part in enumerate(parts):
+                if sharded_copies:
+                    # Copies of the shards all-reduce their gradients once, in the last backward before the step.
+                    is_last = last and index + 1 == len(parts)
+                    self.root.set_requires_all_reduce(is_last)  # type: ignore[operator]
+                loss = finish(part, self._outputs(part, needs))
+                loss.backward()  # type: ignore[no-untyped-call]
+                collect_gradients()
 
     def _outputs(self, part: DataProto | None, needs: Sequence[Need]) -> dict[str, Tensor]:
         chosen = Selection.of(part, **self._selection, device=self.ranks.device)
@@ -154,8 +163,21 @@ class TorchEngine(TrainEngine):
             return self.model(chosen.packing, chosen.select, chosen.labels, needs, self.temperature)
 
     @property
-    def _selection(self) -> dict[str, bool]:
-        return {"at_end": self.kind.scores_rows, "shares_prefixes": self.model.shares_prefixes}
+    def _selection(self) -> dict[str, Any]:
+        return {"at_end": self.kind.scores_rows, "pack": self.model.pack}
+
+    def _rounded_weights(self) -> AbstractContextManager[Callable[[], None]]:
+        """Round the weights that autocast would round in every micro-batch; FSDP rounds sharded ones itself."""
+        rounds = self.mesh.is_whole and self.dtype is not torch.float32
+        return rounded_weights(self._rounded_layers() if rounds else [], self.dtype)
+
+    def _rounded_layers(self) -> list[nn.Linear]:
+        """Return the linear layers whose products autocast rounds.
+
+        A head may be tied to the embedding, which autocast leaves in fp32.
+        """
+        heads = {self.model.hf.get_input_embeddings(), self.model.hf.get_output_embeddings()}
+        return [each for each in self.model.modules() if isinstance(each, nn.Linear) and each not in heads]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # FSDP's mixed precision casts sharded parameters; an unwrapped module needs autocast.

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor, nn
 
 from rlcore.config import ModelConfig
 from rlcore.engine.device import pays_to_compile
 from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
+from rlcore.engines.torch.varlen import VARLEN_ATTENTION, register_varlen_attention
 from rlcore.errors import ConfigError
 from rlcore.model_folder import model_path
 from rlcore.ops import chunked_log_probs, token_log_probs
 
 log = logging.getLogger(__name__)
+
+
+ACTIVATION_BUDGET = 0.8
+"""Share of a compiled layer's activations that are kept for backward; cheap ones beyond it are computed again.
+
+On an H100 this takes 27 % of the memory away for 2 % more time; 0.5 takes 51 % for 12 % (docs/gpu.md).
+"""
 
 
 class PackedModel(nn.Module, ABC):
@@ -34,6 +45,7 @@ class PackedModel(nn.Module, ABC):
         self.hf = hf
         self.packed = packed
         self.vocab_size = self._vocabulary()
+        self._compiled_layers: dict[nn.Module, Callable[..., Any]] = {}
 
     def _vocabulary(self) -> int:
         return self.hf.get_input_embeddings().weight.shape[0]
@@ -70,7 +82,50 @@ class PackedModel(nn.Module, ABC):
         """
         return self._run(self.base, packing, hidden).last_hidden_state
 
+    def pack(self, sequences: Sequence[Tensor], prompts: Sequence[int], total: int = 0) -> Packing:
+        """Pack int64 sequences [length], with prompts of the lengths `prompts`, in the form that this model reads.
+
+        Filling rows bring the packing to `total` tokens, or to a size of the attention's own choice.
+        """
+        if self.packed and self.attention == VARLEN_ATTENTION:
+            return Packing.in_segments(sequences, prompts, total)
+        return Packing.of(sequences, total, prompts if self.packed and self.attention == PACKED_ATTENTION else None)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether the decoder is a list of layers of one class, so that code for one serves all."""
+        return len({type(layer) for layer in getattr(self.base, "layers", ())}) == 1
+
+    def compile_layers(self) -> None:
+        """Have torch.compile make the code of a decoder layer; all layers and all numbers of tokens share it."""
+        layers = self.base.layers
+        forward = torch.compile(type(layers[0]).forward)
+        self._compiled_layers = {layer: functools.partial(_any_length, forward, layer) for layer in layers}
+
+    def run_layers_plainly(self) -> None:
+        """Undo `compile_layers`."""
+        self._compiled_layers = {}
+
+    @contextmanager
+    def _in_compiled_layers(self) -> Iterator[None]:
+        """Run the compiled layers; a rollout engine may share the module, for shapes of its own."""
+        if not self._compiled_layers:
+            yield
+            return
+        for layer, forward in self._compiled_layers.items():
+            layer.forward = forward  # type: ignore[method-assign]
+        try:
+            with functorch.patch(activation_memory_budget=ACTIVATION_BUDGET):
+                yield
+        finally:
+            for layer in self._compiled_layers:
+                del layer.forward
+
     def _run(self, module: nn.Module, packing: Packing, hidden: Tensor | None = None) -> Any:
+        with self._in_compiled_layers():
+            return self._call(module, packing, hidden)
+
+    def _call(self, module: nn.Module, packing: Packing, hidden: Tensor | None) -> Any:
         if not self.packed:
             (rows,) = packing.parts
             steps = torch.arange(rows.longest, device=packing.lengths.device)[None]
@@ -84,19 +139,21 @@ class PackedModel(nn.Module, ABC):
             attention_mask=None,
             position_ids=packing.positions[None],
             use_cache=False,
-            **({"packing": packing} if self.shares_prefixes else packing.flash_kwargs()),
+            **self._attention_arguments(packing),
         )
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether it reads packings with shared prompts stored once; variable-length kernels cannot."""
-        return self.packed and self.attention == PACKED_ATTENTION
+    def _attention_arguments(self, packing: Packing) -> dict[str, Any]:
+        if packing.segments is not None:
+            return {"segments": packing.segments}
+        return {"packing": packing} if self.attention == PACKED_ATTENTION else packing.flash_kwargs()
 
     @property
     def description(self) -> str:
         """The attention implementation and the form of batches, in words."""
-        plain = "sdpa" if self.attention == PACKED_ATTENTION else self.attention
-        return f"attention {plain}, rows {'packed' if self.packed else 'padded'}"
+        names = {PACKED_ATTENTION: "sdpa", VARLEN_ATTENTION: "by kernels of variable length"}
+        form = "packed" if self.packed else "padded"
+        compiled = ", layers compiled" if self._compiled_layers else ""
+        return f"attention {names.get(self.attention, self.attention)}, rows {form}{compiled}"
 
     @property
     def attention(self) -> str:
@@ -145,6 +202,16 @@ class CausalLM(PackedModel):
         return {name: value for name, value in (("log_probs", log_probs), ("entropy", entropy)) if name in needs}
 
 
+def _any_length(forward: Callable[..., Any], layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Any:
+    """Run a decoder layer's compiled `forward` with the number of tokens, dimension 1, as a variable."""
+    by_token = [hidden_states, *arguments["position_embeddings"]]
+    if arguments.get("position_ids") is not None:
+        by_token.append(arguments["position_ids"])
+    for each in by_token:
+        torch._dynamo.mark_dynamic(each, 1)
+    return forward(layer, hidden_states, **arguments)
+
+
 def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
     logits = logits.float() / temperature
     log_probs, entropy = token_log_probs(logits, labels)
@@ -172,15 +239,24 @@ class ScalarModel(PackedModel):
 
 
 Model = TypeVar("Model", bound=PackedModel)
+Read = Callable[[Model, Packing, Tensor, Tensor], Tensor]
+"""From a model, a packing, `select` and `labels` of PackedModel.forward to the outputs that a probe compares."""
 
 
 def load_causal_lm(
-    config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device, compiles: bool = False
+    config: ModelConfig,
+    *,
+    padding_free: bool,
+    chunk: int,
+    device: torch.device,
+    compiles: bool = False,
+    compiles_layers: bool = False,
 ) -> CausalLM:
     """Load the model folder in fp32 and choose the form of its forward.
 
     A fast form is used only if it agrees with the model's own forward on a probe of two short rows; otherwise one line
-    in the log gives the reason. `compiles`: try compiled passes over logits where they pay. Raises ConfigError for a
+    in the log gives the reason. `compiles` and `compiles_layers`: try compiled passes over logits, and compiled decoder
+    layers, where they pay. Raises ConfigError for a
     folder that does not load as a causal LM.
     """
     from transformers import AutoModelForCausalLM
@@ -191,19 +267,22 @@ def load_causal_lm(
         return model(packing, select, labels, ("log_probs",), 1.0)["log_probs"]
 
     plain = CausalLM(hf, packed=False, fused_head=False, chunk=chunk)
-    expected = _probe(plain, log_probs)
+    expected = _probe(plain, log_probs).detach()
     model = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
     model.fused_head = _agrees("computing logits in chunks", model, log_probs, expected)
     if compiles and model.fused_head and pays_to_compile(device, hf.num_parameters()):
         model.compiled = True
         model.compiled = _agrees("compiling the passes over logits", model, log_probs, expected)
     if padding_free and _packing_applies(hf):
+        compiled = compiles_layers and pays_to_compile(device, hf.num_parameters())
         model.packed = True
-        return _pack(model, log_probs, expected)
+        return _pack(model, log_probs, expected, kernels=_has_kernels(config, device), compiles=compiled)
     return model
 
 
-def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device) -> ScalarModel:
+def load_scalar_model(
+    config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device, compiles_layers: bool = False
+) -> ScalarModel:
     """Load the model folder in fp32 as a sequence-classification model with one label.
 
     `new_head`: a folder without such a head, as of a causal language model, gets a head of zeros. Raises ConfigError
@@ -232,7 +311,9 @@ def load_scalar_model(config: ModelConfig, *, new_head: bool, padding_free: bool
     plain = ScalarModel(hf, packed=False)
     if not (padding_free and _packing_applies(hf)):
         return plain
-    return _pack(ScalarModel(hf, packed=True), hidden, _probe(plain, hidden))
+    compiled = compiles_layers and pays_to_compile(device, hf.num_parameters())
+    model, expected = ScalarModel(hf, packed=True), _probe(plain, hidden).detach()
+    return _pack(model, hidden, expected, kernels=_has_kernels(config, device), compiles=compiled)
 
 
 def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **options: Any) -> tuple[Any, Any]:
@@ -240,6 +321,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
     from transformers.utils import logging as notices
 
     register_packed_attention()
+    register_varlen_attention()
     notices.disable_progress_bar()
     before = notices.get_verbosity()
     notices.set_verbosity_error()  # it warns of new heads; the checks below report wrong shapes
@@ -248,7 +330,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
         hf, loading = kind.from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation=_plain_attention(config, device),
+            attn_implementation=_plain_attention(config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -271,13 +353,13 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
     return hf.to(device).eval(), loading
 
 
-def _plain_attention(config: ModelConfig, device: torch.device) -> str:
-    if config.attention != "auto":
-        return config.attention
-    from transformers.utils import is_flash_attn_2_available
+def _plain_attention(config: ModelConfig) -> str:
+    return "sdpa" if config.attention == "auto" else config.attention
 
-    on_gpu = device.type == "cuda" and config.dtype == "bf16" and is_flash_attn_2_available()
-    return "flash_attention_2" if on_gpu else "sdpa"
+
+def _has_kernels(config: ModelConfig, device: torch.device) -> bool:
+    """Whether kernels of variable length may serve: they compute in bf16, on a GPU."""
+    return device.type == "cuda" and config.dtype == "bf16" and config.attention == "auto"
 
 
 def _packing_applies(hf: Any) -> bool:
@@ -291,45 +373,81 @@ def _packing_applies(hf: Any) -> bool:
     return True
 
 
-def _pack(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor) -> Model:
-    """Return the packed `model`, or the padded form where packing changes its outputs."""
+def _pack(model: Model, read: Read[Model], expected: Tensor, *, kernels: bool, compiles: bool) -> Model:
+    """Return the packed `model`, or the padded form where packing changes its outputs.
+
+    `kernels`: try kernels of variable length first. `compiles`: with these, try compiled layers. Both must have the
+    gradient of the plain form, too.
+    """
     attention = model.attention
-    if attention == "sdpa":
-        model.hf.config._attn_implementation = PACKED_ATTENTION
-    if not _agrees("packing without padding", model, read, expected):
+    packed = PACKED_ATTENTION if attention == "sdpa" else attention
+    model.packed = False
+    slope = _gradient(model, read) if kernels else None
+    model.packed = True
+    for form in [VARLEN_ATTENTION, packed] if kernels else [packed]:
+        model.hf.config._attn_implementation = form
+        checked = slope if form == VARLEN_ATTENTION else None
+        if _agrees(f"packing without padding ({form})", model, read, expected, checked):
+            break
+    else:
         model.hf.config._attn_implementation = attention
         model.packed = False
+    if compiles and model.attention == VARLEN_ATTENTION and model.has_equal_layers:
+        model.compile_layers()
+        if not _agrees("compiling layers", model, read, expected, slope):
+            model.run_layers_plainly()
     return model
 
 
-@torch.no_grad()
-def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor]) -> Tensor:
+def _probe(model: Model, read: Read[Model]) -> Tensor:
+    """Return a model's outputs for two short rows."""
     device = next(model.parameters()).device
     ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
     ids = ids % model.vocab_size
     # Rows of different length with a common prompt: both padding and sharing of prompts are exercised.
     rows = [ids[:5], torch.cat([ids[:3], ids[5:]])]
-    packing = Packing.of(rows, prompts=[3, 3] if model.shares_prefixes else None)
+    packing = model.pack(rows, [3, 3])
     predicting = [packing.token(torch.tensor(row), torch.arange(len(ids) - 1)) for row, ids in enumerate(rows)]
     select = torch.cat(predicting)
     labels = torch.cat([row[1:] for row in rows]).to(device)
     packing, select = packing.to(device), select.to(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.attention.startswith("flash")):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=_in_bf16(model)):
         return read(model, packing, select, labels)
 
 
-def _agrees(
-    what: str, model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor
-) -> bool:
+@torch.enable_grad()
+def _gradient(model: Model, read: Read[Model]) -> Tensor:
+    """Return the gradient of the embedding for the probe's outputs; it comes through the backward of every layer."""
+    _probe(model, read).float().sum().backward()  # type: ignore[no-untyped-call]
+    made = model.hf.get_input_embeddings().weight.grad
+    model.hf.zero_grad(set_to_none=True)
+    assert made is not None
+    return made
+
+
+def _agrees(what: str, model: Model, read: Read[Model], expected: Tensor, gradient: Tensor | None = None) -> bool:
+    """Whether the probe's outputs, and its gradient where one is given, are those of the plain form."""
+    name = type(model.hf).__name__
     try:
-        got = _probe(model, read)
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        log.info("%s does not work for %s (%s): falling back to the plain form", what, type(model.hf).__name__, error)
+        got = _probe(model, read).detach()
+        slope = None if gradient is None else _gradient(model, read)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError, OSError) as error:
+        log.info("%s does not work for %s (%s): falling back to the plain form", what, name, error)
         return False
     # Flash attention computes in bf16, which rounds log-probs by about 1e-2.
-    tolerance = 5e-2 if model.attention.startswith("flash") else 1e-4
+    tolerance = 5e-2 if _in_bf16(model) else 1e-4
     if not torch.allclose(got, expected, atol=tolerance, rtol=tolerance):
         worst = (got - expected).abs().max().item()
-        log.info("%s is off by %.2g for %s: falling back to the plain form", what, worst, type(model.hf).__name__)
+        log.info("%s is off by %.2g for %s: falling back to the plain form", what, worst, name)
         return False
+    if slope is not None and gradient is not None:
+        off = float((slope - gradient).norm() / gradient.norm())
+        if not off < 2 * tolerance:
+            log.info("%s has a gradient that is off by %.2g for %s: falling back to the plain form", what, off, name)
+            return False
     return True
+
+
+def _in_bf16(model: PackedModel) -> bool:
+    """Whether the model's attention computes in bf16 only."""
+    return model.attention == VARLEN_ATTENTION or model.attention.startswith("flash")

@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlcore.engines.torch.varlen import Segments
+
 PACKED_ATTENTION = "rlcore_packed"
+MULTIPLE = 64
+"""Batches for kernels of variable length are filled up to a multiple of these tokens, which matrix products prefer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Packing:
     `input_ids` int64 [tokens]. `positions` int64 [tokens], from 0 in each row. `lengths` int64 [rows]. Row i takes its
     first `shared[i]` tokens from row `owners[i]`; its own tokens start at token `starts[i]` (int64 [rows] each).
     `parts` are padded views that together contain all rows. Packed token j is at index `places[j]` of the views laid
-    end to end.
+    end to end. A packing for kernels of variable length has `segments` in place of views.
     """
 
     input_ids: Tensor
@@ -54,6 +58,7 @@ class Packing:
     owners: Tensor
     parts: tuple[PaddedView, ...]
     places: Tensor
+    segments: Segments | None = None
 
     @staticmethod
     def of(sequences: Sequence[Tensor], total: int = 0, prompts: Sequence[int] | None = None) -> Packing:
@@ -92,6 +97,53 @@ class Packing:
         )
         return packing._laid_out(own, bucket_by_length(lengths) if shares_prefixes else [list(range(len(lengths)))])
 
+    @staticmethod
+    def in_segments(sequences: Sequence[Tensor], prompts: Sequence[int], total: int = 0) -> Packing:
+        """Pack int64 sequences for kernels of variable length: distinct prompts first, then responses by prompt.
+
+        `prompts`: the length of each row's prompt. Rows of zeros fill up to `total` tokens, or to a multiple of
+        MULTIPLE. The rows of the packing are those of `sequences`, then the prompts.
+        """
+        heads = [max(1, min(pair)) for pair in zip(prompts, map(len, sequences), strict=True)]
+        first: dict[bytes, int] = {}
+        prompt_of = [
+            first.setdefault(row[:head].numpy().tobytes(), len(first))
+            for row, head in zip(sequences, heads, strict=True)
+        ]
+        rows, texts = len(sequences), [torch.frombuffer(bytearray(text), dtype=torch.int64) for text in first]
+        order = sorted(range(rows), key=prompt_of.__getitem__)
+        stored = [*texts, *(sequences[row][heads[row] :] for row in order)]
+        begins = [*(0 for _ in texts), *(heads[row] for row in order)]
+        used = sum(map(len, stored))
+        longest, missing = max(map(len, stored)), max(total, -(-used // MULTIPLE) * MULTIPLE) - used
+        for at in range(0, missing, longest):
+            stored.append(torch.zeros(min(longest, missing - at), dtype=torch.int64))
+            begins.append(0)
+        own = torch.tensor(list(map(len, stored)))
+        starts = own.cumsum(0) - own
+        first_token = int(starts[len(texts)])  # of the responses
+        place = torch.empty(rows, dtype=torch.int64)  # each row's response among the stored pieces
+        place[torch.tensor(order)] = torch.arange(len(texts), len(texts) + rows)
+        prompt = torch.tensor(prompt_of)
+        # The filling belongs to the last prompt's responses, so that each token has keys.
+        by_prompt = torch.zeros(len(texts), dtype=torch.int64).index_add_(0, prompt, own[place])
+        by_prompt[-1] += missing
+        sizes = [longest, max(1, int(by_prompt.max())), int(own[: len(texts)].max())]
+        piece = torch.repeat_interleave(own)
+        return Packing(
+            input_ids=torch.cat(stored),
+            positions=torch.arange(len(piece)) - starts[piece] + torch.tensor(begins)[piece],
+            lengths=torch.cat([torch.tensor(list(map(len, sequences))), own[: len(texts)]]),
+            starts=torch.cat([starts[place], starts[: len(texts)]]),
+            shared=torch.cat([torch.tensor(heads), torch.zeros(len(texts), dtype=torch.int64)]),
+            owners=torch.cat([rows + prompt, rows + torch.arange(len(texts))]),
+            parts=(),
+            places=torch.zeros(0),
+            segments=Segments(
+                _borders(own), _borders(by_prompt, first_token), _borders(own[: len(texts)]), torch.tensor(sizes)
+            ),
+        )
+
     def _laid_out(self, own: Tensor, groups: list[list[int]]) -> Packing:
         """Add positions, and a padded view for each group of rows. `own` int64 [rows]: the tokens stored for a row."""
         row_of = torch.repeat_interleave(own)
@@ -114,9 +166,10 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Return the same packing on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "parts"}
+        names = self.__dataclass_fields__.keys() - {"parts", "segments"}
+        moved = {name: getattr(self, name).to(device) for name in names}
         parts = tuple(PaddedView(part.tokens.to(device), part.rows, part.longest) for part in self.parts)
-        return Packing(parts=parts, **moved)
+        return Packing(parts=parts, segments=self.segments and self.segments.to(device), **moved)
 
     def unpad(self, *padded: Tensor) -> Tensor:
         """Return the packed tokens [tokens, ...] of all padded views, [rows, longest, ...] each."""
@@ -163,6 +216,13 @@ def packed_attention(
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=part.longest > 1)
         read.append(out.transpose(1, 2))
     return packing.unpad(*read)[None], None
+
+
+def _borders(lengths: Tensor, start: int = 0) -> Tensor:
+    """Return the borders, int32, of segments end to end; the last is repeated up to a power of two of borders."""
+    ends = F.pad(lengths.cumsum(0), (1, 0)) + start
+    missing = max(64, 1 << (len(ends) - 1).bit_length()) - len(ends)
+    return torch.cat([ends, ends[-1:].expand(missing)]).to(torch.int32)
 
 
 def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rlcore.engines.torch.packing import Packing
 from rlcore.protocol import DataProto
+
+Pack = Callable[[Sequence[Tensor], Sequence[int], int], Packing]
+"""From rows, the lengths of their prompts and a number of tokens to fill up to, to a packing; see PackedModel.pack."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +28,18 @@ class Selection:
     labels: Tensor
 
     @staticmethod
-    def of(
-        batch: DataProto | None, *, at_end: bool, shares_prefixes: bool, device: torch.device, total: int = 0
-    ) -> Selection:
+    def of(batch: DataProto | None, *, at_end: bool, pack: Pack, device: torch.device, total: int = 0) -> Selection:
         """Pack the rows' prompts and responses, filled up to `total` tokens.
 
-        `shares_prefixes`: equal prompts are packed once. None gives a rank without rows one token and one output, so
-        that it can join the collectives.
+        None gives a rank without rows one token and one output, so that it can join the collectives.
         """
         rows = row_tokens(batch, at_end=at_end)
         if batch is None:
-            packing = Packing.of(rows, total)
+            packing = pack(rows, [1], total)
             select = labels = torch.zeros(1, dtype=torch.int64)
             return Selection(packing.to(device), select.to(device), labels.to(device))
         prompts, lengths = batch.view("prompts").lengths, batch.view("responses").lengths
-        packing = Packing.of(rows, total, prompts.tolist() if shares_prefixes else None)
+        packing = pack(rows, prompts.tolist(), total)
         if at_end:
             select = packing.token(torch.arange(len(rows)), prompts + lengths - 1)
         else:
@@ -65,8 +65,8 @@ def row_tokens(batch: DataProto | None, *, at_end: bool) -> list[Tensor]:
     return [tokens[: max(1, len(tokens) - 1)] for tokens in whole]
 
 
-def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, shares_prefixes: bool) -> int:
+def total_tokens(parts: Sequence[DataProto | None], *, at_end: bool, pack: Pack) -> int:
     """Return the number of tokens of the largest micro-batch."""
     cpu = torch.device("cpu")
-    selections = [Selection.of(part, at_end=at_end, shares_prefixes=shares_prefixes, device=cpu) for part in parts]
+    selections = [Selection.of(part, at_end=at_end, pack=pack, device=cpu) for part in parts]
     return max(len(each.packing.input_ids) for each in selections)

@@ -1,6 +1,7 @@
 """Decoding in slots: the same rows as the plain step gives, and a step that a GPU can replay."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -87,6 +88,21 @@ def test_a_stop_string_between_two_looks_ends_a_row_where_the_plain_step_does(mo
         plain = sampled(engine(model_folder(), in_slots=False), wanted)
         assert few or any(row.reason == "stop" for row in plain.values())
         assert_same_rows(sampled(engine(model_folder(), in_slots=True, batch_size=7), wanted), plain)
+
+
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_long_prompts_run_in_parts_and_each_once(model_folder, monkeypatch, in_slots):
+    wanted = requests(Sampling(max_tokens=12), count=30, prompts=10)
+    longest = max(len(each.prompt) for each in wanted)
+    whole = sampled(engine(model_folder(), in_slots=in_slots), wanted)
+    rollout, shapes = engine(model_folder(), in_slots=in_slots), []
+    rollout.hf.register_forward_pre_hook(lambda _, __, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    monkeypatch.setattr("rlcore.engines.hf.rollout.PREFILL_TOKENS", 3 * longest + 2)
+    in_parts = sampled(rollout, wanted)
+    assert shapes == [(3, longest)] * 3 + [(1, longest)], "ten prompts, each once"
+    assert_same_rows(in_parts, whole)
+    monkeypatch.setattr("rlcore.engines.hf.rollout.PREFILL_TOKENS", 1)
+    assert_same_rows(sampled(engine(model_folder(), in_slots=in_slots), wanted), whole)
 
 
 def test_requests_of_other_distributions_and_lengths_wait_until_the_slots_are_free(model_folder):
@@ -195,7 +211,7 @@ def test_compiled_pieces_give_the_logits_of_the_plain_step(model_folder, monkeyp
     for step in (plain, compiled):
         step.slots.tokens[:], step.slots.positions[:] = torch.arange(4) + 5, torch.tensor([0, 3, 7, 30])
     assert torch.equal(plain.logits(4), compiled.logits(4))
-    assert traced == ["into_layer", "between_layers", "out_of_layer"]
+    assert traced == ["first_layer", "between_layers", "last_layer"]
     torch._dynamo.reset()
 
 
@@ -248,11 +264,47 @@ def test_the_probe_finds_slots_that_are_off(model_folder, caplog, monkeypatch):
     assert isinstance(slots, SlotRows)
     assert description == "in slots, replaying CUDA graphs"
     assert "decodes in slots, replaying CUDA graphs" in caplog.text
-    monkeypatch.setattr(slot_rows, "masked_attention", lambda *_: lambda queries, cache: -queries)
+    monkeypatch.setattr(
+        slot_rows, "masked_attention", lambda *_: lambda rotated, values, cache: -rotated[:, : -values.shape[1]]
+    )
     slots, description = made()
     assert slots is None
     assert description.startswith("log-probs of CUDA graphs would be off by ")
     assert "its log-probs would be off by" in caplog.text
+
+
+def test_without_triton_a_large_model_in_bf16_decodes_without_the_attention_kernel(model_folder, caplog, monkeypatch):
+    rollout = engine(model_folder(), in_slots=True)
+    monkeypatch.setattr(SlotRows, "_captured", lambda rows, run: type("Graph", (), {"replay": staticmethod(run)}))
+    monkeypatch.setattr(slot_rows, "pays_to_compile", lambda *_: True)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level("INFO", "rlcore.engines.hf.slot_rows"):
+        slots, description = capturable(
+            rollout.hf, torch.bfloat16, rollout.end_ids, rollout.tokenizer, rollout._prefilled
+        )
+    assert description == "in slots, replaying CUDA graphs of compiled pieces"
+    assert not slots.kernel
+    assert "cannot decode in CUDA graphs of compiled pieces and an attention kernel: ModuleNotFoundError" in caplog.text
+
+
+def test_graphs_hold_half_the_slots_and_so_on_and_three_quarters_while_a_row_costs_time(model_folder):
+    rollout = engine(model_folder(), in_slots=True)
+    slots = rollout._slots
+    slots.open(requests(Sampling(max_tokens=5)), 512)
+    assert {live: slots._graph_rows(live) for live in (512, 400, 384, 257, 200, 192, 100, 96, 70, 33, 1)} == {
+        512: 512,
+        400: 512,
+        384: 384,
+        257: 384,
+        200: 256,
+        192: 192,
+        100: 128,
+        96: 96,
+        70: 96,
+        33: 64,
+        1: 8,
+    }
 
 
 def test_a_graph_holds_all_rows_and_is_captured_once(model_folder, monkeypatch):

@@ -28,8 +28,10 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
+from rlcore.engine.room import local_parameters
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.micro_batch_size import measure
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
 from rlcore.engines.torch.config import TorchConfig
@@ -197,6 +199,10 @@ def rank_main(rank: int, world: int, port: int, cases: list[Case], folder: Path,
         for case in cases:
             started = time.perf_counter()
             engine = engine_of(case, rank)
+            if world > 1:  # which must change nothing
+                measure(engine, lambda run: [run(), 0][1], 512)
+                held = sum(engine.ranks.gather(sum(each.numel() for each in weights(engine).values())))
+                assert abs(sum(engine.ranks.gather(local_parameters(engine))) - held) < 0.02 * held
             got = seen(engine)
             if case.model == ACROSS:
                 engine.save(folder / case.name)

@@ -20,7 +20,7 @@ def load(folder, **options):
 
 
 def everything(model, temperature=1.0):
-    packing = Packing.of([torch.tensor(row) for row in ROWS], prompts=PROMPTS if model.shares_prefixes else None)
+    packing = model.pack([torch.tensor(row) for row in ROWS], PROMPTS)
     rows = [(torch.tensor(number), torch.arange(len(row) - 1)) for number, row in enumerate(ROWS)]
     select = torch.cat([packing.token(*row) for row in rows])
     labels = torch.tensor([token for row in ROWS for token in row[1:]])
@@ -58,7 +58,6 @@ def test_log_probs_entropy_and_gradient_equal_the_plain_model(
 ):
     model = load(model_folder(kind))
     assert (model.packed, model.fused_head) == (packed, fused)
-    assert model.shares_prefixes == packed
     want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature)
     got = everything(model, temperature)
     torch.testing.assert_close(got["log_probs"], want_log_probs, rtol=1e-4, atol=1e-5)
