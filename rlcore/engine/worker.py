@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,12 @@ class _GeneratingWorker(Worker):
         """The workers of all train engines in this process."""
         return [worker for worker in (self, *self._siblings.values()) if isinstance(worker, ModelWorker)]
 
-    def _fits(self, call: str, batches: Sequence[DataProto], remedies: Sequence[str]) -> AbstractContextManager[None]:
+    def _fits(self, call: str, batches: Sequence[DataProto], remedies: Iterable[str]) -> AbstractContextManager[None]:
         """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
         can_offload = any(each.setup.train_engine.capabilities.offload for each in self._trained)
         offload = ["engine.offload=true"] if can_offload and not self.setup.engine.offload else []
         tokens = sum(int(batch.view(name).lengths.sum()) for batch in batches for name in TOKENS if name in batch)
-        return explains_memory(call, sum(map(len, batches)), tokens, self.device, [*remedies, *offload])
+        return explains_memory(call, sum(map(len, batches)), tokens, self.device, chain(remedies, offload))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
@@ -304,12 +305,14 @@ class ModelWorker(_GeneratingWorker):
         self._micro_batch = kept
         return kept
 
-    def _trains(self, call: str, batches: Sequence[DataProto]) -> AbstractContextManager[None]:
-        """Return `_fits` for a call of the train engine."""
-        return self._fits(call, batches, self._training_remedies())
+    def _trains(
+        self, call: str, batches: Sequence[DataProto], items: Sequence[UpdateItem] = ()
+    ) -> AbstractContextManager[None]:
+        """Return `_fits` for a call of the train engine, an update of these `items`."""
+        return self._fits(call, batches, self._training_remedies(items))
 
-    def _training_remedies(self) -> list[str]:
-        return training_remedies(self.setup, self.train.micro_batch_tokens, self._micro_batch)
+    def _training_remedies(self, items: Sequence[UpdateItem] = ()) -> Iterator[str]:
+        return training_remedies(self.setup, self.train.micro_batch_tokens, self._micro_batch, items)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -389,7 +392,7 @@ class ModelWorker(_GeneratingWorker):
     @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on the rows of this data-parallel rank."""
-        with self._timed("update"), self._trains("update", [item.batch for item in items]):
+        with self._timed("update"), self._trains("update", [item.batch for item in items], items):
             metrics = self.train.update(items, epochs=epochs, step=step)
         return metrics if self.rollout is None else {**metrics, **self.rollout.metrics}
 
