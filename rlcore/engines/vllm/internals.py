@@ -247,8 +247,19 @@ def _unlink_shared_memory() -> None:
         Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink()
 
 
+def shut_down(llm: Any, *, joined: bool) -> None:
+    """End an engine and destroy its process groups; the default group too, unless vLLM `joined` the process's own."""
+    from vllm.distributed import parallel_state
+
+    with _keeping_default_group() if joined else nullcontext():
+        llm.llm_engine.engine_core.shutdown()
+        # vLLM 0.20 leaves its groups to the end of the process, and a second engine would use them.
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
 @contextmanager
-def keeping_default_group() -> Iterator[None]:
+def _keeping_default_group() -> Iterator[None]:
     """While vLLM shuts down, have it destroy the groups that it created, but not the process's default group."""
     from vllm.distributed import parallel_state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from rlcore.engines.vllm.internals import (
     drain,
     import_vllm,
     installed,
-    keeping_default_group,
     output_so_far,
     sample_by_name,
+    shut_down,
     starting,
     tensor_parallel,
     tokens_so_far,
@@ -203,8 +203,7 @@ class VLLMRollout(RolloutEngine):
 
     def close(self) -> None:
         """See RolloutEngine. Destroys vLLM's process groups, and the default group if vLLM created it."""
-        with keeping_default_group() if self._joined else nullcontext():
-            self.llm.llm_engine.engine_core.shutdown()
+        shut_down(self.llm, joined=self._joined)
 
     def _parameters(self, request: Request) -> Any:
         from vllm import SamplingParams
