@@ -234,6 +234,7 @@ def open_run(
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
     executor: Executor | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[Run]:
     """Start the workers of all roles and of the rewards on the run's pools; stop them at the end.
 
@@ -242,8 +243,9 @@ def open_run(
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes its own log file.
     executor: starts the workers; None: the executor of `cluster.executor`.
+    meanwhile: called while the worker processes start, before any model loads; may still fill `loaders`.
 
-    Raises the errors of starting.
+    Raises the errors of starting, and those of `meanwhile`.
     """
     placement = placement or Placement.of(config, roles, plugins)
     if executor is None:
@@ -261,10 +263,10 @@ def open_run(
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
         extra = [reward, *group_requests(placement.groups, pools)]
-        handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra)
+        handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra, meanwhile=meanwhile)
         scorers = groups.pop(REWARD_WORKERS)
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
-        yield Run(config, folder, clock, handles, scorers, own, loaders or {}, names)
+        yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names)
 
 
 def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:

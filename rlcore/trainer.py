@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, PluginManager
 from rlcore.preflight import Preflight, preflight
-from rlcore.rewards.compose import resolve, reward_files
+from rlcore.rewards.compose import WeightedReward, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.run import EndedStep, Run, open_run
@@ -46,37 +46,62 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     """Train, or resume the unfinished run in the same folder, and return the content of summary.json.
 
     checked: the preflight of this config, where the caller has done it.
-    Faults of config, data, model folder, rewards, trackers and run folder are found before Ray starts. Raises the
-    errors of rlcore.errors; if the loop had begun, summary.json then has the status "failed".
+    Faults of the config are found before Ray starts; those of data, model folder, rewards, trackers and run folder
+    while the worker processes start, before any model loads. Raises the errors of rlcore.errors; if the loop had begun,
+    summary.json then has the status "failed".
     """
     checked = checked or preflight(config, plugins)
     algorithm = checked.algorithm
     dataset = plugins.datasets()[config.data.name]
-    loaders = _loaders(algorithm, config, plugins)
     rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
-    check_rewards(rewards, config.reward)
     path = default_path(config)
-    trackers = Trackers(config, path, plugins.trackers())
-    folder = open_folder(path, config, plugins)
-    try:
-        with _logging_to(folder.path / LOG):
-            for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
-                log.info("code from %s, sha256 %s", file, digest)
-            place = folder.path.resolve()
-            opened = open_run(
-                config,
-                place,
-                plugins,
-                checked.roles,
-                rewards,
-                placement=checked.placement,
-                loaders=loaders,
-                log_dir=place / "logs",
-            )
-            with opened as run:
-                return Trainer(run, algorithm, plugins, loaders, folder, trackers).run()
-    finally:
-        folder.close()
+    with _Preparation(config, plugins, algorithm, rewards, path) as prepared:
+        opened = open_run(
+            config,
+            path.resolve(),
+            plugins,
+            checked.roles,
+            rewards,
+            placement=checked.placement,
+            loaders=prepared.loaders,
+            log_dir=path.resolve() / "logs",
+            meanwhile=prepared.make,
+        )
+        with opened as run:
+            return Trainer(run, algorithm, plugins, prepared.loaders, prepared.folder, prepared.trackers).run()
+
+
+class _Preparation(ExitStack):
+    """What a run needs besides its workers: data sets, checked rewards, trackers and the open run folder.
+
+    `make` makes all of it, while the workers start. The end of the context closes the folder and its log.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plugins: PluginManager,
+        algorithm: Algorithm,
+        rewards: list[WeightedReward],
+        path: Path,
+    ) -> None:
+        super().__init__()
+        self._given = config, plugins, algorithm, rewards, path
+        self.loaders: dict[str, PromptLoader] = {}
+        self.trackers: Trackers
+        self.folder: RunFolder
+
+    def make(self) -> None:
+        """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
+        config, plugins, algorithm, rewards, path = self._given
+        self.loaders.update(_loaders(algorithm, config, plugins))
+        check_rewards(rewards, config.reward)
+        self.trackers = Trackers(config, path, plugins.trackers())
+        self.folder = open_folder(path, config, plugins)
+        self.callback(self.folder.close)
+        self.enter_context(_logging_to(self.folder.path / LOG))
+        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
+            log.info("code from %s, sha256 %s", file, digest)
 
 
 def _loaders(algorithm: Algorithm, config: Config, plugins: PluginManager) -> dict[str, PromptLoader]:

@@ -72,14 +72,14 @@ def train(
     A run that reaches `limit` seconds is ended, and the steps that it finished are returned. Raises PartFailed when no
     step was finished.
     """
-    meter = out.with_suffix(".meter")
+    meter = out.parent / f"{out.name}.meter"  # with_suffix would cut a name at "0.5B"
     env = {**os.environ, **(environment or {}), "BENCH_METER": str(meter), "BENCH_STOP": str(stop)}
     files = [HERE / "meter.py", *plugins]
     command = [sys.executable, "-m", "rlcore.cli", "train", *settings]
     for file in files:
         command += ["-p", str(file)]
     command += ["tracker=none", "trainer.eval_every=0", f"run.dir={out}"]
-    log = out.with_suffix(".log")
+    log = out.parent / f"{out.name}.log"
     with log.open("a") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,10 +50,10 @@ def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
 
 
 @contextmanager
-def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Sequence[str]) -> Iterator[None]:
+def explains_memory(call: str, rows: int, tokens: int, device: torch.device, remedies: Iterable[str]) -> Iterator[None]:
     """Turn torch.OutOfMemoryError into a DeviceMemoryError that names the call, its batch and the `remedies`.
 
-    `tokens`: number of known tokens of the batch's prompts and responses.
+    `tokens`: number of known tokens of the batch's prompts and responses. `remedies` are read only then.
     """
     try:
         yield

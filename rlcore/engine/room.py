@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlcore.engine.device import free_bytes
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.micro_batch_size import SATURATING_TOKENS, MicroBatchSize
+from rlcore.engine.update.microbatch import largest_unit
 from rlcore.model_folder import load_model_config, model_dtype
 
 if TYPE_CHECKING:
@@ -80,15 +82,19 @@ def sampling_remedies(setup: RoleSetup) -> list[str]:
     return [f"half of {key}" for key in (can.slots_key, can.cache_key) if key is not None]
 
 
-def training_remedies(setup: RoleSetup, tokens: int, size: MicroBatchSize | None) -> list[str]:
-    """Return the keys that lower the memory of a train engine, with values.
+def training_remedies(
+    setup: RoleSetup, tokens: int, size: MicroBatchSize | None, items: Sequence[UpdateItem]
+) -> Iterator[str]:
+    """Yield the changes that lower the memory of a train engine, most of them keys with values.
 
-    tokens: the limit of a micro-batch now. size: the measurement that it is from.
+    tokens: the limit of a micro-batch now. size: the measurement that it is from. items: those of an update.
     """
+    for item in items:
+        if 0 < tokens < (kept := largest_unit(item.batch, item.keep_together)):
+            yield f"fewer or shorter rows with equal {item.keep_together!r}: {kept} tokens stay in one micro-batch"
     measured = "" if size is None else f" (auto took {tokens}, {size.reason})"
-    remedies = [f"engine.micro_batch_tokens={tokens // 2 or SATURATING_TOKENS}{measured}"]
+    yield f"engine.micro_batch_tokens={tokens // 2 or SATURATING_TOKENS}{measured}"
     recompute = setup.train_engine.capabilities.settings.get("recompute", "")
     # Keys of the engine's own section: the last word is the field.
     if recompute and not getattr(setup.train_config, recompute.rpartition(".")[2], False):
-        remedies.append(f"{recompute}=true")
-    return remedies
+        yield f"{recompute}=true"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class RoleSetup:
 
     `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
     `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with. `reads_text`: a
-    reward model that reads texts, as its tokenizer differs from the actor's.
+    reward model that reads texts, as its tokenizer differs from the actor's. `row_tokens`: as in RolloutSetup.
     """
 
     role: Role
@@ -93,6 +94,7 @@ class RoleSetup:
     total_steps: int
     frozen: bool = False
     reads_text: bool = False
+    row_tokens: int = 0
 
 
 class _GeneratingWorker(Worker):
@@ -128,6 +130,8 @@ class _GeneratingWorker(Worker):
                 shared=shared if setup.rollout_engine.capabilities.shares_module else None,
                 tensor_group=groups.own(generation.groups("tp")) if sharded else None,
                 engine_order=generation.engine_order if sharded else (),
+                beside_training=bool(self._trained),
+                row_tokens=setup.row_tokens,
             )
         )
 
@@ -142,12 +146,12 @@ class _GeneratingWorker(Worker):
         """The workers of all train engines in this process."""
         return [worker for worker in (self, *self._siblings.values()) if isinstance(worker, ModelWorker)]
 
-    def _fits(self, call: str, batches: Sequence[DataProto], remedies: Sequence[str]) -> AbstractContextManager[None]:
+    def _fits(self, call: str, batches: Sequence[DataProto], remedies: Iterable[str]) -> AbstractContextManager[None]:
         """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
         can_offload = any(each.setup.train_engine.capabilities.offload for each in self._trained)
         offload = ["engine.offload=true"] if can_offload and not self.setup.engine.offload else []
         tokens = sum(int(batch.view(name).lengths.sum()) for batch in batches for name in TOKENS if name in batch)
-        return explains_memory(call, sum(map(len, batches)), tokens, self.device, [*remedies, *offload])
+        return explains_memory(call, sum(map(len, batches)), tokens, self.device, chain(remedies, offload))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def seconds(self) -> dict[str, float]:
@@ -171,6 +175,7 @@ class _GeneratingWorker(Worker):
                     worker.train.offload()
         with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
             out = self._generate_fitting(self.rollout, batch, sampling)
+        self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
@@ -300,12 +305,14 @@ class ModelWorker(_GeneratingWorker):
         self._micro_batch = kept
         return kept
 
-    def _trains(self, call: str, batches: Sequence[DataProto]) -> AbstractContextManager[None]:
-        """Return `_fits` for a call of the train engine."""
-        return self._fits(call, batches, self._training_remedies())
+    def _trains(
+        self, call: str, batches: Sequence[DataProto], items: Sequence[UpdateItem] = ()
+    ) -> AbstractContextManager[None]:
+        """Return `_fits` for a call of the train engine, an update of these `items`."""
+        return self._fits(call, batches, self._training_remedies(items))
 
-    def _training_remedies(self) -> list[str]:
-        return training_remedies(self.setup, self.train.micro_batch_tokens, self._micro_batch)
+    def _training_remedies(self, items: Sequence[UpdateItem] = ()) -> Iterator[str]:
+        return training_remedies(self.setup, self.train.micro_batch_tokens, self._micro_batch, items)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS, gives=_log_probs_gives)
     def log_probs(self, batch: DataProto, name: str, entropy: bool) -> DataProto:
@@ -385,8 +392,9 @@ class ModelWorker(_GeneratingWorker):
     @register(Dispatch.DP_COMPUTE, blocking=False)
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on the rows of this data-parallel rank."""
-        with self._timed("update"), self._trains("update", [item.batch for item in items]):
-            return self.train.update(items, epochs=epochs, step=step)
+        with self._timed("update"), self._trains("update", [item.batch for item in items], items):
+            metrics = self.train.update(items, epochs=epochs, step=step)
+        return metrics if self.rollout is None else {**metrics, **self.rollout.metrics}
 
     @register(Dispatch.ONE_TO_ALL)
     def version(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,23 +29,27 @@ def start_roles(
     pools: Sequence[OpenPool],
     *,
     extra: Sequence[ProcessRequest] = (),
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, RoleHandle], dict[str, WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
     extra: further processes to start at the same time; their groups are returned too, by name. If their worker class
     has a non-blocking method `start`, it runs while the models load, and its errors come first.
+    meanwhile: called while the processes start, before any worker is constructed; its errors pass.
     """
     sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
     setups = _setups(roles, config, plugins, sampled)
     process_sets: list[tuple[ResourcePool, Sequence[str]]] = []
     for planned, pool in pools:
         process_sets += [(pool, names) for names in planned.process_sets]
-    # Extra processes first: an error in their start (a reward function, a judge) shows before models are loaded.
-    requests = [*extra, *(_process_request(pool, names, setups) for pool, names in process_sets)]
+    models = [_process_request(pool, names, setups) for pool, names in process_sets]
     groups: dict[str, WorkerGroup] = {}
-    for started in executor.worker_groups(requests):
+    # Ray starts few processes at a time; those with models have the most to import.
+    requests = [*models, *extra]
+    for started in executor.worker_groups(requests, meanwhile=meanwhile):
         groups.update(started)
-    _load(requests, groups)
+    # Extra processes first: an error in their start (a reward function, a judge) shows before models are loaded.
+    _load([*extra, *models], groups)
     # By role, the names of the roles in the same processes.
     process_mates: dict[str, Sequence[str]] = {}
     for _, names in process_sets:
@@ -116,6 +120,7 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
         total_steps=own.trainer.total_steps,
         frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
+        row_tokens=own.data.prompt_len + own.rollout.response_len,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, overload
 
@@ -67,8 +67,14 @@ class Executor(ABC):
         Raises WorkerError when a process does not start in time or a worker's `__init__` fails.
         """
 
-    def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
-        """Return the groups of several sets of processes, as from `worker_group`; the sets start at the same time."""
+    def worker_groups(
+        self, requests: Sequence[ProcessRequest], *, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[dict[str, WorkerGroup]]:
+        """Return the groups of several sets of processes, as from `worker_group`; the sets start at the same time.
+
+        meanwhile: called once, while the processes start and before any worker is constructed; its errors pass.
+        """
+        meanwhile()
         return [self.worker_group(*request) for request in requests]
 
     @abstractmethod

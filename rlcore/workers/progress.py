@@ -2,7 +2,7 @@
 
 A call makes progress while its Python position changes, or while the process or a child of it computes or uses the
 disk. So neither a long compilation nor the loading of a large model looks like a hang, and a rank that waits for a
-computing peer is not blamed.
+computing peer is not blamed. A thread that only runs Python code of one function makes no progress: it spins.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from ray.experimental import internal_kv  # the cluster's own store answers while a rank hangs; its actor does not
 
 CPU_SHARE = 0.05
 """A process that computes less than this share of the time is idle but for Ray's own threads."""
+SPIN_SAMPLES = 10
+"""Times that a look asks for Python's lock, which a thread that spins gives up only when it has to."""
 DISK_BYTES = 1 << 20
 """Bytes read and written between two looks above which the disk counts as busy."""
 STARTS = ("__init__", "start")
@@ -31,17 +33,23 @@ NO_FRAMES = ("torch/_ops.py", "contextlib.py")
 """Files whose frames do not show the reason of a wait."""
 
 Place = Literal["collective", "data", "elsewhere"]
+Position = tuple[tuple[str, str, int] | None, list[tuple[int, int]]]
+"""A call, and the code and instruction of each of its frames, the innermost first."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A call without progress for `seconds`. `position` describes its position in words; `place` is the kind of it."""
+    """A call without progress for `seconds`. `position` describes its position in words; `place` is the kind of it.
+
+    `spins`: its thread computes, in Python code of one function.
+    """
 
     role: str
     method: str
     seconds: float
     place: Place
     position: str
+    spins: bool = False
 
 
 def read_stall(key: str) -> Stall | None:
@@ -76,28 +84,51 @@ class ProgressWatch:
             self._call = None
 
     def _watch(self) -> None:
-        seen: Any = None
+        seen: Position = None, []
         began = looked = time.monotonic()
         used = usage()
         while True:
             time.sleep(self._interval)
             call, now = self._call, time.monotonic()
             frames = [] if call is None else frames_of(call[2])
-            at = call, [(id(frame.f_code), frame.f_lasti) for frame in frames]
+            at: Position = call, [(id(frame.f_code), frame.f_lasti) for frame in frames]
             before, used = used, usage()
             # The end of a child process lowers the sums, which is progress too.
             cpu, disk = abs(used[0] - before[0]), abs(used[1] - before[1])
             busy = cpu > CPU_SHARE * (now - looked) or disk > DISK_BYTES
-            if call is None or at != seen or busy:
+            spins = busy and _is_same_function(at, seen) and _python_is_busy()
+            if call is None or (not spins and (busy or at != seen)):
                 began = now
             looked, seen = now, at
             if call is not None and now - began >= self._seconds / 2:
-                stall = Stall(call[0], call[1], now - began, *position(frames))
+                stall = Stall(call[0], call[1], now - began, *position(frames), spins)
                 internal_kv._internal_kv_put(self._key, json.dumps(asdict(stall)), overwrite=True)
                 self._published = True
             elif self._published:
                 internal_kv._internal_kv_del(self._key)
                 self._published = False
+
+
+def _is_same_function(at: Position, before: Position) -> bool:
+    """Whether two looks found a call within one call of one function."""
+    functions, outer = [code for code, _ in at[1]], at[1][1:]
+    return (
+        at[0] == before[0]
+        and bool(functions)
+        and functions == [code for code, _ in before[1]]
+        and outer == before[1][1:]
+    )
+
+
+def _python_is_busy() -> bool:
+    """Whether another thread runs Python code all the time, and no C code that computes beside it, as torch's does."""
+    waits = []
+    for _ in range(SPIN_SAMPLES):
+        began = time.monotonic()
+        time.sleep(1e-4)
+        waits.append(time.monotonic() - began)
+    # Such a thread gives up Python's lock after this interval, when another asks for it.
+    return min(waits) > 0.8 * sys.getswitchinterval()
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -169,7 +200,7 @@ def _read(path: str | Path) -> str:
 def why_hung(names: Sequence[str], method: str, stalls: Sequence[Stall], ended: Sequence[int]) -> str:
     """Return the message of a hung call, with the ranks at fault first. `names` and `stalls`: of the ranks that run."""
     both = sorted(zip(stalls, names, strict=True), key=lambda pair: pair[0].place == "collective")
-    lines = "; ".join(f"{name} is {stall.position}" for stall, name in both)
+    lines = "; ".join(f"{name} is {stall.position}{', where it computes' * stall.spins}" for stall, name in both)
     seconds = min(stall.seconds for stall in stalls)
     left = f"; ranks {list(ended)} have ended the call" if ended else ""
     return (

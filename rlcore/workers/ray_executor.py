@@ -8,12 +8,14 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ray
+from ray._private.node import Node  # its public API cannot start Ray without the processes of UNNEEDED
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import ConfigError, WorkerError
@@ -31,6 +33,8 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # else Ray starts as many idle processes as it has cores
 }
 """Ray's settings, set in the environment from start to shutdown unless the user has set them."""
+UNNEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's Node, each of which starts a process that runs do without."""
 SENT_VARIABLES = ("RLCORE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
 """Prefixes of environment variables that a run passes to its workers on a running cluster."""
 
@@ -110,10 +114,13 @@ class RayExecutor(Executor):
         (groups,) = self.worker_groups([ProcessRequest(pool, roles, name)])
         return groups[name] if isinstance(classes, ClassWithInitArgs) else groups
 
-    def worker_groups(self, requests: Sequence[ProcessRequest]) -> list[dict[str, WorkerGroup]]:
-        """Start all sets of processes, and then wait for them."""
+    def worker_groups(
+        self, requests: Sequence[ProcessRequest], *, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[dict[str, WorkerGroup]]:
+        """Start all sets of processes, call `meanwhile`, and then wait for the processes."""
         # All sets start before the first is waited for: imports take seconds and run at the same time.
         started = [self._start_processes(*request) for request in requests]
+        meanwhile()
         for processes in started:
             processes.wait_until_started()
         groups: list[dict[str, WorkerGroup]] = []
@@ -187,7 +194,8 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
     on_terminate = signal.getsignal(signal.SIGTERM)
     # "local" starts a new Ray; without an address Ray would join one that it finds on the machine.
     try:
-        ray.init(address=address or "local", **options)
+        with _only_needed_processes():
+            ray.init(address=address or "local", **options)
     except Exception as error:
         where = f"the Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
         raise WorkerError(
@@ -197,6 +205,24 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
     # ray.init replaces the program's SIGTERM handler. If that was SIG_DFL, Ray's own handler closes its log properly.
     if threading.current_thread() is threading.main_thread() and on_terminate not in (signal.SIG_DFL, None):
         signal.signal(signal.SIGTERM, on_terminate)
+
+
+@contextmanager
+def _only_needed_processes() -> Iterator[None]:
+    """Have a new Ray start neither autoscaler nor log monitor nor dashboard, which no run uses.
+
+    Each imports ray for half a second of the cores that the workers need; `ray.init` has no option to leave them out.
+    A version of Ray without one of the methods starts its process as before.
+    """
+    names = [name for name in UNNEEDED if hasattr(Node, name)]
+    whole = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda node, *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, method in whole.items():
+            setattr(Node, name, method)
 
 
 def _check_address(address: str) -> None:

@@ -70,6 +70,7 @@ class RayProcesses(Processes):
         self.name = name
         self._pool = pool
         self._classes = classes
+        self._log_dir = log_dir.absolute() if log_dir else None
         self._start_timeout = start_timeout
         self._stall_timeout = stall_timeout
         self._watch_keys: list[str] = []
@@ -85,7 +86,7 @@ class RayProcesses(Processes):
         self._running: list[weakref.ref[RayFuture]] = []
         self._env = {**(env or {}), **process_environment(pool)}
         try:
-            self._create(log_dir.absolute() if log_dir else None, distributions or {})
+            self._create(distributions or {})
         except BaseException:
             self.shutdown()
             raise
@@ -103,17 +104,16 @@ class RayProcesses(Processes):
             self.shutdown()
             raise
 
-    def _create(self, log_dir: Path | None, distributions: Mapping[str, str]) -> None:
+    def _create(self, distributions: Mapping[str, str]) -> None:
         # Actor names are unique in a Ray job, and a killed actor keeps its name for a while.
         token = os.urandom(3).hex()
         for rank, options in enumerate(self._pool.actor_options()):
             actor = ray.remote(WorkerHost).options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
-            log = log_dir / f"{self.name}-{rank}.log" if log_dir else None
             self._watch_keys.append(f"rlcore-stall/{self.name}-{rank}-{token}")
             watch = ProgressWatch(self._watch_keys[-1], self._stall_timeout)
-            host = actor.remote(self.name, rank, log, distributions, self._inline_bytes, self._one_node, watch)
+            host = actor.remote(self.name, rank, distributions, self._inline_bytes, self._one_node, watch)
             self.hosts.append(host)
             with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
                 warnings.simplefilter("ignore", RayDeprecationWarning)
@@ -121,7 +121,9 @@ class RayProcesses(Processes):
 
     def _wait_for_hosts(self) -> None:
         # One at a time: the error of a failed process must not wait for a slow one.
-        waiting = {host.describe.remote(): rank for rank, host in enumerate(self.hosts)}
+        logs = [self._log_dir and self._log_dir / f"{self.name}-{rank}.log" for rank in range(self.world_size)]
+        # The run folder, which holds the logs, may have been made after the processes.
+        waiting = {host.describe.remote(logs[rank]): rank for rank, host in enumerate(self.hosts)}
         infos: dict[int, HostInfo] = {}
         deadline = time.monotonic() + self._start_timeout
         while waiting:
@@ -259,7 +261,8 @@ class RayProcesses(Processes):
     def check_progress(self, role: str, method: str, ranks: Sequence[int], ended: Sequence[int]) -> None:
         """Raise WorkerError if a call hangs: none of the `ranks` that still run it makes progress, as `Stall` says.
 
-        Only a start may hang by itself; of other calls one rank at least has to wait in a collective.
+        Only a start may hang by itself, and not while it computes; of other calls one rank at least has to wait in a
+        collective.
         """
         if not self._stall_timeout:
             return
@@ -270,7 +273,8 @@ class RayProcesses(Processes):
                 return
             stalls.append(stall)
         hung = bool(stalls) and min(stall.seconds for stall in stalls) >= self._stall_timeout
-        if hung and (method in STARTS or any(stall.place == "collective" for stall in stalls)):
+        idle_start = method in STARTS and not any(stall.spins for stall in stalls)
+        if hung and (idle_start or any(stall.place == "collective" for stall in stalls)):
             names = [self._name_of(role, rank) for rank in ranks]
             self._broken = WorkerError(why_hung(names, f"{role}.{method}", stalls, ended))
             raise self._broken

@@ -50,15 +50,12 @@ class WorkerHost:
         self,
         name: str,
         rank: int,
-        log: Path | None,
         distributions: Mapping[str, str],
         inline_bytes: int,
         one_node: bool,
         watch: ProgressWatch,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
-        if log is not None:
-            _write_to(log)
         faulthandler.enable()  # a crash in C then leaves a traceback in the log
         pause_collector()  # until the end of the first call, which imports the models
         self._name = name
@@ -73,8 +70,13 @@ class WorkerHost:
         self._workers: dict[str, Worker] = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
 
-    def describe(self) -> HostInfo:
-        """Return this process's node, address and logs. WorkerError when the node lacks a needed distribution."""
+    def describe(self, log: Path | None) -> HostInfo:
+        """Write to `log` from now on; return this process's node, address and logs.
+
+        Raises WorkerError when the node lacks a needed distribution.
+        """
+        if log is not None:
+            _write_to(log)
         for distribution, version in self._distributions.items():
             try:
                 installed = importlib.metadata.version(distribution)

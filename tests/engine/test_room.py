@@ -129,7 +129,7 @@ def test_the_room_is_what_is_free_less_what_is_to_come(start, card):
 
 @pytest.mark.parametrize(
     ("can", "taken"),
-    [(RolloutCapabilities(cache_key="rollout.vllm.kv_cache_mb"), 0), (RolloutCapabilities(), 20e6)],
+    [(RolloutCapabilities(cache_key="rollout.vllm.memory"), 0), (RolloutCapabilities(), 20e6)],
     ids=["has its cache already", "says nothing"],
 )
 def test_other_rollout_engines(start, card, can, taken):
@@ -222,6 +222,22 @@ def test_running_out_of_memory_names_the_number_and_its_half(start, card, monkey
     rows = DataProto.from_single_dict({"prompts": Ragged.from_list([torch.tensor([5, 6])])})
     with pytest.raises(DeviceMemoryError, match=r"engine.micro_batch_tokens=2048 \(auto took 4096, measured: 0.01 MB"):
         actor.update([UpdateItem(rows, [1], None, None)], 1, 0)
+
+
+def test_rows_that_stay_together_are_named_where_they_exceed_a_micro_batch(start, card, random_batch, monkeypatch):
+    actor = start({"actor": TRAINED}, micro_batch_tokens=20)["actor"]
+    monkeypatch.setattr(actor.train, "update", no_memory)
+    batch = random_batch(groups=2, size=3)
+    lengths = batch["prompts"].lengths + batch["responses"].lengths
+    most = max(int(lengths[:3].sum()), int(lengths[3:].sum()))
+    assert most > 20
+    with pytest.raises(
+        DeviceMemoryError,
+        match=rf"these: fewer or shorter rows with equal 'uid': {most} tokens stay in one micro-batch; ",
+    ):
+        actor.update([UpdateItem(batch, [6], None, None, keep_together="uid")], 1, 0)
+    with pytest.raises(DeviceMemoryError, match=r"Try one of these: engine.micro_batch_tokens=10; "):
+        actor.update([UpdateItem(batch, [6], None, None)], 1, 0)
 
 
 def test_a_measurement_without_memory_says_so(start, card, monkeypatch):

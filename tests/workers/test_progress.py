@@ -1,6 +1,7 @@
 """A call that hangs ends the run with the names of its ranks; one that is slow does not."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -50,6 +51,16 @@ class Pair(Worker):
     def computes(self) -> None:
         end = time.monotonic() + 2.5 * LIMIT
         while time.monotonic() < end:
+            torch.ones(4_000_000).exp_()
+
+    def decodes(self) -> None:
+        end, row = time.monotonic() + 2.5 * LIMIT, torch.zeros(8)
+        while time.monotonic() < end:
+            row = torch.nn.functional.softmax(row, 0)
+
+    def spins(self) -> None:
+        end = time.monotonic() + 100
+        while time.monotonic() < end:
             pass
 
     def waits_for_a_process(self) -> None:
@@ -60,6 +71,13 @@ class Pair(Worker):
         for _ in range(2):
             time.sleep(0.8 * LIMIT)
             time.sleep(0.8 * LIMIT)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spin_alone(self) -> int:
+        end = time.monotonic() + 2.5 * LIMIT
+        while time.monotonic() < end:
+            pass
+        return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
     def rest(self) -> int:
@@ -92,6 +110,16 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(pair):
         group.rest()
 
 
+def test_a_rank_that_spins_while_others_wait_for_it_is_named(pair):
+    group, began = pair(), time.monotonic()
+    with pytest.raises(WorkerError) as raised:
+        group.meet("spins")
+    told = str(raised.value)
+    assert re.search(r"pair rank 1 of 2 on \S+ is in spins\(\) at \S+, where it computes; pair rank 0 of 2", told), told
+    assert " is in all_reduce(), called in meet() at " in told
+    assert time.monotonic() - began < 60
+
+
 def test_a_rank_that_left_the_others_waiting_is_named(pair):
     with pytest.raises(WorkerError, match=r"pair rank 0 of 2 on .* is in all_reduce\(\).*; ranks \[1\] have ended the"):
         pair().meet("leaves")
@@ -99,9 +127,10 @@ def test_a_rank_that_left_the_others_waiting_is_named(pair):
 
 def test_a_slow_rank_may_be_waited_for_and_a_call_without_a_collective_may_wait(pair):
     group = pair()
-    for how in ("computes", "waits_for_a_process", "moves_on"):
+    for how in ("computes", "decodes", "waits_for_a_process", "moves_on"):
         assert group.meet(how) == [2, 2]
     assert group.rest() == [0, 1]
+    assert group.spin_alone() == [0, 1]
 
 
 def test_a_start_may_not_hang(pair):

@@ -17,6 +17,18 @@ def column_values(batch: DataProto, name: str | None) -> list[object] | None:
     return None if name is None else list(batch.view(name).tolist())
 
 
+def largest_unit(batch: DataProto, keep_together: str | None) -> int:
+    """Return the most tokens of rows that stay in one micro-batch because of the column `keep_together`; 0 without it.
+
+    A prompt that the engine computes once for all of them counts for each.
+    """
+    if keep_together is None:
+        return 0
+    lengths = batch.view("prompts").lengths + batch.view("responses").lengths
+    units = row_groups(len(batch), column_values(batch, keep_together))
+    return max((int(lengths[unit].sum()) for unit in units), default=0)
+
+
 def update_plan(
     rows: int,
     together: Sequence[object] | np.ndarray | None,

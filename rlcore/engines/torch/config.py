@@ -26,7 +26,7 @@ class TorchConfig:
     )
     compile: Literal["auto", "off"] = option(
         "auto",
-        "compile the passes over logits, on a GPU for a model of 100 million parameters and more; off: run each kernel",
+        "compile layers and passes over logits, on a GPU for a model of 100 million parameters and more; off: neither",
     )
     padding_free: bool = option(
         True, "pack sequences without padding where the model's attention allows it", was="engine.padding_free"

@@ -64,6 +64,8 @@ class TorchEngine(TrainEngine):
 
     def _load_model(self, setup: TrainSetup[TorchConfig]) -> PackedModel:
         own, device = setup.config, setup.ranks.device
+        # Shards are gathered by hooks around each layer, which were not tried with compiled layers.
+        compiles_layers = own.compile == "auto" and self.mesh.is_whole
         if self.kind.is_language_model:
             return load_causal_lm(
                 setup.model,
@@ -71,13 +73,14 @@ class TorchEngine(TrainEngine):
                 chunk=own.logits_chunk,
                 device=device,
                 compiles=own.compile == "auto",
+                compiles_layers=compiles_layers,
             )
         return load_scalar_model(
             setup.model,
             new_head=setup.new_head,
             padding_free=own.padding_free,
             device=device,
-            compiles=own.compile == "auto",
+            compiles_layers=compiles_layers,
         )
 
     def _keep_in_bf16(self) -> None:

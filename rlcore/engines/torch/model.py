@@ -91,6 +91,11 @@ class PackedModel(nn.Module, ABC):
             return Packing.in_segments(sequences, prompts, total)
         return Packing.of(sequences, total, prompts if self.packed and self.attention == PACKED_ATTENTION else None)
 
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether the decoder is a list of layers of one class, so that code for one serves all."""
+        return len({type(layer) for layer in getattr(self.base, "layers", ())}) == 1
+
     def compile_layers(self) -> None:
         """Have torch.compile make the code of a decoder layer; all layers and all numbers of tokens share it."""
         layers = self.base.layers
@@ -234,15 +239,24 @@ class ScalarModel(PackedModel):
 
 
 Model = TypeVar("Model", bound=PackedModel)
+Read = Callable[[Model, Packing, Tensor, Tensor], Tensor]
+"""From a model, a packing, `select` and `labels` of PackedModel.forward to the outputs that a probe compares."""
 
 
 def load_causal_lm(
-    config: ModelConfig, *, padding_free: bool, chunk: int, device: torch.device, compiles: bool = False
+    config: ModelConfig,
+    *,
+    padding_free: bool,
+    chunk: int,
+    device: torch.device,
+    compiles: bool = False,
+    compiles_layers: bool = False,
 ) -> CausalLM:
     """Load the model folder in fp32 and choose the form of its forward.
 
     A fast form is used only if it agrees with the model's own forward on a probe of two short rows; otherwise one line
-    in the log gives the reason. `compiles`: try compiled passes over logits where they pay. Raises ConfigError for a
+    in the log gives the reason. `compiles` and `compiles_layers`: try compiled passes over logits, and compiled decoder
+    layers, where they pay. Raises ConfigError for a
     folder that does not load as a causal LM.
     """
     from transformers import AutoModelForCausalLM
@@ -253,20 +267,21 @@ def load_causal_lm(
         return model(packing, select, labels, ("log_probs",), 1.0)["log_probs"]
 
     plain = CausalLM(hf, packed=False, fused_head=False, chunk=chunk)
-    expected = _probe(plain, log_probs)
+    expected = _probe(plain, log_probs).detach()
     model = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
     model.fused_head = _agrees("computing logits in chunks", model, log_probs, expected)
     if compiles and model.fused_head and pays_to_compile(device, hf.num_parameters()):
         model.compiled = True
         model.compiled = _agrees("compiling the passes over logits", model, log_probs, expected)
     if padding_free and _packing_applies(hf):
+        compiled = compiles_layers and pays_to_compile(device, hf.num_parameters())
         model.packed = True
-        return _pack(model, log_probs, expected, kernels=_has_kernels(config, device), compiles=model.compiled)
+        return _pack(model, log_probs, expected, kernels=_has_kernels(config, device), compiles=compiled)
     return model
 
 
 def load_scalar_model(
-    config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device, compiles: bool = False
+    config: ModelConfig, *, new_head: bool, padding_free: bool, device: torch.device, compiles_layers: bool = False
 ) -> ScalarModel:
     """Load the model folder in fp32 as a sequence-classification model with one label.
 
@@ -296,8 +311,8 @@ def load_scalar_model(
     plain = ScalarModel(hf, packed=False)
     if not (padding_free and _packing_applies(hf)):
         return plain
-    compiled = compiles and pays_to_compile(device, hf.num_parameters())
-    model, expected = ScalarModel(hf, packed=True), _probe(plain, hidden)
+    compiled = compiles_layers and pays_to_compile(device, hf.num_parameters())
+    model, expected = ScalarModel(hf, packed=True), _probe(plain, hidden).detach()
     return _pack(model, hidden, expected, kernels=_has_kernels(config, device), compiles=compiled)
 
 
@@ -358,36 +373,34 @@ def _packing_applies(hf: Any) -> bool:
     return True
 
 
-def _pack(
-    model: Model,
-    read: Callable[[Model, Packing, Tensor, Tensor], Tensor],
-    expected: Tensor,
-    *,
-    kernels: bool,
-    compiles: bool,
-) -> Model:
+def _pack(model: Model, read: Read[Model], expected: Tensor, *, kernels: bool, compiles: bool) -> Model:
     """Return the packed `model`, or the padded form where packing changes its outputs.
 
-    `kernels`: try kernels of variable length first. `compiles`: with these, try compiled layers.
+    `kernels`: try kernels of variable length first. `compiles`: with these, try compiled layers. Both must have the
+    gradient of the plain form, too.
     """
     attention = model.attention
     packed = PACKED_ATTENTION if attention == "sdpa" else attention
+    model.packed = False
+    slope = _gradient(model, read) if kernels else None
+    model.packed = True
     for form in [VARLEN_ATTENTION, packed] if kernels else [packed]:
         model.hf.config._attn_implementation = form
-        if _agrees(f"packing without padding ({form})", model, read, expected):
+        checked = slope if form == VARLEN_ATTENTION else None
+        if _agrees(f"packing without padding ({form})", model, read, expected, checked):
             break
     else:
         model.hf.config._attn_implementation = attention
         model.packed = False
-    if compiles and model.attention == VARLEN_ATTENTION:
+    if compiles and model.attention == VARLEN_ATTENTION and model.has_equal_layers:
         model.compile_layers()
-        if not _agrees("compiling layers", model, read, expected):
+        if not _agrees("compiling layers", model, read, expected, slope):
             model.run_layers_plainly()
     return model
 
 
-@torch.no_grad()
-def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor]) -> Tensor:
+def _probe(model: Model, read: Read[Model]) -> Tensor:
+    """Return a model's outputs for two short rows."""
     device = next(model.parameters()).device
     ids = torch.arange(12) * 7 % min(model.vocab_size, 89) + 3
     ids = ids % model.vocab_size
@@ -402,20 +415,36 @@ def _probe(model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor
         return read(model, packing, select, labels)
 
 
-def _agrees(
-    what: str, model: Model, read: Callable[[Model, Packing, Tensor, Tensor], Tensor], expected: Tensor
-) -> bool:
+@torch.enable_grad()
+def _gradient(model: Model, read: Read[Model]) -> Tensor:
+    """Return the gradient of the embedding for the probe's outputs; it comes through the backward of every layer."""
+    _probe(model, read).float().sum().backward()  # type: ignore[no-untyped-call]
+    made = model.hf.get_input_embeddings().weight.grad
+    model.hf.zero_grad(set_to_none=True)
+    assert made is not None
+    return made
+
+
+def _agrees(what: str, model: Model, read: Read[Model], expected: Tensor, gradient: Tensor | None = None) -> bool:
+    """Whether the probe's outputs, and its gradient where one is given, are those of the plain form."""
+    name = type(model.hf).__name__
     try:
-        got = _probe(model, read)
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        log.info("%s does not work for %s (%s): falling back to the plain form", what, type(model.hf).__name__, error)
+        got = _probe(model, read).detach()
+        slope = None if gradient is None else _gradient(model, read)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError, OSError) as error:
+        log.info("%s does not work for %s (%s): falling back to the plain form", what, name, error)
         return False
     # Flash attention computes in bf16, which rounds log-probs by about 1e-2.
     tolerance = 5e-2 if _in_bf16(model) else 1e-4
     if not torch.allclose(got, expected, atol=tolerance, rtol=tolerance):
         worst = (got - expected).abs().max().item()
-        log.info("%s is off by %.2g for %s: falling back to the plain form", what, worst, type(model.hf).__name__)
+        log.info("%s is off by %.2g for %s: falling back to the plain form", what, worst, name)
         return False
+    if slope is not None and gradient is not None:
+        off = float((slope - gradient).norm() / gradient.norm())
+        if not off < 2 * tolerance:
+            log.info("%s has a gradient that is off by %.2g for %s: falling back to the plain form", what, off, name)
+            return False
     return True
 
 

@@ -20,7 +20,12 @@ def rounded_weights(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator
     Yields a function that adds the copies' gradients to those of the layers' own parameters; it is called after each
     backward, since sums in `dtype` would lose small terms.
     """
-    places = [(layer, name, own) for layer in layers for name, own in layer.named_parameters(recurse=False)]
+    places = [
+        (layer, name, own)
+        for layer in layers
+        for name, own in layer.named_parameters(recurse=False)
+        if own.dtype is not dtype
+    ]
     masters: list[Tensor] = list(dict.fromkeys(own for _, _, own in places))
     values = [torch.empty_like(own, dtype=dtype, requires_grad=False) for own in masters]
     if masters:

@@ -4,6 +4,7 @@ The kernels need a GPU. Here plain formulas stand in for them, which leave unwri
 """
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rlcore.engines.torch.packing import MULTIPLE, Packing
 from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.varlen import VARLEN_ATTENTION, _SegmentAttention
 
-CPU = torch.device("cpu")
+LOADING = {"padding_free": True, "chunk": 4, "device": torch.device("cpu")}
 PROMPT = [50, 51, 52, 53, 54]
 ROWS = [
     [5, 9, 11, 40, 41, 42, 7],
@@ -66,11 +67,26 @@ def flash_backward(grad, query, key, value, out, normaliser, own, keys, longest,
     return tuple(made)
 
 
+def in_fp32(kernel):
+    def call(*tensors_and_options):
+        floats = [e.float() if torch.is_tensor(e) and e.is_floating_point() else e for e in tensors_and_options]
+        dtype = tensors_and_options[0].dtype
+        return tuple(each.to(dtype) if each.dim() == 3 else each for each in kernel(*floats))
+
+    return call
+
+
+@contextmanager
+def registered(backward=flash_backward):
+    with torch.library._scoped_library("rlcore", "IMPL") as library:
+        library.impl("flash", in_fp32(flash), "CPU")
+        library.impl("flash_backward", in_fp32(backward), "CPU")
+        yield
+
+
 @pytest.fixture
 def kernels():
-    with torch.library._scoped_library("rlcore", "IMPL") as library:
-        library.impl("flash", flash, "CPU")
-        library.impl("flash_backward", flash_backward, "CPU")
+    with registered():
         yield
 
 
@@ -145,7 +161,7 @@ def gradients(model, values):
 
 
 def loaded(folder):
-    return load_causal_lm(ModelConfig(path=str(folder)), padding_free=True, chunk=4, device=CPU)
+    return load_causal_lm(ModelConfig(path=str(folder)), **LOADING)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
@@ -157,6 +173,43 @@ def test_a_model_has_the_outputs_and_gradients_of_its_plain_form(kernels, model_
     got = outputs(model)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert_close(gradients(model, got), of_plain, 1e-4)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, caplog):
+    """Have kernels and compiled layers tried, as on a GPU; returns a function that loads a model."""
+    monkeypatch.setattr(models, "_has_kernels", lambda config, device: True)
+    monkeypatch.setattr(models, "pays_to_compile", lambda device, parameters: True)
+    caplog.set_level("INFO", "rlcore")
+    return lambda folder: load_causal_lm(ModelConfig(path=str(folder)), **LOADING, compiles_layers=True)
+
+
+def test_the_plain_form_serves_where_a_kernel_is_missing(as_on_a_gpu, model_folder, caplog):
+    model = as_on_a_gpu(model_folder())
+    assert model.attention == "rlcore_packed"
+    assert "packing without padding (rlcore_varlen) does not work for Qwen2ForCausalLM" in caplog.text
+
+
+def test_the_plain_form_serves_where_a_kernel_has_another_gradient(as_on_a_gpu, model_folder, caplog):
+    with registered(lambda *given: tuple(each * 0.5 for each in flash_backward(*given))):
+        model = as_on_a_gpu(model_folder())
+    assert model.attention == "rlcore_packed"
+    assert "packing without padding (rlcore_varlen) has a gradient that is off by" in caplog.text
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.parametrize("works", [True, False])
+def test_layers_are_compiled_where_that_works(as_on_a_gpu, kernels, model_folder, caplog, monkeypatch, works):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler on this machine")
+
+    compiler, backend = torch.compile, "aot_eager" if works else broken
+    monkeypatch.setattr(models.torch, "compile", lambda function: compiler(function, backend=backend))
+    model = as_on_a_gpu(model_folder())
+    torch._dynamo.reset()
+    assert model.attention == VARLEN_ATTENTION
+    assert ("layers compiled" in model.description) == works
+    assert ("compiling layers does not work" in caplog.text) != works
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
