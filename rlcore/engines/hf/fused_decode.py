@@ -90,7 +90,7 @@ class FusedDecodeStep:
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> tuple[FusedDecodeStep | None, str]:
         """Return the step for `hf`, or None if it does not support the module; and a description with the reason."""
-        reason = _unsupported(hf)
+        reason = unsupported(hf)
         if reason is None:
             step = FusedDecodeStep(hf, dtype)
             error = step.probe()
@@ -205,7 +205,7 @@ def _norm(module: Any, values: Tensor) -> Tensor:
     return F.rms_norm(values, module.weight.shape, module.weight.to(values.dtype), module.variance_epsilon)
 
 
-def _unsupported(hf: Any) -> str | None:
+def unsupported(hf: Any) -> str | None:
     """Return the reason why the fused step cannot run the module; None if it may."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}
