@@ -297,9 +297,9 @@ class Slots:
         heads = weights.heads
         return len(weights.layers) * width * 2 * heads.keys * heads.size * weights.dtype.itemsize + room * 20
 
-    def move(self, holes: Tensor, fillers: Tensor) -> None:
-        """Copy the rows in slots `fillers` to slots `holes`, int64, equally many."""
-        self.cache[:, holes] = self.cache[:, fillers]
+    def move(self, holes: Tensor, fillers: Tensor, columns: int) -> None:
+        """Copy the rows in slots `fillers`, with at most `columns` tokens, to slots `holes`, int64, equally many."""
+        self.cache[:, holes, :columns] = self.cache[:, fillers, :columns]
         for name in self.BY_ROW:
             values = getattr(self, name)
             values[holes] = values[fillers]
