@@ -95,6 +95,14 @@ def grpo_vllm(size: Size, folder: Path) -> list[Figure]:
     return _grpo(size, folder, "half", size.half, "rlcore vllm 0.5B", steps=4, extra=["rollout=vllm"])
 
 
+def grpo_vllm_asleep(size: Size, folder: Path) -> list[Figure]:
+    """Measure GRPO of the 0.5B model with vLLM that frees its memory while the GPU trains."""
+    if importlib.util.find_spec("vllm") is None:
+        raise NotHere("vllm")
+    side = "rlcore vllm 0.5B, asleep while it trains"
+    return _grpo(size, folder, "half", size.half, side, steps=3, extra=["rollout=vllm", "rollout.vllm.sleep=on"])
+
+
 def _grpo(
     size: Size,
     folder: Path,
@@ -127,6 +135,9 @@ def step_figures(side: str, run: Trained) -> list[Figure]:
         for name, text in gaps
         if _metric(run, f"rollout/{name}")
     ]
+    sleeps = [("time/rollout_sleep", "falling asleep", "s"), ("time/rollout_wake", "waking", "s")]
+    sleeps += [("memory/rollout_sleep_freed_gb", "freed by sleep", "GB")]
+    figures += [Figure(side, text, unit, _metric(run, name)) for name, text, unit in sleeps if _metric(run, name)]
     return [*figures, Figure(side, "first step", "s", run.times("step")[:1]), peak_figure(side, run)]
 
 
@@ -380,7 +391,8 @@ PARTS: dict[str, tuple[Callable[[Size, Path], list[Figure]], float]] = {
     "trl": (trl, 150),
     "ray_switch": (ray_switch, 160),
     "cudnn": (grpo_cudnn, 120),
+    "vllm_asleep": (grpo_vllm_asleep, 180),
 }
 """Each part with the most seconds that it may take, in the order in which they run: what matters most comes first."""
-ON_REQUEST = ("cudnn",)
+ON_REQUEST = ("cudnn", "vllm_asleep")
 """Parts that run only where they are named."""

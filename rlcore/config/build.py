@@ -108,11 +108,13 @@ def _check_moved(values: Mapping[str, Any], sections: Mapping[str, type]) -> Non
         if not dataclasses.is_dataclass(cls):
             continue
         for field in dataclasses.fields(cls):
-            top, _, name = (field.metadata.get("was") or "").partition(".")
-            given = values.get(top)
+            *holders, name = (field.metadata.get("was") or "").split(".")
+            given: Any = values
+            for holder in holders:
+                given = given.get(holder) if isinstance(given, Mapping) else None
             if name and isinstance(given, Mapping) and name in given:
                 new = f"{path}.{field.name}"
-                raise ConfigError(f"the key {top}.{name} is now {new}: write {new}={given[name]}")
+                raise ConfigError(f"the key {field.metadata['was']} is now {new}: write {new}={given[name]}")
 
 
 def defaults(cls: type) -> dict[str, Any]:

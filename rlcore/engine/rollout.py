@@ -7,7 +7,7 @@ that ended, `abort` takes rows out. `generate` answers a whole batch and is writ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -111,6 +111,8 @@ class RolloutSetup(Generic[C]):
         it; None: the engine keeps its own weights.
     tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
     engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
+    beside_training: a train engine of the same process, which has loaded its weights, uses the device too.
+    row_tokens: tokens of the longest prompt and response of a run; 0: unknown.
     """
 
     model: ModelConfig
@@ -120,6 +122,8 @@ class RolloutSetup(Generic[C]):
     shared: nn.Module | None = None
     tensor_group: Group | None = None
     engine_order: Sequence[int] = ()
+    beside_training: bool = False
+    row_tokens: int = 0
 
 
 class RolloutEngine(ABC):
@@ -184,6 +188,17 @@ class RolloutEngine(ABC):
         call. `tensor_shards` only: it copies them, each before it asks for the next.
         """
         self.sync(shards, version, shapes)
+
+    def sleep(self) -> None:  # noqa: B027  (most stay awake)
+        """Free memory for training, after a worker's call of `generate`.
+
+        An engine that gives up its weights sets `version` to -1, and gets them again before the next rows.
+        """
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Further metrics, which the next update's show."""
+        return {}
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Release everything the process holds for the engine, which is not used again."""

@@ -79,7 +79,7 @@ class RoleSetup:
 
     `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
     `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with. `reads_text`: a
-    reward model that reads texts, as its tokenizer differs from the actor's.
+    reward model that reads texts, as its tokenizer differs from the actor's. `row_tokens`: as in RolloutSetup.
     """
 
     role: Role
@@ -94,6 +94,7 @@ class RoleSetup:
     total_steps: int
     frozen: bool = False
     reads_text: bool = False
+    row_tokens: int = 0
 
 
 class _GeneratingWorker(Worker):
@@ -129,6 +130,8 @@ class _GeneratingWorker(Worker):
                 shared=shared if setup.rollout_engine.capabilities.shares_module else None,
                 tensor_group=groups.own(generation.groups("tp")) if sharded else None,
                 engine_order=generation.engine_order if sharded else (),
+                beside_training=bool(self._trained),
+                row_tokens=setup.row_tokens,
             )
         )
 
@@ -172,6 +175,7 @@ class _GeneratingWorker(Worker):
                     worker.train.offload()
         with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
             out = self._generate_fitting(self.rollout, batch, sampling)
+        self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
@@ -389,7 +393,8 @@ class ModelWorker(_GeneratingWorker):
     def update(self, items: Sequence[UpdateItem], epochs: int, step: int) -> dict[str, float]:
         """Take the optimizer steps of TrainEngine.update on the rows of this data-parallel rank."""
         with self._timed("update"), self._trains("update", [item.batch for item in items], items):
-            return self.train.update(items, epochs=epochs, step=step)
+            metrics = self.train.update(items, epochs=epochs, step=step)
+        return metrics if self.rollout is None else {**metrics, **self.rollout.metrics}
 
     @register(Dispatch.ONE_TO_ALL)
     def version(self) -> int:

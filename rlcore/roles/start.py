@@ -120,6 +120,7 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
         total_steps=own.trainer.total_steps,
         frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
+        row_tokens=own.data.prompt_len + own.rollout.response_len,
     )
 
 

@@ -34,7 +34,7 @@ PRIVATE = {
         "pays_to_compile",
         "tensor_parallel",
     },
-    "vllm": {"draw_tokens"},
+    "vllm": set(),
 }
 """Names that an engine of rlcore imports and a plugin may not, by engine. A stranger's engine does without them."""
 

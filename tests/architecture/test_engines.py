@@ -85,7 +85,7 @@ def test_no_engine_is_asked_for_by_name(path):
         "continuous = config.rollout.name != 'hf'",
         "if name == 'torch': pass",
         "engines['hf']",
-        "message = 'set rollout.vllm.kv_cache_mb higher'",
+        "message = 'set rollout.vllm.memory higher'",
         "message = 'choose engine=torch'",
         "if type(engine).__name__ == 'TorchEngine': pass",
         "from rlcore import engines",

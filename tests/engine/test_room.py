@@ -129,7 +129,7 @@ def test_the_room_is_what_is_free_less_what_is_to_come(start, card):
 
 @pytest.mark.parametrize(
     ("can", "taken"),
-    [(RolloutCapabilities(cache_key="rollout.vllm.kv_cache_mb"), 0), (RolloutCapabilities(), 20e6)],
+    [(RolloutCapabilities(cache_key="rollout.vllm.memory"), 0), (RolloutCapabilities(), 20e6)],
     ids=["has its cache already", "says nothing"],
 )
 def test_other_rollout_engines(start, card, can, taken):

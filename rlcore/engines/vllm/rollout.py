@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import os
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.config import ModelConfig
-from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
-from rlcore.engines.vllm.cpu import OPTIONS, starting_on_cpu
-from rlcore.engines.vllm.ranks import executor, in_engine_order, keeping_default_group, unlink_shared_memory
+from rlcore.engines.vllm.internals import (
+    arguments,
+    drain,
+    import_vllm,
+    installed,
+    keeping_default_group,
+    output_so_far,
+    sample_by_name,
+    starting,
+    tensor_parallel,
+    tokens_so_far,
+)
+from rlcore.engines.vllm.memory import Needs, free_bytes, plan
 from rlcore.engines.vllm.shards import with_shards
+from rlcore.engines.vllm.sleeper import Sleeper
 from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
 
@@ -48,7 +56,7 @@ class VLLMRollout(RolloutEngine):
 
     `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer. All ranks of all
     such groups start together; `engine_order` lists them, group after group. The ranks of a group sample the same
-    tokens, as they have the same logits, noise and schedule.
+    tokens, as they have the same logits, noise and schedule. `beside_training`, `row_tokens`: see RolloutSetup.
     """
 
     def __init__(
@@ -59,6 +67,8 @@ class VLLMRollout(RolloutEngine):
         device: torch.device,
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
+        beside_training: bool = False,
+        row_tokens: int = 0,
     ) -> None:
         folder = model_path(model.path)
         self.tokenizer = read_tokenizer(model)
@@ -67,34 +77,31 @@ class VLLMRollout(RolloutEngine):
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
         self._joined = dist.is_initialized()  # vLLM uses an existing default group, or creates one
-        with ExitStack() as stack:
-            stack.enter_context(_starting(on_cpu=on_cpu))
-            LLM = _import_vllm()
-            from rlcore.engines.vllm.internals import RowNoise, sample_by_name
-
-            sharded: dict[str, Any] = {}
-            if tensor_group is not None:
-                stack.enter_context(in_engine_order(engine_order))
-                backend = executor(tensor_group, engine_order, device)
-                sharded = {"tensor_parallel_size": ranks, "distributed_executor_backend": backend}
-            self.llm: Any = LLM(
+        needs = Needs.of(
+            load_model_config(model.path, model.trust_remote_code),
+            self.shapes,
+            model_dtype(model),
+            rows=config.batch_size,
+            row_tokens=row_tokens,
+            ranks=ranks,
+            beside_training=beside_training,
+        )
+        memory = plan(config, needs, free_bytes(device, tensor_group))
+        with starting(on_cpu=on_cpu), tensor_parallel(tensor_group, engine_order, device) as sharded:
+            self.llm: Any = import_vllm()(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
                 dtype=str(model_dtype(model)).removeprefix("torch."),
-                load_format="dummy",  # `sync` brings all weights before the first token
-                generation_config="vllm",  # each request names its end tokens; no other default applies
-                max_model_len=-1,  # the model's and the cache's limit
                 max_num_seqs=config.batch_size,
-                kv_cache_memory_bytes=config.kv_cache_mb << 20,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                logits_processors=[RowNoise],
-                **(OPTIONS if on_cpu else {}),
-                **sharded,
+                kv_cache_memory_bytes=memory.cache,
+                **{**arguments(on_cpu=on_cpu, sleeps=memory.sleeps), **sharded},
             )
-            if sharded and on_cpu:
-                unlink_shared_memory()
-            self.llm.collective_rpc(sample_by_name)
+        self.llm.collective_rpc(sample_by_name)
+        self.description = f"vLLM {installed()[1]}, {memory.cache / 1e9:.2f} GB for keys and values"
+        self._sleeper = Sleeper(self.llm, device) if memory.sleeps else None
+        if self._sleeper is not None:
+            self.description += ", asleep while it trains"
+            self._sleeper.sleep()  # training measures and takes its memory before the first rows
         self._requests: dict[str, _InFlight] = {}
         self.longest = int(self.llm.llm_engine.model_config.max_model_len)
 
@@ -116,6 +123,9 @@ class VLLMRollout(RolloutEngine):
                 module.load_weights(loading)
 
         self.version = -1
+        if self._sleeper is not None:
+            self._sleeper.wake("weights")
+        drain(self.llm.llm_engine)
         self.llm.apply_model(load)
         if not self.llm.reset_prefix_cache():
             raise DataError("vLLM could not empty its prefix cache, which holds keys and values of the old weights")
@@ -130,9 +140,11 @@ class VLLMRollout(RolloutEngine):
         if most > self.longest:
             raise DataError(
                 f"a prompt and its new tokens make {most}, but vLLM has room for {self.longest} (by the model's "
-                "max_position_embeddings and rollout.vllm.kv_cache_mb); set rollout.response_len or data.prompt_len "
-                "lower, or rollout.vllm.kv_cache_mb higher"
+                "max_position_embeddings and rollout.vllm.memory); set rollout.response_len or data.prompt_len "
+                "lower, or rollout.vllm.memory higher"
             )
+        if self._sleeper is not None:
+            self._sleeper.wake("kv_cache")
         for request in requests:
             prompt = {"prompt_token_ids": [*request.prompt, *request.sampled]}
             # vLLM gives requests ids of its own; its engine core knows only those.
@@ -154,8 +166,6 @@ class VLLMRollout(RolloutEngine):
 
     def _stop(self) -> list[Finished]:
         """Return the rows whose newest token completed a stop string, and take them out of vLLM."""
-        from rlcore.engines.vllm.internals import output_so_far, tokens_so_far
-
         engine, stopped = self.llm.llm_engine, []
         for each in [each for each in self._requests.values() if each.request.sampling.stop]:
             if self._stopped(each.request, tokens_so_far(engine, each.internal_id)):
@@ -171,14 +181,25 @@ class VLLMRollout(RolloutEngine):
 
     def abort(self, ids: Collection[str]) -> list[Finished]:
         """See RolloutEngine."""
-        from rlcore.engines.vllm.internals import output_so_far
-
         if unknown := [each for each in ids if each not in self._requests]:
             raise DataError(f"cannot abort {', '.join(map(repr, unknown))}: no such request is in flight")
         engine, gone = self.llm.llm_engine, [self._requests[each] for each in dict.fromkeys(ids)]
         outputs = [output_so_far(engine, each.internal_id) for each in gone]
         engine.abort_request([each.internal_id for each in gone], internal=True)
         return [self._finished(each.request.id, output) for each, output in zip(gone, outputs, strict=True)]
+
+    def sleep(self) -> None:
+        """See RolloutEngine. Frees weights, keys and values, if memory is short; `sync` and `add` take it again."""
+        refuse_in_flight(self.in_flight)
+        if self._sleeper is not None:
+            drain(self.llm.llm_engine)
+            self.version = -1
+            self._sleeper.sleep()
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """See RolloutEngine."""
+        return {} if self._sleeper is None else self._sleeper.metrics
 
     def close(self) -> None:
         """See RolloutEngine. Destroys vLLM's process groups, and the default group if vLLM created it."""
@@ -203,7 +224,7 @@ class VLLMRollout(RolloutEngine):
             logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token only
             detokenize=False,  # `_stopped` looks for stop strings, also across the border to earlier tokens
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"rlcore_noise": (request.key, done)},
+            extra_args={"rlcore_noise": (request.key, len(request.prompt))},
         )
 
     def _finished(self, request_id: str, output: Any) -> Finished:
@@ -242,27 +263,3 @@ def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
         for name, shape in shapes.items()
     }
     return shapes, shards, generation_config
-
-
-def _import_vllm() -> Any:
-    """Return vllm.LLM, imported in a thread of its own.
-
-    vLLM stores the exception of a failed optional import, and with it all frames of the stack and their variables. In
-    this thread those include an engine, which could then never be freed.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
-
-
-@contextmanager
-def _starting(*, on_cpu: bool) -> Iterator[None]:
-    """Set vLLM's environment variables, and restore the process's random state afterwards: vLLM seeds it."""
-    state = random_state()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, so that weights can be loaded
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `internals` replaces the sampler of the first runner
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run sends no reports that its config does not name
-    try:
-        with starting_on_cpu() if on_cpu else nullcontext():
-            yield
-    finally:
-        set_random_state(state)

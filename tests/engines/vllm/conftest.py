@@ -76,16 +76,16 @@ class Pair:
     `before` and `after` the engine was made: process_state.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: VLLMConfig, **options) -> None:
         from transformers import AutoModelForCausalLM
 
         from rlcore.engines.vllm.rollout import VLLMRollout
 
         self.folder = folder
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = VLLMConfig(kv_cache_mb=64)
         self.before = process_state()
-        self.rollout = VLLMRollout(ModelConfig(path=str(folder)), config=config, device=torch.device("cpu"))
+        model, device = ModelConfig(path=str(folder)), torch.device("cpu")
+        self.rollout = VLLMRollout(model, config=config, device=device, **options)
         self.after = process_state()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -137,9 +137,13 @@ def make_pair(tmp_path_factory):
     """Make one pair after another: vLLM's engines share process groups, which go with the first that is closed."""
     with contextlib.ExitStack() as stack:
 
-        def make(family: str, tied: bool) -> Pair:
+        def make(family: str, tied: bool, config: VLLMConfig | None = None, **options) -> Pair:
             stack.close()
-            pair = Pair(make_model(tmp_path_factory.mktemp(family), family, tied=tied))
+            pair = Pair(
+                make_model(tmp_path_factory.mktemp(family), family, tied=tied),
+                config or VLLMConfig(memory=64),
+                **options,
+            )
             stack.callback(pair.rollout.close)
             return pair
 
@@ -163,7 +167,7 @@ def train_here():
 
     def run(folder: Path, *overrides: str) -> tuple[dict, list[dict]]:
         plugins = PluginManager.load()
-        settings = ["experiment=quickstart", "rollout=vllm", "rollout.vllm.kv_cache_mb=64", "tracker=none"]
+        settings = ["experiment=quickstart", "rollout=vllm", "rollout.vllm.memory=64", "tracker=none"]
         train(compose([*settings, f"run.dir={folder}", *overrides], plugins), plugins)
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return json.loads((folder / "summary.json").read_text()), metrics

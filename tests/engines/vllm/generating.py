@@ -81,7 +81,7 @@ def make_worker(
         rlcore_train_engines(),
         rlcore_rollout_engines(),
         TorchConfig(),
-        VLLMConfig(kv_cache_mb=32),
+        VLLMConfig(memory=32),
         seed=0,
         total_steps=10,
     )

@@ -2,4 +2,4 @@
 
 from rlcore_plugin_testing import conformance
 
-test_vllm = conformance("rollout=vllm", "rollout.vllm.kv_cache_mb=64")
+test_vllm = conformance("rollout=vllm", "rollout.vllm.memory=64")

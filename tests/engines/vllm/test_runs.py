@@ -23,6 +23,19 @@ def test_one_run_after_another_in_one_process(train_here, tmp_path):
         assert not torch.distributed.is_initialized()
 
 
+def test_a_run_that_sleeps_between_its_steps_is_the_run_that_does_not(train_here, tmp_path):
+    runs = {}
+    for sleep in ("on", "off"):
+        _, metrics = train_here(tmp_path / sleep, *SMALL, "cluster=in_process", f"rollout.vllm.sleep={sleep}")
+        runs[sleep] = metrics
+    asleep = [row for row in runs["on"] if "time/rollout_sleep" in row]
+    assert asleep
+    assert not any("time/rollout_sleep" in row for row in runs["off"])
+    for on, off in zip(runs["on"], runs["off"], strict=True):
+        for name in ("train/loss", "reward/mean", "rollout/train_rollout_logprob_diff"):
+            assert on.get(name) == off.get(name), name
+
+
 @pytest.mark.ray
 def test_two_workers_on_ray_sample_each_with_an_engine_of_its_own(ray_cluster, train_here, tmp_path):
     summary, metrics = train_here(tmp_path / "run", *SMALL, "cluster.workers=2")
