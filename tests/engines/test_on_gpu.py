@@ -133,6 +133,17 @@ def test_training_goes_on_after_a_save_and_after_an_offload(model_folder, random
     assert all(torch.allclose(want[name], tensor, atol=1e-6) for name, tensor in weights(resumed).items())
 
 
+def test_a_large_model_in_bf16_decodes_with_the_attention_kernel(write_random, tmp_path, monkeypatch):
+    folder = write_random(transformers.Qwen2Config, {"hidden_size": 64}, tmp_path)
+    plain = sampled(rollout(folder, "bf16", graphs="off"), Sampling(max_tokens=60))
+    monkeypatch.setattr("rlcore.engines.hf.slot_rows.pays_to_compile", lambda *_: True)
+    own = rollout(folder, "bf16")
+    assert own._slots is not None and own._slots.kernel, "the log says why not"  # noqa: PT018
+    got = sampled(own, Sampling(max_tokens=60))
+    same = sum(got[name].tokens[:4] == row.tokens[:4] for name, row in plain.items())
+    assert same > len(plain) // 2, "rows part only where the noise is at the border between two tokens"
+
+
 @pytest.mark.parametrize(("queries", "keys", "size"), [(14, 2, 64), (12, 2, 128), (4, 4, 32)])
 def test_the_attention_kernel_is_masked_attention(queries, keys, size):
     from rlcore.engines.hf.decode_kernel import largest_error

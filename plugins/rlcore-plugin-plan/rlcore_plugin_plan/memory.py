@@ -76,12 +76,12 @@ def _working(size: ModelSize, layout: Layout, call: Call, work: Workload, *, rou
 
 
 def generating_bytes(size: ModelSize, layout: GenerationLayout, work: Workload, *, apart: bool = False) -> float:
-    """Return the bytes of a device's generating weights; 0 if it generates with the trained ones.
+    """Return the bytes of a device's generating weights; 0 if it generates with the trained ones in their precision.
 
-    `apart`: the role is trained on another pool.
+    In bf16 it keeps a rounded copy of the layers and of the head. `apart`: the role is trained on another pool.
     """
     if is_whole(layout.training, work) and work.shares_module and not apart:
-        return 0.0
+        return 2.0 * (size.layers * size.layer + size.vocab * size.hidden) if work.dtype_bytes == 2 else 0.0
     return work.dtype_bytes * (size.layers * size.layer / (layout.pp * layout.tp) + size.embeddings)
 
 

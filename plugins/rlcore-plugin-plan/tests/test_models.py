@@ -210,6 +210,8 @@ def test_memory_of_a_role():
     sampling = GenerationLayout(Layout(tp=2), tp=2)
     assert memory.generating_bytes(SIZE, sampling, WORK) == pytest.approx(4 * (2e6 + 1000))
     assert memory.generating_bytes(SIZE, GenerationLayout(Layout()), WORK) == 0
+    in_bf16 = memory.generating_bytes(SIZE, GenerationLayout(Layout()), replace(WORK, dtype_bytes=2))
+    assert in_bf16 == 2 * (SIZE.layers * SIZE.layer + SIZE.vocab * SIZE.hidden), "the layers and the head, rounded"
     copies = GenerationLayout(Layout(dp=2))
     assert memory.generating_bytes(SIZE, copies, replace(WORK, shard=1)) == 0
     assert memory.generating_bytes(SIZE, copies, WORK) == pytest.approx(4 * PARAMETERS)

@@ -44,7 +44,9 @@ def fused_weights(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tens
 
     Returns views if the parts are adjacent in memory and have the `dtype`, else copies.
     """
-    return [_concatenated([part.detach() for part in parts]).to(dtype) for parts in _weights_and_biases(modules)]
+    parts = [[part.detach() for part in parts] for parts in _weights_and_biases(modules)]
+    wholes = [(each, adjacent(each)) for each in parts]
+    return [(torch.cat(each) if whole is None else whole).to(dtype) for each, whole in wholes]
 
 
 def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
@@ -53,12 +55,12 @@ def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
     return [weights, biases] if biases else [weights]
 
 
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts as one tensor: a view if they are adjacent in memory, else a copy."""
+def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the parts as one tensor if they are adjacent in memory, as a view; else None."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous() or part.untyped_storage() != first.untyped_storage():
-            return torch.cat(tuple(parts))
+            return None
         at += part.nbytes
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
@@ -88,7 +90,7 @@ class FusedDecodeStep:
     @staticmethod
     def of(hf: Any, dtype: torch.dtype) -> tuple[FusedDecodeStep | None, str]:
         """Return the step for `hf`, or None if it does not support the module; and a description with the reason."""
-        reason = _unsupported(hf)
+        reason = unsupported(hf)
         if reason is None:
             step = FusedDecodeStep(hf, dtype)
             error = step.probe()
@@ -203,7 +205,7 @@ def _norm(module: Any, values: Tensor) -> Tensor:
     return F.rms_norm(values, module.weight.shape, module.weight.to(values.dtype), module.variance_epsilon)
 
 
-def _unsupported(hf: Any) -> str | None:
+def unsupported(hf: Any) -> str | None:
     """Return the reason why the fused step cannot run the module; None if it may."""
     base = getattr(hf, hf.base_model_prefix, None)
     kinds = {type(layer).__name__ for layer in getattr(base, "layers", ())}

@@ -16,7 +16,7 @@ from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, chec
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
-from rlcore.engines.hf.fused_decode import FusedDecodeStep
+from rlcore.engines.hf.fused_decode import FusedDecodeStep, unsupported
 from rlcore.engines.hf.rows import DecodingRows, Row
 from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
@@ -55,6 +55,7 @@ class HFRollout(RolloutEngine):
         self.attention = "sdpa" if model.attention == "auto" else model.attention
         self._is_shared = shared is not None
         self.hf: Any = shared
+        self._mixed = shared is not None and self.dtype is not torch.float32
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
                 model_path(model.path),
@@ -65,7 +66,9 @@ class HFRollout(RolloutEngine):
             # Parameters keep requires_grad, though no gradient is ever computed: torch chooses kernels by it, and the
             # log-probs must equal those of a shared trained module to the last bit.
             self.hf.to(device).eval()
-            if self.dtype is not torch.float32:
+            # Other decoders may not mix dtypes: a CPU's layer norm takes no fp32 input with weights in bf16.
+            self._mixed = self.dtype is not torch.float32 and unsupported(self.hf) is None
+            if self._mixed:
                 self.hf.get_input_embeddings().register_forward_hook(_in_fp32)
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self.hf.named_parameters()}
         self._shards = TensorShards(self.hf, tensor_group) if tensor_group is not None else None
@@ -227,7 +230,7 @@ class HFRollout(RolloutEngine):
                 module.training = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.dtype is torch.float32:
+        if not self._mixed:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 

@@ -332,7 +332,10 @@ class SlotRows:
         holes = [row for row in range(left) if row in gone]
         fillers = [row for row in range(left, rows) if row not in gone]
         if holes:
-            self._step.slots.move(*(torch.tensor(each, device=self.device) for each in (holes, fillers)))
+            moved = [(self.requests[row], self._stored[row]) for row in fillers]
+            columns = max(len(each.prompt) + len(each.sampled) + drawn for each, drawn in moved)
+            to, come = (torch.tensor(each, device=self.device) for each in (holes, fillers))
+            self._step.slots.move(to, come, columns)
         self._step.slots.ended[left:rows] = True
         for hole, filler in zip(holes, fillers, strict=True):
             self.requests[hole], self._stored[hole] = self.requests[filler], self._stored[filler]

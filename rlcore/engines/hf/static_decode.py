@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlcore.engines.hf.fused_decode import linear_groups
+from rlcore.engines.hf.fused_decode import adjacent, linear_groups
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From logits [rows, vocab] and noise [rows] to tokens int64 [rows] and their log-probs fp32 [rows]."""
@@ -56,7 +56,11 @@ class LayerWeights:
 
 
 class StepWeights:
-    """Copies of a module's weights in the form of a step, at constant addresses; `refresh` updates them."""
+    """A module's weights in the form of a step, at constant addresses; `refresh` updates them.
+
+    They are the module's own tensors where these have the right dtype, and lie side by side in memory where several are
+    one product; elsewhere they are copies.
+    """
 
     def __init__(self, hf: Any, dtype: torch.dtype) -> None:
         base = getattr(hf, hf.base_model_prefix)
@@ -87,17 +91,20 @@ class StepWeights:
         return self._copy([parameter], parameter.dtype)
 
     def _copy(self, parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        first = parameters[0]
-        whole = first.new_empty((sum(map(len, parameters)), *first.shape[1:]), dtype=dtype or self.dtype)
+        first, dtype = parameters[0], dtype or self.dtype
+        whole = adjacent([each.detach() for each in parameters]) if first.dtype is dtype else None
+        if whole is None:
+            whole = first.new_empty((sum(map(len, parameters)), *first.shape[1:]), dtype=dtype)
         parts = whole.split([len(parameter) for parameter in parameters])
         self._copies += zip(parts, parameters, strict=True)
         return whole
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the current parameters."""
+        """Copy the current parameters, but for those that are used in place."""
         for copy, parameter in self._copies:
-            copy.copy_(parameter)
+            if copy.data_ptr() != parameter.data_ptr():
+                copy.copy_(parameter)
 
 
 def into_layer(
@@ -290,9 +297,9 @@ class Slots:
         heads = weights.heads
         return len(weights.layers) * width * 2 * heads.keys * heads.size * weights.dtype.itemsize + room * 20
 
-    def move(self, holes: Tensor, fillers: Tensor) -> None:
-        """Copy the rows in slots `fillers` to slots `holes`, int64, equally many."""
-        self.cache[:, holes] = self.cache[:, fillers]
+    def move(self, holes: Tensor, fillers: Tensor, columns: int) -> None:
+        """Copy the rows in slots `fillers`, with at most `columns` tokens, to slots `holes`, int64, equally many."""
+        self.cache[:, holes, :columns] = self.cache[:, fillers, :columns]
         for name in self.BY_ROW:
             values = getattr(self, name)
             values[holes] = values[fillers]

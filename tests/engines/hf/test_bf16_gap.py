@@ -76,3 +76,15 @@ def test_the_sampler_is_nearer_to_the_trainer_than_bf16_to_fp32(deep_folder, eng
     rounding = (trained(exact, wanted, rows) - theirs).abs().mean()
     # An own copy has embeddings in bf16 too. With a residual stream in bf16 its gap would be 1.6 times the rounding.
     assert 0 < gap < (0.7 if shared else 1.2) * rounding
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral-window", "gpt2", "gemma2"])
+def test_own_copies_in_bf16_sample_whatever_the_architecture(model_folder, kind):
+    model = ModelConfig(path=str(model_folder(kind)), dtype="bf16")
+    rollout = HFRollout(model, batch_size=4, device=CPU, shared=None)
+    rollout.version = 0
+    rollout.add([Request(str(i), tuple(range(5, 8 + i)), i, Sampling(8)) for i in range(6)])
+    rows = []
+    while rollout.in_flight:
+        rows += rollout.step()
+    assert len(rows) == 6

@@ -145,6 +145,23 @@ def test_slots_follow_the_weights(model_folder):
     assert any(after[name].tokens != before[name].tokens for name in before)
 
 
+def test_slots_use_weights_of_their_dtype_in_place_and_follow_replaced_ones(model_folder):
+    rollout, wanted = engine(model_folder("llama"), in_slots=True), requests(Sampling(max_tokens=9, temperature=0.0))
+    sampled(rollout, wanted)
+    kept = rollout._slots._weights._copies
+    assert all(own.data_ptr() == parameter.data_ptr() for own, parameter in kept)
+    assert {parameter.data_ptr() for _, parameter in kept} == {each.data_ptr() for each in rollout.hf.parameters()}
+    torch.manual_seed(0)
+    new = [(name, each.detach() + torch.randn_like(each) * 0.05) for name, each in rollout.hf.named_parameters()]
+    rollout.adopt(iter(new), 1, rollout.shapes)
+    after = sampled(rollout, wanted)
+    rollout._slots = None
+    assert_same_rows(after, sampled(rollout, wanted))
+    in_bf16 = StepWeights(rollout.hf, torch.bfloat16)
+    copied = sum(own.data_ptr() != parameter.data_ptr() for own, parameter in in_bf16._copies)
+    assert copied == 2 * 7 + 1, "only the products of the two layers, and the head, are in bf16"
+
+
 def static_step(hf, slots, width, *, dtype=torch.float32, attention=masked_attention, device=CPU, compiled=False):
     weights = StepWeights(hf, dtype)
     weights.refresh()
