@@ -7,6 +7,7 @@ process with a limit of its own; one that fails gives its traceback, and the oth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -71,13 +72,20 @@ def main(argv: Sequence[str] | None = None) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         env = environment(Path(scratch))
         wanted = list(dict.fromkeys(["models", *names]))
-        found = run_parts(wanted, size, folder.absolute(), env, where=Path(scratch), seconds=asked.seconds)
+        found = Findings()
+
+        def report() -> bool:
+            return write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+
+        for _ in run_parts(found, wanted, size, folder.absolute(), env, where=Path(scratch), seconds=asked.seconds):
+            with contextlib.redirect_stdout(None):
+                report()  # now, as a lent card may be taken back at any time
         for name, text in found.failed.items():
             print(f"\n=== {name} FAILED ===\n{text}")
         for name in wanted:
             state = "FAILED" if name in found.failed else f"no {found.absent[name]}" if name in found.absent else "ok"
             print(f"{name:<12} {found.seconds.get(name, 0.0):6.1f} s  {state}")
-        held = write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+        held = report()
     return held and not found.failed
 
 
@@ -108,10 +116,15 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def run_parts(
-    names: Sequence[str], size: str, folder: Path, env: Mapping[str, str], where: Path, seconds: float
-) -> Findings:
-    """Run each part in a process of its own, in the folder `where`."""
-    found = Findings()
+    found: Findings,
+    names: Sequence[str],
+    size: str,
+    folder: Path,
+    env: Mapping[str, str],
+    where: Path,
+    seconds: float,
+) -> Iterator[str]:
+    """Run each part in a process of its own, in the folder `where`, and yield its name when `found` has its figures."""
     began = time.perf_counter()
     for name in names:
         limit = min(PARTS[name][1], seconds - (time.perf_counter() - began))
@@ -144,7 +157,7 @@ def run_parts(
         else:
             found.failed[name] = answer.get("failed") or log.read_text()[-3000:]
         print(f"{name}: {found.seconds[name]:.1f} s", flush=True)
-    return found
+        yield name
 
 
 def _one(name: str, size: str, out: Path) -> bool:

@@ -1,7 +1,7 @@
 """A local plugin, `-p meter.py`: notes the device's peak memory each step, and ends the process after BENCH_STOP steps.
 
 Ending it there leaves out the last checkpoint, which is no part of what is measured. BENCH_METER names the file that is
-written. BENCH_DETERMINISTIC=1 makes torch choose deterministic kernels, and BENCH_CUDNN=1 allows cuDNN's attention.
+written. BENCH_CUDNN=1 allows cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import torch
 from rlcore import hookimpl
 
 RLCORE_API = 1
-
-if os.environ.get("BENCH_DETERMINISTIC") == "1":
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -21,14 +22,21 @@ def pays_to_compile(device: torch.device, parameters: int) -> bool:
     return device.type == "cuda" and parameters >= COMPILED_FROM and not torch.are_deterministic_algorithms_enabled()
 
 
-def prepare_device(device: torch.device) -> None:
+def prepare_device(device: torch.device, *, deterministic: bool = False) -> None:
     """Set torch's options for `device` in this process; on a CPU nothing changes.
 
     cuDNN's attention is off: it builds a plan for each new shape, 2.7 ms of host time a call, and while tokens are
     sampled the number of keys is new at every step (docs/gpu.md). Flash and memory-efficient attention stay on.
+
+    `deterministic`: choose kernels that add in the same order each time, before any product was computed on the device.
     """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch asks; read when cuBLAS starts
+        # No error where a kernel has no such form: cumsum, with which tokens are drawn, adds in a fixed order.
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def has_memory_figures(device: torch.device) -> bool:

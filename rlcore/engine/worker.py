@@ -92,6 +92,7 @@ class RoleSetup:
     rollout_config: Any
     seed: int
     total_steps: int
+    deterministic: bool = False
     frozen: bool = False
     reads_text: bool = False
     row_tokens: int = 0
@@ -239,7 +240,7 @@ class ModelWorker(_GeneratingWorker):
     def start(self) -> None:
         """Join the other ranks and load the model. Raises ConfigError for a model that cannot be loaded."""
         setup = self.setup
-        prepare_device(self.device)
+        prepare_device(self.device, deterministic=setup.deterministic)
         if self.world_size > 1:
             self.init_process_group()
         # For draws from torch's global generator, such as dropout. Sampling has noise of its own, by row.
@@ -430,7 +431,7 @@ class SamplingWorker(_GeneratingWorker):
 
         Raises ConfigError for a model that cannot be loaded.
         """
-        prepare_device(self.device)
+        prepare_device(self.device, deterministic=self.setup.deterministic)
         shards = self.setup.rollout.tp
         layout = Layout(tp=shards, dp=self.world_size // shards)
         # Replicas of one rank never communicate.

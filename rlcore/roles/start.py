@@ -118,6 +118,7 @@ def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads:
         rollout_config=own_section(own, f"rollout.{rollout.name}", rollout.config_class),
         seed=own.trainer.seed,
         total_steps=own.trainer.total_steps,
+        deterministic=own.trainer.deterministic,
         frozen=not (role.trains or role.generates or role.follows or leads),
         reads_text=reads_text(role, config),
         row_tokens=own.data.prompt_len + own.rollout.response_len,

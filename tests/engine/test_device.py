@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -15,6 +17,19 @@ def test_cudnn_attention_is_off_in_a_process_with_a_gpu(device, allowed):
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", False), ("cuda:0", True)])
+def test_deterministic_kernels_are_chosen_in_a_process_with_a_gpu(device, chosen, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        prepare_device(torch.device(device), deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() is chosen
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is chosen
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def test_a_call_that_does_not_fit_says_which_and_what_to_lower():

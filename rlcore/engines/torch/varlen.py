@@ -8,7 +8,8 @@ normaliser, which makes its gradients those of the whole attention, as in Ring A
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +91,23 @@ def _flash_backward(
     bounds = (own, keys, lengths[of[0]], lengths[of[1]])
     # The random state of dropout, which is off.
     state = (torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
-    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, query, key, value, out, normaliser, *bounds, 0.0, causal, *state, scale=scale
-    )
+    with _strictly_deterministic():
+        return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+            grad, query, key, value, out, normaliser, *bounds, 0.0, causal, *state, scale=scale
+        )
+
+
+@contextmanager
+def _strictly_deterministic() -> Iterator[None]:
+    """Where deterministic kernels are asked for with warnings only, ask without: else the flash kernel ignores it."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 _LIBRARY.impl("flash", _flash, "CUDA")

@@ -12,6 +12,7 @@ from torch import nn
 
 from rlcore.config import ModelConfig
 from rlcore.engines.torch import model as models
+from rlcore.engines.torch import varlen
 from rlcore.engines.torch.model import load_causal_lm
 from rlcore.engines.torch.packing import MULTIPLE, Packing
 from rlcore.engines.torch.rounded import rounded_weights
@@ -143,6 +144,25 @@ def test_values_and_gradients_are_those_of_attention_row_by_row(kernels, compile
     ]
     for mine, want in zip(*(torch.autograd.grad(each, parts) for each in sums), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_backward_is_deterministic_also_where_torch_only_warns(asked):
+    seen = []
+
+    def backward(*given):
+        seen.append(torch.are_deterministic_algorithms_enabled() and not warns())
+        return flash_backward(*given)
+
+    warns = torch.is_deterministic_algorithms_warn_only_enabled
+    torch.use_deterministic_algorithms(asked, warn_only=asked)
+    try:
+        with varlen._strictly_deterministic():
+            backward(*[torch.zeros(1, 1, 8)] * 5, torch.zeros(1, 1), *[torch.tensor([0, 1])] * 2, None, None, True, 1.0)
+        assert seen == [asked]
+        assert (torch.are_deterministic_algorithms_enabled(), warns()) == (asked, asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def outputs(model, rows=ROWS, prompts=PROMPTS):
