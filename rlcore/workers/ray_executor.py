@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -33,8 +34,10 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # else Ray starts as many idle processes as it has cores
 }
 """Ray's settings, set in the environment from start to shutdown unless the user has set them."""
-UNNEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+UNNEEDED = ("start_monitor", "start_log_monitor")
 """Methods of Ray's Node, each of which starts a process that runs do without."""
+DASHBOARD = "start_api_server"
+"""The one that starts the dashboard. Ray's agents ask for its address each second if they are of `ray[default]`."""
 SENT_VARIABLES = ("RLCORE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
 """Prefixes of environment variables that a run passes to its workers on a running cluster."""
 
@@ -209,12 +212,13 @@ def start_ray(address: str | None, num_cpus: int = LOGICAL_CPUS) -> None:
 
 @contextmanager
 def _only_needed_processes() -> Iterator[None]:
-    """Have a new Ray start neither autoscaler nor log monitor nor dashboard, which no run uses.
+    """Have a new Ray start neither autoscaler nor log monitor nor, without `ray[default]`, dashboard: no run uses them.
 
     Each imports ray for half a second of the cores that the workers need; `ray.init` has no option to leave them out.
     A version of Ray without one of the methods starts its process as before.
     """
-    names = [name for name in UNNEEDED if hasattr(Node, name)]
+    unneeded = UNNEEDED if importlib.util.find_spec("aiohttp_cors") else (*UNNEEDED, DASHBOARD)
+    names = [name for name in unneeded if hasattr(Node, name)]
     whole = {name: getattr(Node, name) for name in names}
     for name in names:
         setattr(Node, name, lambda node, *args, **kwargs: None)

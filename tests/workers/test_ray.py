@@ -359,6 +359,8 @@ def test_workers_outlive_an_interrupt_and_end_with_a_killed_driver(tmp_path: Pat
         assert driver.stdout.readline() == "saved\n", "behind the call under way, on a worker that was not interrupted"
         assert {"raylet", "gcs_server", "ray::WorkerHost"} <= {name[:15] for name in processes_with(mark).values()}
         assert [name[:15] for name in processes_with(mark).values()].count("ray::WorkerHost") == 3, "on two pools"
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with(mark)]
+        assert not [each for each in commands if "monitor.py" in each], "no run uses Ray's autoscaler and log monitor"
         driver.kill()
         driver.wait()
     # Ray's two idle agents may try for 60 s (fixed in Ray) to report the raylet's death before they end, too
