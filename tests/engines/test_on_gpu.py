@@ -159,7 +159,7 @@ def model_outputs(model, rows):
     packing = model.pack([torch.tensor(row) for row in rows], [len(PROMPTS[row % 2]) for row in range(len(rows))])
     select = torch.cat([packing.token(torch.tensor(i), torch.arange(len(row) - 1)) for i, row in enumerate(rows)])
     labels = torch.tensor([token for row in rows for token in row[1:]], device=GPU)
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16), model.in_compiled_layers():
         return model(packing.to(GPU), select.to(GPU), labels, ("log_probs",), 1.0)["log_probs"]
 
 

@@ -134,7 +134,7 @@ class TorchEngine(TrainEngine):
         if self._pipeline is not None:
             self._run_pipeline(self._pipeline, parts, needs, finish, backward=False)
             return
-        with self._rounded_weights():
+        with self.model.in_compiled_layers(), self._rounded_weights():
             for part in parts:
                 finish(part, self._outputs(part, needs))
 
@@ -147,7 +147,7 @@ class TorchEngine(TrainEngine):
             self._run_pipeline(self._pipeline, parts, needs, finish, backward=True)
             return
         sharded_copies = self.mesh.copies > 1 and not self.mesh.is_whole
-        with self._rounded_weights() as collect_gradients:
+        with self.model.in_compiled_layers(), self._rounded_weights() as collect_gradients:
             for index, part in enumerate(parts):
                 if sharded_copies:
                     # Copies of the shards all-reduce their gradients once, in the last backward before the step.

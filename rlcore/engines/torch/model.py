@@ -107,8 +107,11 @@ class PackedModel(nn.Module, ABC):
         self._compiled_layers = {}
 
     @contextmanager
-    def _in_compiled_layers(self) -> Iterator[None]:
-        """Run the compiled layers; a rollout engine may share the module, for shapes of its own."""
+    def in_compiled_layers(self) -> Iterator[None]:
+        """Meanwhile layers run in their compiled form, if they have one; also when a backward recomputes them.
+
+        Elsewhere they run plainly: a rollout engine may share the module, for shapes of its own.
+        """
         if not self._compiled_layers:
             yield
             return
@@ -122,10 +125,6 @@ class PackedModel(nn.Module, ABC):
                 del layer.forward
 
     def _run(self, module: nn.Module, packing: Packing, hidden: Tensor | None = None) -> Any:
-        with self._in_compiled_layers():
-            return self._call(module, packing, hidden)
-
-    def _call(self, module: nn.Module, packing: Packing, hidden: Tensor | None) -> Any:
         if not self.packed:
             (rows,) = packing.parts
             steps = torch.arange(rows.longest, device=packing.lengths.device)[None]
@@ -411,7 +410,7 @@ def _probe(model: Model, read: Read[Model]) -> Tensor:
     select = torch.cat(predicting)
     labels = torch.cat([row[1:] for row in rows]).to(device)
     packing, select = packing.to(device), select.to(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=_in_bf16(model)):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=_in_bf16(model)), model.in_compiled_layers():
         return read(model, packing, select, labels)
 
 

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from rlcore_grpo import GRPOConfig, grpo_loss
 from torch import nn
 
 from rlcore.config import ModelConfig
+from rlcore.engine.update.items import UpdateItem
 from rlcore.engines.torch import model as models
 from rlcore.engines.torch import varlen
 from rlcore.engines.torch.model import load_causal_lm
@@ -170,7 +172,8 @@ def outputs(model, rows=ROWS, prompts=PROMPTS):
     places = [(torch.tensor(number), torch.arange(len(row) - 1)) for number, row in enumerate(rows)]
     select = torch.cat([packing.token(*place) for place in places])
     labels = torch.tensor([token for row in rows for token in row[1:]])
-    return model(packing, select, labels, ("log_probs",), 1.0)["log_probs"]
+    with model.in_compiled_layers():
+        return model(packing, select, labels, ("log_probs",), 1.0)["log_probs"]
 
 
 def gradients(model, values):
@@ -294,3 +297,25 @@ def test_layers_get_their_own_weights_back_after_an_error():
     with pytest.raises(RuntimeError, match="no memory"):
         fail()
     assert layer.weight is own
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_is_that_of_the_plain_form(kernels, make_engine, random_batch, monkeypatch, checkpointing):
+    options = {"micro_batch_tokens": 60, "activation_checkpointing": checkpointing}
+    plain = make_engine(**options)
+    compiler = torch.compile
+    monkeypatch.setattr(models.torch, "compile", lambda function: compiler(function, backend="aot_eager"))
+    monkeypatch.setattr(models, "_has_kernels", lambda config, device: True)
+    engine = make_engine(**options)
+    engine.model.compile_layers()
+    assert engine.model.attention == VARLEN_ATTENTION != plain.model.attention
+    for seed in range(2):
+        batch = random_batch(groups=2, seed=seed)
+        item = UpdateItem(batch, [len(batch)], grpo_loss, GRPOConfig())
+        got, want = (each.update([item], epochs=1, step=seed) for each in (engine, plain))
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
+    ours, theirs = (dict(each.export(torch.float32)) for each in (engine, plain))
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
