@@ -111,7 +111,10 @@ class RolloutSetup(Generic[C]):
         it; None: the engine keeps its own weights.
     tensor_group: the ranks that sample the same rows together, each with its shard of every layer; None: whole layers.
     engine_order: the ranks of all such groups, group after group; they start together. Empty without a tensor group.
-    beside_training: a train engine of the same process, which has loaded its weights, uses the device too.
+    beside_training: a role trains in the same process, and uses the device too.
+    training_bytes: bytes that gradients and optimizer states of this process will still take on the device.
+    kept_bytes: the part of `training_bytes` that stays on the device while it samples.
+    gpu_share: this process's share of its GPU, above 0 and at most 1.
     row_tokens: tokens of the longest prompt and response of a run; 0: unknown.
     """
 
@@ -123,6 +126,9 @@ class RolloutSetup(Generic[C]):
     tensor_group: Group | None = None
     engine_order: Sequence[int] = ()
     beside_training: bool = False
+    training_bytes: int = 0
+    kept_bytes: int = 0
+    gpu_share: float = 1.0
     row_tokens: int = 0
 
 

@@ -25,7 +25,14 @@ from rlcore.engine.device import explains_memory, free_bytes, has_memory_figures
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
-from rlcore.engine.room import room_for, sampling_remedies, training_remedies
+from rlcore.engine.room import (
+    GRADIENT_BYTES,
+    MOMENT_BYTES,
+    local_parameters,
+    room_for,
+    sampling_remedies,
+    training_remedies,
+)
 from rlcore.engine.train import TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import row_names
@@ -122,6 +129,8 @@ class _GeneratingWorker(Worker):
         self, generation: GenerationLayout, groups: ProcessGroups, shared: torch.nn.Module | None
     ) -> RolloutEngine:
         setup, sharded = self.setup, generation.tp > 1
+        workers = {id(worker): worker for worker in self._trained}.values()
+        training = [self._training_bytes(worker) for worker in workers]
         return setup.rollout_engine.create(
             RolloutSetup(
                 model=setup.model,
@@ -131,7 +140,10 @@ class _GeneratingWorker(Worker):
                 shared=shared if setup.rollout_engine.capabilities.shares_module else None,
                 tensor_group=groups.own(generation.groups("tp")) if sharded else None,
                 engine_order=generation.engine_order if sharded else (),
-                beside_training=bool(self._trained),
+                beside_training=any(worker.setup.role.trains for worker in workers),
+                training_bytes=sum(total for total, _ in training),
+                kept_bytes=sum(kept for _, kept in training),
+                gpu_share=min(1.0, self._context.gpus) or 1.0,  # 0: a CPU
                 row_tokens=setup.row_tokens,
             )
         )
@@ -146,6 +158,15 @@ class _GeneratingWorker(Worker):
     def _trained(self) -> list[ModelWorker]:
         """The workers of all train engines in this process."""
         return [worker for worker in (self, *self._siblings.values()) if isinstance(worker, ModelWorker)]
+
+    def _training_bytes(self, worker: ModelWorker) -> tuple[int, int]:
+        """Return RolloutSetup's `training_bytes` and `kept_bytes` of one worker; 0 before its start."""
+        if not (worker.setup.role.trains and hasattr(worker, "train")):
+            return 0, 0
+        local = local_parameters(worker.train)
+        total = (GRADIENT_BYTES + MOMENT_BYTES) * local
+        # `offload` moves the moments out before a row is sampled.
+        return total, GRADIENT_BYTES * local if self.setup.engine.offload else total
 
     def _fits(self, call: str, batches: Sequence[DataProto], remedies: Iterable[str]) -> AbstractContextManager[None]:
         """Name the call, its rows and the keys that lower its memory if the device runs out of it."""
@@ -174,9 +195,13 @@ class _GeneratingWorker(Worker):
             with self._timed("offload"):
                 for worker in self._trained:
                     worker.train.offload()
-        with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
-            out = self._generate_fitting(self.rollout, batch, sampling)
-        self.rollout.sleep()
+        try:
+            with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
+                out = self._generate_fitting(self.rollout, batch, sampling)
+        finally:
+            # Also after an error, which leaves none of its rows: training needs the memory. Rows of others stay awake.
+            if not self.rollout.in_flight:
+                self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
         same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)

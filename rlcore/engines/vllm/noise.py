@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -73,7 +74,9 @@ def draw(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     block = torch.searchsorted(ends, point, right=True)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1)
     sums = inside.exp().cumsum(-1)
-    point = torch.minimum(point - (ends - masses).gather(1, block), sums[:, -1:] * under)
+    # The previous block's end as the search saw it, so that the rest is never negative: `ends - masses` rounds.
+    before = F.pad(ends, (1, 0)).gather(1, block)
+    point = torch.minimum(point - before, sums[:, -1:] * under)
     token = torch.searchsorted(sums, point, right=True)
     log_probs = inside.gather(1, token) - ends[:, -1:].log()
     return (block * size + token).squeeze(-1), log_probs.squeeze(-1)

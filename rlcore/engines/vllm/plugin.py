@@ -26,6 +26,9 @@ def create_vllm(setup: RolloutSetup[VLLMConfig]) -> RolloutEngine:
         tensor_group=setup.tensor_group,
         engine_order=setup.engine_order,
         beside_training=setup.beside_training,
+        training_bytes=setup.training_bytes,
+        kept_bytes=setup.kept_bytes,
+        gpu_share=setup.gpu_share,
         row_tokens=setup.row_tokens,
     )
 

@@ -31,7 +31,7 @@ from rlcore.engines.vllm.internals import (
     tensor_parallel,
     tokens_so_far,
 )
-from rlcore.engines.vllm.memory import Needs, free_bytes, plan
+from rlcore.engines.vllm.memory import Needs, measure, plan
 from rlcore.engines.vllm.shards import with_shards
 from rlcore.engines.vllm.sleeper import Sleeper
 from rlcore.errors import DataError
@@ -56,7 +56,7 @@ class VLLMRollout(RolloutEngine):
 
     `tensor_group`: the ranks that decode the same rows together, each with its shard of every layer. All ranks of all
     such groups start together; `engine_order` lists them, group after group. The ranks of a group sample the same
-    tokens, as they have the same logits, noise and schedule. `beside_training`, `row_tokens`: see RolloutSetup.
+    tokens, as they have the same logits, noise and schedule. The rest: see RolloutSetup.
     """
 
     def __init__(
@@ -68,6 +68,9 @@ class VLLMRollout(RolloutEngine):
         tensor_group: Group | None = None,
         engine_order: Sequence[int] = (),
         beside_training: bool = False,
+        training_bytes: int = 0,
+        kept_bytes: int = 0,
+        gpu_share: float = 1.0,
         row_tokens: int = 0,
     ) -> None:
         folder = model_path(model.path)
@@ -85,8 +88,10 @@ class VLLMRollout(RolloutEngine):
             row_tokens=row_tokens,
             ranks=ranks,
             beside_training=beside_training,
+            training=training_bytes,
+            kept=kept_bytes,
         )
-        memory = plan(config, needs, free_bytes(device, tensor_group))
+        memory = plan(config, *measure(needs, device, gpu_share, tensor_group))
         with starting(on_cpu=on_cpu), tensor_parallel(tensor_group, engine_order, device) as sharded:
             self.llm: Any = import_vllm()(
                 str(folder),

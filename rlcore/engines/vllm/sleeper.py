@@ -10,6 +10,8 @@ import torch
 from rlcore.errors import DataError
 
 GB = 1e9
+PARTS = ("weights", "kv_cache")
+"""vLLM's tags of the memory that it wakes by itself."""
 
 
 class Sleeper:
@@ -26,12 +28,14 @@ class Sleeper:
         self.metrics: dict[str, float] = {}
 
     def sleep(self) -> None:
-        """Free weights, keys and values; without effect while any of them are asleep."""
-        if self._asleep:
+        """Free weights, keys and values; without effect while all of them are asleep."""
+        if len(self._asleep) == len(PARTS):
             return
+        for part in sorted(self._asleep):
+            self.wake(part)  # vLLM refuses to sleep, and frees nothing, while a part of it sleeps
         start, before = time.perf_counter(), self._free()
         self._llm.sleep(level=2)
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep = set(PARTS)
         self._freed = max(0, self._free() - before)
         self.metrics = {
             "time/rollout_sleep": time.perf_counter() - start,

@@ -51,6 +51,26 @@ def test_noise_at_either_end_draws_a_possible_token(noise):
     assert log_probs.isfinite().all()
 
 
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_noise_at_the_border_of_two_blocks_draws_no_banned_token(temperature):
+    """The first token of each block is banned. The point of a draw falls onto the end of the block before, or near."""
+    from rlcore.engines.vllm.noise import BLOCK_SIZES, draw
+
+    size, blocks = BLOCK_SIZES[0], 64
+    logits = torch.randn(size * blocks, generator=torch.Generator().manual_seed(5)) / temperature
+    logits[::size] = -torch.inf
+    masses = (logits - logits.amax()).view(blocks, size).exp().sum(-1)
+    ends = masses.cumsum(-1)
+    border = ends[:-1] / ends[-1]
+    above, below = (border.nextafter(torch.tensor(to)) for to in (1.0, 0.0))
+    noise = torch.cat([border, above, below]).double()
+    at_border = noise.float() * ends[-1] == ends[:-1].repeat(3)
+    assert at_border.sum() > blocks // 2
+    tokens, log_probs = draw(logits.repeat(len(noise), 1), noise)
+    assert (tokens % size != 0).all()
+    assert log_probs.isfinite().all()
+
+
 def test_a_draw_writes_the_vocabulary_twice_and_reads_nothing_on_the_host():
     """The shifted logits in their place and their exponentials; a log_softmax and a cumulative sum would be more."""
     from rlcore.engines.vllm.noise import draw

@@ -95,6 +95,46 @@ def test_a_refused_update_leaves_it_asleep_and_a_whole_one_wakes_it(pair, prompt
     assert len(pair.rollout.generate(prompts([20], 2), SAMPLING)) == 2
 
 
+def test_half_awake_after_a_refused_row_it_sleeps_whole(pair, prompts, calls):
+    """The weights woke for `sync`, and the cache not: the row was refused before."""
+    pair.rollout.sleep()
+    calls.clear()
+    pair.draw(seed=9)
+    pair.sync(9)
+    with pytest.raises(DataError, match="vLLM has room for"):
+        pair.rollout.generate(prompts([20], 1), Sampling(max_tokens=10_000))
+    pair.rollout.sleep()
+    assert calls == ["wake ['weights']", "load", "wake ['kv_cache']", "sleep 2"]
+    executor = pair.rollout.llm.llm_engine.model_executor
+    assert executor.sleeping_tags >= {"weights", "kv_cache"}
+    pair.sync(9)
+    assert len(pair.rollout.generate(prompts([20], 2), SAMPLING)) == 2
+
+
+def test_after_a_failed_step_it_sleeps_and_its_next_rows_are_the_same(pair, prompts, monkeypatch):
+    batch = prompts([20, 190], 2)
+    pair.draw(seed=10)
+    pair.sync(10)
+    want = tokens(pair.rollout.generate(batch, SAMPLING))
+    step, seen = pair.rollout.step, []
+
+    def fail():
+        seen.append(step())
+        if len(seen) == 3:
+            raise RuntimeError("a step failed")
+        return seen[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.rollout, "step", fail)
+        with pytest.raises(RuntimeError, match="a step failed"):
+            pair.rollout.generate(batch, SAMPLING)
+    assert not pair.rollout.in_flight
+    pair.rollout.sleep()
+    assert pair.rollout.llm.llm_engine.is_sleeping()
+    pair.sync(11)
+    assert tokens(pair.rollout.generate(batch, SAMPLING)) == want
+
+
 def test_sleeping_rows_are_refused(pair, prompts):
     from rlcore.engine.rollout import Request
 
