@@ -185,8 +185,8 @@ class _GeneratingWorker(Worker):
     def _generate_fitting(self, engine: RolloutEngine, batch: DataProto, sampling: Sampling) -> DataProto:
         """Generate for as many rows at a time as have fitted so far, and for half of them where they do not fit.
 
-        A row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have to make
-        the same calls, so they do not try again.
+        In fp32 a row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have
+        to make the same calls, so they do not try again.
         """
         parts: list[DataProto] = []
         start = 0
