@@ -31,8 +31,7 @@ def fit_micro_batches(
             before = MicroBatchSize(**kept[name]) if name in kept else None
         except TypeError as error:
             raise CheckpointError(
-                f"the run folder's micro_batches.json has {kept[name]!r} for {name}: {error}; remove the file to measure "
-                "again"
+                f"micro_batches.json has {kept[name]!r} for {name}: {error}; remove this file of the run folder"
             ) from error
         size = role.group.fit_micro_batches(before, longest)[0]
         if size is None:
