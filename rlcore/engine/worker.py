@@ -165,6 +165,9 @@ class _GeneratingWorker(Worker):
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         if self.rollout is None or self.route is None:
             raise DataError("this role does not generate; declare it with Role(generates=True)")
+        # The memory of the last update's gradients is for sampling now.
+        for worker in self._trained:
+            worker.train.zero_grad()
         # Versions are equal on all ranks, so either all of them enter the collectives of the route or none does.
         if not self.route.is_current:
             with self._timed("sync"):
