@@ -35,8 +35,9 @@ def prepare_device(device: torch.device, *, deterministic: bool = False) -> None
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch asks; read when cuBLAS starts
-        # No error where a kernel has no such form: cumsum, with which tokens are drawn, adds in a fixed order.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    # No error where a kernel has no such form: cumsum, with which tokens are drawn, adds in a fixed order. Also set
+    # back, as an earlier run in this process may have asked for it.
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
 def has_memory_figures(device: torch.device) -> bool:

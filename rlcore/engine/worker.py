@@ -186,6 +186,9 @@ class _GeneratingWorker(Worker):
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         if self.rollout is None or self.route is None:
             raise DataError("this role does not generate; declare it with Role(generates=True)")
+        # The memory of the last update's gradients is for sampling now.
+        for worker in self._trained:
+            worker.train.zero_grad()
         # Versions are equal on all ranks, so either all of them enter the collectives of the route or none does.
         if not self.route.is_current:
             with self._timed("sync"):
@@ -210,8 +213,8 @@ class _GeneratingWorker(Worker):
     def _generate_fitting(self, engine: RolloutEngine, batch: DataProto, sampling: Sampling) -> DataProto:
         """Generate for as many rows at a time as have fitted so far, and for half of them where they do not fit.
 
-        A row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have to make
-        the same calls, so they do not try again.
+        In fp32 a row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have
+        to make the same calls, so they do not try again.
         """
         parts: list[DataProto] = []
         start = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.engine.update.micro_batch_size import MicroBatchSize
+from rlcore.errors import CheckpointError
 from rlcore.roles.handles import RoleHandle
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,12 @@ def fit_micro_batches(
     found = {}
     # One role after the other, as several may share a GPU.
     for name, role in roles.items():
-        before = MicroBatchSize(**kept[name]) if name in kept else None
+        try:
+            before = MicroBatchSize(**kept[name]) if name in kept else None
+        except TypeError as error:
+            raise CheckpointError(
+                f"micro_batches.json has {kept[name]!r} for {name}: {error}; remove this file of the run folder"
+            ) from error
         size = role.group.fit_micro_batches(before, longest)[0]
         if size is None:
             continue

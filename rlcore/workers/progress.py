@@ -23,6 +23,8 @@ from ray.experimental import internal_kv  # the cluster's own store answers whil
 
 CPU_SHARE = 0.05
 """A process that computes less than this share of the time is idle but for Ray's own threads."""
+SPINNING_LONGER = 4
+"""How much longer a thread may run Python code of one function: it may also compute."""
 SPIN_SAMPLES = 10
 """Times that a look asks for Python's lock, which a thread that spins gives up only when it has to."""
 DISK_BYTES = 1 << 20
@@ -100,7 +102,8 @@ class ProgressWatch:
             if call is None or (not spins and (busy or at != seen)):
                 began = now
             looked, seen = now, at
-            if call is not None and now - began >= self._seconds / 2:
+            patience = self._seconds / 2 * (SPINNING_LONGER if spins else 1)
+            if call is not None and now - began >= patience:
                 stall = Stall(call[0], call[1], now - began, *position(frames), spins)
                 internal_kv._internal_kv_put(self._key, json.dumps(asdict(stall)), overwrite=True)
                 self._published = True

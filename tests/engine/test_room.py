@@ -16,6 +16,7 @@ from rlcore.engine import room, worker
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.parallel.mesh import TrainMesh
+from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.micro_batch_size import MicroBatchSize
 from rlcore.engine.worker import ModelWorker
@@ -142,6 +143,18 @@ def test_other_rollout_engines(start, card, can, taken):
 
 
 # The worker
+
+
+def test_sampling_gets_the_memory_of_gradients(start, random_batch):
+    together = start({"actor": TRAINED, "critic": Role(trains=True, kind=CRITIC), "ref": Role()})
+    trained = [each.train.model for name, each in together.items() if name != "ref"]
+    prompts = random_batch().select(["prompts"], ["uid"])
+    prompts["sample_index"] = torch.arange(len(prompts))
+    for each in trained:
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    together["actor"].generate(prompts, Sampling(max_tokens=2))
+    assert all(parameter.grad is None for each in trained for parameter in each.parameters())
 
 
 def test_each_role_gets_its_own_number(start, card):

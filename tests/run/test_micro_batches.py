@@ -100,9 +100,16 @@ def test_a_given_number_needs_no_measurement_and_may_be_given_to_a_resumed_run(s
     assert card["measured"] == ROLES
 
 
-def test_a_damaged_file_is_an_error_that_says_what_to_do(stopped, train_small):
-    (stopped / "micro_batches.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"micro_batches.json cannot be read: .*remove it to measure again"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", r"micro_batches.json cannot be read: .*remove it to measure again"),
+        ('{"actor": {"size": 1}}', r"micro_batches.json has \{'size': 1\} for actor: .*remove this file"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_says_what_to_do(stopped, train_small, text, told):
+    (stopped / "micro_batches.json").write_text(text)
+    with pytest.raises(CheckpointError, match=told):
         train_small(stopped, *OPTIONS)
 
 

@@ -97,7 +97,7 @@ class MemoryLine:
 def enough_tokens(parameters: int) -> int:
     """Return the tokens of a micro-batch beyond which a GPU gains nothing: a power of two, 8,192 to 32,768.
 
-    parameters: those that each token passes on one GPU.
+    parameters: those of the model's part on one GPU. Of a mixture of experts a token passes fewer.
     """
     tokens = SATURATING_TOKENS
     while tokens < MOST_TOKENS and tokens * parameters < ENOUGH_WORK:

@@ -256,7 +256,8 @@ def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[T
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).float()
     scaled = (inside - high) / temperature
     sums = scaled.exp().cumsum(-1)
-    draw = torch.minimum(draw - (ends - masses).gather(1, block), sums[:, -1:] * under)
+    # From the end before, as it is: `ends - masses` may round above it, and a draw below 0 would give any first token.
+    draw = torch.minimum(draw - F.pad(ends, (1, 0)).gather(1, block), sums[:, -1:] * under)
     token = torch.searchsorted(sums, draw, right=True)
     log_probs = scaled.gather(1, token) - ends[:, -1:].log()
     return (block * size + token).squeeze(-1), log_probs.squeeze(-1)

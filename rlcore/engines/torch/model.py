@@ -118,8 +118,7 @@ class PackedModel(nn.Module, ABC):
         for layer, forward in self._compiled_layers.items():
             layer.forward = forward  # type: ignore[method-assign]
         try:
-            with functorch.patch(activation_memory_budget=ACTIVATION_BUDGET):
-                yield
+            yield
         finally:
             for layer in self._compiled_layers:
                 del layer.forward
@@ -208,7 +207,11 @@ def _any_length(forward: Callable[..., Any], layer: nn.Module, hidden_states: Te
         by_token.append(arguments["position_ids"])
     for each in by_token:
         torch._dynamo.mark_dynamic(each, 1)
-    return forward(layer, hidden_states, **arguments)
+    before, functorch.activation_memory_budget = functorch.activation_memory_budget, ACTIVATION_BUDGET
+    try:
+        return forward(layer, hidden_states, **arguments)
+    finally:
+        functorch.activation_memory_budget = before
 
 
 def _of_logits(logits: Tensor, labels: Tensor, needs: Collection[str], temperature: float) -> dict[str, Tensor]:
@@ -381,7 +384,13 @@ def _pack(model: Model, read: Read[Model], expected: Tensor, *, kernels: bool, c
     attention = model.attention
     packed = PACKED_ATTENTION if attention == "sdpa" else attention
     model.packed = False
-    slope = _gradient(model, read) if kernels else None
+    slope = None
+    if kernels:
+        try:
+            slope = _gradient(model, read)
+        except torch.OutOfMemoryError as error:
+            log.info("no memory to compare kernels of variable length: %s", error)
+            kernels = False
     model.packed = True
     for form in [VARLEN_ATTENTION, packed] if kernels else [packed]:
         model.hf.config._attn_implementation = form
@@ -417,10 +426,8 @@ def _probe(model: Model, read: Read[Model]) -> Tensor:
 @torch.enable_grad()
 def _gradient(model: Model, read: Read[Model]) -> Tensor:
     """Return the gradient of the embedding for the probe's outputs; it comes through the backward of every layer."""
-    _probe(model, read).float().sum().backward()  # type: ignore[no-untyped-call]
-    made = model.hf.get_input_embeddings().weight.grad
-    model.hf.zero_grad(set_to_none=True)
-    assert made is not None
+    # Of this parameter only: a whole gradient would take as much memory as the weights, which are not sharded yet.
+    (made,) = torch.autograd.grad(_probe(model, read).float().sum(), [model.hf.get_input_embeddings().weight])
     return made
 
 

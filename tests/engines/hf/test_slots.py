@@ -266,6 +266,17 @@ def test_drawing_in_blocks_never_gives_what_is_banned():
         assert log_probs.isfinite().all()
 
 
+def test_drawing_in_blocks_at_the_borders_of_blocks_never_gives_what_is_banned():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 64 * 256)
+    logits[:, ::256] = float("-inf")  # the first token of each block
+    ends = logits.view(1, -1, 256).double().exp().sum(-1).cumsum(-1)
+    borders = (ends / ends[:, -1:]).flatten()
+    noise = torch.cat([borders * (1 + step * 2**-24) for step in range(-8, 9)]).clamp(max=1 - 2**-53)
+    _, log_probs = draw_in_blocks(logits.expand(len(noise), -1), noise, 1.0)
+    assert log_probs.isfinite().all()
+
+
 def test_the_probe_finds_slots_that_are_off(model_folder, caplog, monkeypatch):
     rollout = engine(model_folder(), in_slots=True)
     assert probe(rollout._slots, rollout._prefilled) < 1e-5

@@ -233,6 +233,7 @@ def test_layers_are_compiled_where_that_works(as_on_a_gpu, kernels, model_folder
     assert model.attention == VARLEN_ATTENTION
     assert ("layers compiled" in model.description) == works
     assert ("compiling layers does not work" in caplog.text) != works
+    assert all(parameter.grad is None for parameter in model.parameters())  # the probe's is of one parameter
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
