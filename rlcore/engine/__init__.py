@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rlcore.engine.rollout import Sampling as Sampling
     from rlcore.engine.rollout import check_requests as check_requests
     from rlcore.engine.rollout import refuse_in_flight as refuse_in_flight
+    from rlcore.engine.sampling import block_size as block_size
+    from rlcore.engine.sampling import draw_from_blocks as draw_from_blocks
     from rlcore.engine.sampling import sample_tokens as sample_tokens
     from rlcore.engine.train import ENGINE_STATE as ENGINE_STATE
     from rlcore.engine.train import Approve as Approve
@@ -79,7 +81,7 @@ _HOMES = {
         "check_requests",
         "refuse_in_flight",
     ],
-    "rlcore.engine.sampling": ["sample_tokens"],
+    "rlcore.engine.sampling": ["block_size", "draw_from_blocks", "sample_tokens"],
     "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
     "rlcore.engine.update.items": ["Importance", "UpdateItem"],
     "rlcore.engine.update.micro_batch_size": ["micro_batch_limit"],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.engine.rollout import Sampling
+
+BLOCK_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 def sample_tokens(
@@ -40,6 +45,33 @@ def draw_tokens(log_probs: Tensor, noise: Tensor) -> Tensor:
     tokens = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
     # A draw rounded up to the total itself would fall behind the last token; it belongs to the last possible one.
     return torch.minimum(tokens, _last_possible(log_probs))
+
+
+def block_size(vocabulary: int) -> int:
+    """Return the number of neighbouring tokens in a block of `draw_from_blocks`; it divides the vocabulary."""
+    return next(size for size in BLOCK_SIZES if vocabulary % size == 0)
+
+
+def draw_from_blocks(masses: Tensor, noise: Tensor, inside: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (tokens int64 [rows], log-probs fp32 [rows]): a block of tokens is drawn, and then one of its tokens.
+
+    `masses` fp32 [rows, blocks] are the sums of exp(logit - highest logit of the row) over each block; `noise` fp64
+    [rows] in [0, 1). `inside` returns these differences [rows, size] for blocks int64 [rows, 1]. So nothing of the size
+    of the logits is summed up or normalised. A token with probability 0 is never drawn.
+    """
+    ends = masses.cumsum(-1)
+    # Keeps a draw below the last sum after rounding: no token lies beyond it.
+    under = 1 - 2**-23
+    draw = torch.minimum(noise.float()[:, None] * ends[:, -1:], ends[:, -1:] * under)
+    block = torch.searchsorted(ends, draw, right=True)
+    scaled = inside(block)
+    sums = scaled.exp().cumsum(-1)
+    # The end before, as the search saw it: `ends - masses` may round above it, and a draw below 0 would give any first
+    # token.
+    draw = torch.minimum(draw - F.pad(ends, (1, 0)).gather(1, block), sums[:, -1:] * under)
+    token = torch.searchsorted(sums, draw, right=True)
+    log_probs = scaled.gather(1, token) - ends[:, -1:].log()
+    return (block * scaled.shape[1] + token).squeeze(-1), log_probs.squeeze(-1)
 
 
 def _last_possible(log_probs: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlcore.engine.sampling import block_size, draw_from_blocks
 from rlcore.engines.hf.fused_decode import adjacent, linear_groups
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -241,26 +242,19 @@ def draw_in_blocks(logits: Tensor, noise: Tensor, temperature: float) -> tuple[T
     The sums have another order, so noise at the very border between two tokens may give the other token.
     """
     rows, vocabulary = logits.shape
-    size = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if vocabulary % size == 0)
+    size = block_size(vocabulary)
     blocks = logits.view(rows, -1, size)
     # A block of banned tokens has no highest logit; its sum is 0 with any number in place of it.
     highs = blocks.amax(-1).float().clamp(min=torch.finfo(torch.float32).min)
     masses = ((blocks.float() - highs[:, :, None]) / temperature).exp().sum(-1)
     high = highs.amax(-1, keepdim=True)
     masses = masses * ((highs - high) / temperature).exp()
-    ends = masses.cumsum(-1)
-    # Keeps the draw below the last sum after rounding: no token lies beyond it.
-    under = 1 - 2**-23
-    draw = torch.minimum(noise.float()[:, None] * ends[:, -1:], ends[:, -1:] * under)
-    block = torch.searchsorted(ends, draw, right=True)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).float()
-    scaled = (inside - high) / temperature
-    sums = scaled.exp().cumsum(-1)
-    # From the end before, as it is: `ends - masses` may round above it, and a draw below 0 would give any first token.
-    draw = torch.minimum(draw - F.pad(ends, (1, 0)).gather(1, block), sums[:, -1:] * under)
-    token = torch.searchsorted(sums, draw, right=True)
-    log_probs = scaled.gather(1, token) - ends[:, -1:].log()
-    return (block * size + token).squeeze(-1), log_probs.squeeze(-1)
+
+    def inside(block: Tensor) -> Tensor:
+        chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).float()
+        return (chosen - high) / temperature
+
+    return draw_from_blocks(masses, noise, inside)
 
 
 class Slots:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from rlcore.engine import block_size, draw_from_blocks
 from rlcore.ops import uniform_noise
-
-BLOCK_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 class RowNoise(LogitsProcessor):
@@ -63,20 +61,11 @@ def draw(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     no cumulative sum over the vocabulary is written. Overwrites `logits`.
     """
     rows, vocabulary = logits.shape
-    size = next(size for size in BLOCK_SIZES if vocabulary % size == 0)
+    size = block_size(vocabulary)
     logits -= logits.amax(-1, keepdim=True)
     blocks = logits.reshape(rows, -1, size)
-    masses = blocks.exp().sum(-1)
-    ends = masses.cumsum(-1)
-    # Keeps a draw below the last sum after rounding: no token lies beyond it.
-    under = 1 - 2**-23
-    point = torch.minimum(noise.float()[:, None] * ends[:, -1:], ends[:, -1:] * under)
-    block = torch.searchsorted(ends, point, right=True)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1)
-    sums = inside.exp().cumsum(-1)
-    # The previous block's end as the search saw it, so that the rest is never negative: `ends - masses` rounds.
-    before = F.pad(ends, (1, 0)).gather(1, block)
-    point = torch.minimum(point - before, sums[:, -1:] * under)
-    token = torch.searchsorted(sums, point, right=True)
-    log_probs = inside.gather(1, token) - ends[:, -1:].log()
-    return (block * size + token).squeeze(-1), log_probs.squeeze(-1)
+
+    def inside(block: Tensor) -> Tensor:
+        return blocks.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1)
+
+    return draw_from_blocks(blocks.exp().sum(-1), noise, inside)

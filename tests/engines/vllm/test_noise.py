@@ -54,9 +54,11 @@ def test_noise_at_either_end_draws_a_possible_token(noise):
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_noise_at_the_border_of_two_blocks_draws_no_banned_token(temperature):
     """The first token of each block is banned. The point of a draw falls onto the end of the block before, or near."""
-    from rlcore.engines.vllm.noise import BLOCK_SIZES, draw
+    from rlcore.engine import block_size
+    from rlcore.engines.vllm.noise import draw
 
-    size, blocks = BLOCK_SIZES[0], 64
+    blocks = 64
+    size = block_size(256 * blocks)
     logits = torch.randn(size * blocks, generator=torch.Generator().manual_seed(5)) / temperature
     logits[::size] = -torch.inf
     masses = (logits - logits.amax()).view(blocks, size).exp().sum(-1)
