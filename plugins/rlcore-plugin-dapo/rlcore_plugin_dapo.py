@@ -104,7 +104,7 @@ class DAPO(Algorithm):
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         config = self.config
         penalty = config.overlong_penalty * overlong_penalty(
-            batch["response_length"], run.actor.rollout.response_len, config.overlong_buffer
+            batch["response_length"], run.actor.rollout_config.response_len, config.overlong_buffer
         )
         run.log({"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
         batch["advantages"] = group_advantages(batch["scores"] + penalty, batch["uid"])

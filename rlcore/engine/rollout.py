@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +239,31 @@ class RolloutEngine(ABC):
             raise
         rows = [done[str(row)] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer)
+
+
+class EpisodeSource(Protocol):
+    """Plays the episodes of batches in one sampling process, with the engine that it was made for."""
+
+    def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Return the rows of the batch's episodes, with the columns of `rlcore.episodes.rows`."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+
+class Episodes(Protocol):
+    """A setup of episodes that a worker can open; `rlcore.episodes.setup` has the core's."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal setups."""
+
+    @property
+    def max_failures(self) -> float:
+        """Largest share of a batch's episodes that may fail."""
+
+    def open(self, engine: RolloutEngine) -> EpisodeSource:
+        """Return the source that plays episodes with this engine."""
 
 
 def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> None:
