@@ -21,7 +21,7 @@ class TasksConfig:
     seed: int = option(0, "seed of the rows", min=0)
     levels: int = option(
         0,
-        "difficulty levels of reasoning-gym's curricula, from 0 up, in the order of the rows; 0: no curriculum, and the "
+        "difficulty levels of reasoning-gym's curricula, rising with the place of the row; 0: no curriculum, and the "
         "generators' own difficulty",
         min=0,
     )

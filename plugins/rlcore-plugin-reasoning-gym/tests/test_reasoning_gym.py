@@ -42,8 +42,7 @@ def test_rows_are_json_and_the_same_in_every_process():
     tasks = dict.fromkeys(UNSTABLE, 1.0)
     program = (
         "import json; from rlcore.config.schema import DataConfig; from rlcore_plugin_reasoning_gym.rows import load;"
-        "from rlcore_plugin_reasoning_gym import generate
-from rlcore_plugin_reasoning_gym.config import TasksConfig;"
+        "from rlcore_plugin_reasoning_gym.config import TasksConfig;"
         f"print(json.dumps(load(DataConfig(), 'train', TasksConfig(tasks={tasks}, size=12))))"
     )
     found = {
