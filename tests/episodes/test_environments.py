@@ -32,10 +32,10 @@ WORLDS = Path(__file__).with_name("worlds.py")
 class EveryAnswer:
     """Reads every answer as a call of `double` with the answer's first number; without a number, as a bad call."""
 
-    def parse(self, text):
+    def parse(self, text, turn=0):
         found = re.search(r"\d+", text)
         call = ToolCall("double", {"number": int(found[0])}, "c1") if found else BadCall("Error: write a number", text)
-        return Turn(text, (call,))
+        return Turn(text, [call])
 
     def instructions(self, tools):
         return "Write a number."
@@ -59,8 +59,10 @@ def play(engine):
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
         resets = hasattr(target, "reset")
-        setup = EpisodeSetup(env, MODEL, pack("test", target), tools, EveryAnswer(), OfferedTools(), resets)
-        source = EnvironmentEpisodes(setup, engine)
+        setup = EpisodeSetup(
+            env, MODEL, pack("test", target), tools, EveryAnswer(), OfferedTools(), EnvironmentEpisodes, resets
+        )
+        source = setup.open(engine)
         opened.append(source)
         out = source.play(batch, sampling)
         source.close()
@@ -187,7 +189,9 @@ def test_a_retry_can_succeed_and_gives_the_rows_of_an_undisturbed_run(play, tmp_
     """The environment fails in the middle of each episode's first attempt."""
     mark = tmp_path / "failed"
     mark.mkdir()
-    source = WORLDS.read_text() + f'''
+    source = (
+        WORLDS.read_text()
+        + f"""
 from pathlib import Path
 
 class FailsOnce(Rounds):
@@ -200,7 +204,8 @@ class FailsOnce(Rounds):
             self.mark.touch()
             raise ConnectionError("lost")
         return super().step(messages)
-'''
+"""
+    )
     file = tmp_path / "fails_once.py"
     file.write_text(source)
     batch = batch_of()
