@@ -28,6 +28,36 @@ DOWNLOADS = (
 """Games that download word lists while they are made."""
 JUDGED = ("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions")
 """Games that ask a language model of OpenRouter."""
+NAME_MOVES = (
+    "Crusade",
+    "GameOfPureStrategy",
+    "HighSociety",
+    "IndianPoker",
+    "IteratedMatchingPennies",
+    "IteratedPrisonersDilemma",
+    "IteratedRockPaperScissors",
+    "IteratedUltimatumGame",
+    "KuhnPoker",
+    "LiarsDice",
+    "MarketEntryGame",
+    "MemoryGame",
+    "Othello",
+    "PigDice",
+    "Poker",
+    "PublicGoodsGame",
+    "SettlersOfCatan",
+    "SimpleBlindAuction",
+    "SimpleNegotiation",
+    "SimpleTak",
+    "Snake",
+    "Stratego",
+    "ThreePlayerGOPS",
+    "ThreePlayerIPD",
+    "ThreePlayerTicTacToe",
+    "TicTacToe",
+    "WildTicTacToe",
+)
+"""Games whose texts name moves in brackets, enough for a random player to play to the end."""
 MOST_PLAYERS = 15
 
 
@@ -45,11 +75,13 @@ def players_of(config: GameConfig) -> int:
     if config.players:
         return config.players
     state = random.getstate(), np.random.get_state()
+    refused: Exception | None = None
     try:
         for players in range(1, MOST_PLAYERS + 1):
             try:
                 game = make(config, players, 0)
-            except AssertionError:  # how the games refuse a number of players
+            except Exception as error:  # games refuse a number of players by an assertion, or fail at it
+                refused = refused or error
                 continue
             # Games for several players may forget to refuse one.
             if players > 1 or isinstance(game.state, textarena.SinglePlayerState):
@@ -57,7 +89,10 @@ def players_of(config: GameConfig) -> int:
     finally:
         random.setstate(state[0])
         np.random.set_state(state[1])
-    raise ConfigError(f"env.textarena.game={config.game} takes no number of players up to {MOST_PLAYERS}")
+    raise ConfigError(
+        f"env.textarena.game={config.game} with options={config.options} starts with no number of players up to "
+        f"{MOST_PLAYERS}: {type(refused).__name__}: {refused}"
+    ) from refused
 
 
 def check(config: GameConfig) -> None:
@@ -76,15 +111,18 @@ def check(config: GameConfig) -> None:
             f"env.textarena.game={config.game} asks a language model behind an API. So do {', '.join(JUDGED)}; choose "
             "another game"
         )
+    players = players_of(config)
     try:
-        players = players_of(config)
         make(config, players, 0)
-    except ConfigError:
-        raise
-    except Exception as error:  # some games of 0.7.4 need Python 3.12, or files that its wheel does not have
+    except Exception as error:
         raise ConfigError(
             f"env.textarena.game={config.game} cannot start with players={config.players} and options="
             f"{config.options}: {type(error).__name__}: {error}"
         ) from error
+    if config.opponent == "random" and players > 1 and folder not in NAME_MOVES:
+        raise ConfigError(
+            f"env.textarena.opponent=random: {config.game} does not name its moves. These games do: "
+            f"{', '.join(NAME_MOVES)}; or use opponent=self"
+        )
     if config.opponent == "random" and players == 1:
         raise ConfigError(f"env.textarena.game={config.game} has one player; leave out env.textarena.opponent=random")
