@@ -118,6 +118,13 @@ def test_the_tools_of_a_class() -> None:
     assert tool_methods(Counter)["named"]() == "Counter"
 
 
+def test_a_tool_is_called_by_its_attribute() -> None:
+    class Alias:
+        plus = staticmethod(add)
+
+    assert [schema["function"]["name"] for schema in schemas_of(Alias)] == ["plus"]
+
+
 def test_functions() -> None:
     assert schemas_of(add) == schemas_of([add]) == schemas_of((add,)) == [function_schema(add)]
     assert schemas_of(Counter().up) == [function_schema(Counter.up)]
