@@ -8,17 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from rlcore import DataError
-from rlcore.config import compose
-from rlcore.config.schema import DataConfig
-from rlcore.plugins import PluginManager
-
 from rlcore_plugin_reasoning_gym import generate
 from rlcore_plugin_reasoning_gym.config import AttemptsConfig, TasksConfig
 from rlcore_plugin_reasoning_gym.entries import from_json
 from rlcore_plugin_reasoning_gym.environment import WRONG, ReasoningGym
 from rlcore_plugin_reasoning_gym.rows import load
 from rlcore_plugin_reasoning_gym.verify import answer_in, score, verify
+
+from rlcore import DataError
+from rlcore.config import compose
+from rlcore.config.schema import DataConfig
+from rlcore.plugins import PluginManager
 
 SUMS = {"chain_sum": 1.0}
 UNSTABLE = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -115,7 +115,7 @@ def test_wrong_settings_name_themselves(settings, message):
 
 
 def test_the_process_that_makes_rows_says_why_it_cannot():
-    with pytest.raises(DataError, match="data=reasoning_gym: .*unknown task 'chain_sun'"):
+    with pytest.raises(DataError, match=r"data=reasoning_gym: .*unknown task 'chain_sun'"):
         load(DataConfig(), "train", TasksConfig(tasks={"chain_sun": 1.0}))
 
 

@@ -24,7 +24,12 @@ def rlcore_datasets() -> DatasetSpec[SeedsConfig]:
 def rlcore_environments() -> EnvironmentSpec[GameConfig]:
     """Register the environment, with the keys `env.textarena.*`."""
     return EnvironmentSpec(
-        "textarena", load=_environment, config_class=GameConfig, imports=("textarena", "numpy"), scores=True, check=_check
+        "textarena",
+        load=_environment,
+        config_class=GameConfig,
+        imports=("textarena", "numpy"),
+        scores=True,
+        check=_check,
     )
 
 

@@ -19,8 +19,8 @@ class GameConfig:
     players: int = option(0, "players; 0: the fewest that the game allows", min=0)
     opponent: Literal["self", "random"] = option(
         "self",
-        "the other players. self: the policy has all seats; random: the policy has one seat, which the seed chooses, and "
-        "the others make a random valid move of those that the game's texts name",
+        "the other players. self: the policy has all seats; random: the policy has one seat, which the seed chooses, "
+        "and the others make a random valid move of those that the game's texts name",
     )
     brackets: bool = option(True, "put [ ] around an answer without brackets, as most games want their moves")
 

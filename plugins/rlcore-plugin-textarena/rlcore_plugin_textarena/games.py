@@ -99,7 +99,9 @@ def check(config: GameConfig) -> None:
     """Raise ConfigError for a game that cannot be played here, with the cause."""
     found = sorted(name.removesuffix(RAW) for name in ENV_REGISTRY if name.endswith(RAW))
     if config.game not in found:
-        raise ConfigError(f"env.textarena.game={config.game!r} is not a game of textarena; there are {', '.join(found)}")
+        raise ConfigError(
+            f"env.textarena.game={config.game!r} is not a game of textarena; there are {', '.join(found)}"
+        )
     folder = str(ENV_REGISTRY[config.game].entry_point).split(".")[2]
     if folder in DOWNLOADS:
         raise ConfigError(
