@@ -14,9 +14,10 @@ import pytest
 
 import rlcore
 from rlcore.errors import ConfigError, SandboxError
-from rlcore.sandbox import Isolation, isolation, probe, run_python
+from rlcore.sandbox import Isolation, Limits, isolation, probe, run_python
 from rlcore.sandbox.isolation import _attack
 from rlcore.sandbox.plan import Plan
+from rlcore.sandbox.process import run_once
 
 GUARDS = ("network", "files", "processes", "memory", "environment")
 SANDBOX = Path(rlcore.__file__).parent
@@ -26,6 +27,20 @@ def test_the_best_that_works_is_taken(isolations):
     best = next(found for found in isolations.values() if not isinstance(found, str))
     assert isolation().plan == best.plan
     assert isolation() is isolation()
+
+
+def test_root_with_namespaces_holds_everything():
+    """So that no fault of ours passes for a machine that refuses: unshare is asked, which is not ours."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        pytest.skip("not root of a Linux")
+    apart = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(apart, capture_output=True).returncode or os.uname().machine != "x86_64":
+        pytest.skip("no namespaces here")
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 12):
+        pytest.skip(f"Linux {os.uname().release} has no mount_setattr")
+    assert isolation().plan == Plan("namespaces", own_user=True)
+    assert isolation().refused == ()
+    assert [guard.name for guard in isolation().guards if guard.held] == list(GUARDS)
 
 
 def test_lines_name_every_guard(within):
@@ -61,8 +76,8 @@ def test_what_is_lacking_is_said(caplog, tmp_path):
     [
         (Plan("limits", seccomp=True), {"network"}),
         (Plan("limits", seccomp=False, landlock=True), {"files"}),
-        (Plan("namespaces", own_user=True, seccomp=False), {"network", "files", "processes"}),
-        (Plan("namespaces", seccomp=False), {"network", "files"}),
+        (Plan("namespaces", own_user=True, seccomp=False), set(GUARDS)),
+        (Plan("namespaces", seccomp=False), {"network", "files", "memory", "environment"}),
     ],
 )
 def test_each_layer_holds_its_part(plan, held):
@@ -70,8 +85,29 @@ def test_each_layer_holds_its_part(plan, held):
         found = _attack(plan, ())
     except SandboxError as error:
         pytest.skip(str(error))
-    tried = {"network", "files"} | ({"processes"} if "processes" in held else set())
+    tried = {"network", "files"} if plan.mechanism == "limits" else {*held, "network", "files"}
     assert {guard.name for guard in found.guards if guard.held} & tried == held
+
+
+def test_the_folders_of_python_are_read_only():
+    """Also for root's own user id, which without a user of its own the code has on the host."""
+    target = Path(os.__file__).parent / f"new-{os.getpid()}"
+    try:
+        result = run_once(Plan("namespaces"), f"open({str(target)!r}, 'w')", "", Limits(), {})
+    except SandboxError as error:
+        pytest.skip(str(error))
+    written = target.exists()
+    target.unlink(missing_ok=True)
+    assert not written
+    assert "Read-only file system" in result.stderr
+
+
+def test_the_process_begins_with_no_variables(monkeypatch):
+    """Not in its memory either, where those that were removed later would still be."""
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    bare = Plan("limits", seccomp=False)
+    result = run_once(bare, "print(repr(open('/proc/self/environ').read()))", "", Limits(), {})
+    assert result.stdout == "''\n", result
 
 
 def test_an_unknown_mechanism():
