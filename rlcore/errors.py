@@ -41,6 +41,10 @@ class DeviceMemoryError(RLCoreError):
     """A call does not fit into a GPU's memory; the message names the call, its batch and the keys that lower it."""
 
 
+class EpisodesError(RLCoreError):
+    """More episodes of a batch failed than `env.max_failures` allows."""
+
+
 class CheckpointError(RLCoreError):
     """A checkpoint cannot be written, read or resumed from."""
 
