@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,7 +16,7 @@ from rlcore.rewards import code as module
 from rlcore.rewards.code import code, passed_tests, program_of
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.scoring import Rewards
-from rlcore.sandbox import Limits
+from rlcore.sandbox import Limits, isolation
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
@@ -180,3 +183,21 @@ def test_environment_of_the_run_is_not_there(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     program = "import os\nprint('WANDB_API_KEY' in os.environ)"
     assert code("p", program, [{"stdin": "", "stdout": "False"}]) == 1.0
+
+
+@pytest.mark.e2e
+def test_a_run_says_at_its_start_how_programs_are_isolated(tmp_path):
+    rows = [{"prompt": f"Double {n}.", "answer": [{"stdin": f"{n}", "stdout": f"{2 * n}"}]} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sets = ["algo=grpo", "cluster=in_process", "trainer.total_steps=1", "trainer.eval_every=0", "data=file"]
+    sets += [f"data.path={tmp_path}/rows.jsonl", "data.batch_size=2", "data.eval_size=1", "rollout.response_len=4"]
+    sets += ["reward=code", f"run.dir={tmp_path}/run"]
+    done = subprocess.run([sys.executable, "-m", "rlcore.cli", "train", *sets], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "run" / "rlcore.log").read_text()
+    for line in isolation().lines():
+        assert line in log
+    for guard in isolation().guards:
+        assert (str(guard) in done.stderr) is not guard.held
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["reward/errors"] == 0
