@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.environment import EnvConfig
@@ -72,9 +72,24 @@ class Prompts:
         return [dict(each) for each in self._encoder.messages(messages or self._columns["prompt_text"][row])]
 
 
-def cut_message(message: Mapping[str, Any], renderer: TurnRenderer, env: EnvConfig) -> Message:
-    """Return the message with at most `env.observation_len` tokens of its content, and the mark of a cut."""
-    content, most = message["content"], env.observation_len
+def plain_text(text: str, special: Sequence[str]) -> str:
+    """Return the text with a space inside of each special token's text, such as <|im_end|>.
+
+    An environment's text could otherwise end its own turn and write the next one, as the policy or as the system.
+    """
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+    return text
+
+
+def readable_message(message: Mapping[str, Any], renderer: TurnRenderer, env: EnvConfig) -> Message:
+    """Return an environment's message as the policy gets it.
+
+    Its content is plain text of at most `env.observation_len` tokens, with a mark where the rest was.
+    """
+    content, most = plain_text(message["content"], renderer.tokenizer.all_special_tokens), env.observation_len
+    message = {**message, "content": content}
     if len(content) <= most:  # a token has at least one character
         return dict(message)
     tokenizer = renderer.tokenizer
