@@ -27,6 +27,7 @@ Answer = dict[str, Any] | EnvironmentFailure
 
 _log = logging.getLogger(__name__)
 _SEND_TIMEOUT = 60.0  # seconds until a slot's process runs and has its request
+_PROGRESS_TIMEOUT = 5.0  # seconds between two parts of a request or an answer: this process may come late to them
 _STATUS_TIMEOUT = 1.0  # seconds between the end of a slot's connection and the notice of how its process ended
 _ANSWERS = {
     "reset": {"prompt", "seat"},
@@ -220,6 +221,7 @@ class EnvironmentPool:
             while slot.outgoing:
                 slot.outgoing = slot.outgoing[slot.connection.send(slot.outgoing) :]
         except BlockingIOError:
+            slot.deadline = max(slot.deadline, time.monotonic() + _PROGRESS_TIMEOUT)
             self._selector.modify(slot.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
             return
         except (BrokenPipeError, ConnectionResetError):  # reading its end says why
@@ -282,6 +284,8 @@ class EnvironmentPool:
             try:
                 part = slot.connection.recv(2**18)
             except BlockingIOError:
+                if slot.incoming:
+                    slot.deadline = max(slot.deadline, time.monotonic() + _PROGRESS_TIMEOUT)
                 return
             except ConnectionResetError:
                 part = b""

@@ -514,6 +514,51 @@ def test_large_rows_and_answers_pass(pool):
         assert begin(other, text=text)["prompt"] == text
 
 
+def test_a_parent_that_comes_late_gets_its_answers():
+    class Large:
+        def reset(self, text):
+            return text
+
+    with open_pool(Large, timeout=0.3) as pool:
+        pool.reset("e", {"text": "x" * 2**22}, 0)
+        for _ in range(4):  # the request and the answer need many reads and writes
+            time.sleep(0.5)
+            got = pool.poll(0.0)
+            assert got == []
+        assert answer(pool) == {"prompt": "x" * 2**22, "seat": 0}
+
+
+def test_the_thread_that_starts_the_pool_may_end():
+    with open_pool(Tricks) as pool:
+        pool.close()
+        thread = threading.Thread(target=pool.start)
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+        begin(pool)
+        assert use(pool, "add", amount=1) == "1"
+
+
+class BreaksFork:
+    """An environment class that replaces os.fork when it is loaded."""
+
+    def __reduce__(self):
+        def no_fork():
+            raise BlockingIOError(11, "no more processes")
+
+        def load():
+            os.fork = no_fork
+            return type("Env", (), {})
+
+        return load, ()
+
+
+def test_a_process_that_cannot_be_forked_fails_the_episode():
+    environment = PackedEnvironment("mine", cloudpickle.dumps((BreaksFork(), None)))
+    with EnvironmentPool(environment, processes=1, timeout=1, memory_mb=0) as pool:
+        assert begin(pool).cause == "reset cannot be forked: Resource temporarily unavailable"
+
+
 def test_wrong_use_is_an_error(pool):
     with pytest.raises(ValueError, match="'e' has not been released"):
         pool.reset("e", {}, 0)
