@@ -67,8 +67,8 @@ def main() -> None:
     except BaseException as error:  # SystemExit too
         text, trace = describe(error)
         reply = {"error": text, "traceback": trace}
-    # From here on this process watches the parent, and ends more than itself. Before the reply: the signal comes also at
-    # the end of the parent's thread that started this process.
+    # From here on this process watches the parent, and ends more than itself. Before the reply: the signal comes also
+    # at the end of the parent's thread that started this process.
     _prctl(_PR_SET_PDEATHSIG, 0)
     body = json.dumps(reply).encode()
     control.sendall(HEADER.pack(0, len(body)) + body)

@@ -301,7 +301,7 @@ class EnvironmentPool:
             if not slot.call or number != slot.number or length > MOST_REPLY:
                 self._lose(slot, "sent no proper answer")
                 return
-            if len(slot.incoming) == HEADER.size + length:
+            if len(slot.incoming) >= HEADER.size + length:  # more is a fault, and not JSON
                 reply = _reply(slot.incoming[HEADER.size :], slot.call)
                 slot.incoming = bytearray()
                 self._answered(slot, reply)
