@@ -101,7 +101,7 @@ class EnvironmentPool:
             self._server = server = ForkServer(self._environment, self._memory_mb, self._keep_env)
             self._selector = selectors.DefaultSelector()
             self._selector.register(server.control, selectors.EVENT_READ)
-            self._end = weakref.finalize(self, _end, os.getpid(), self._slots, server, self._selector)
+            self._end = weakref.finalize(self, _end, self._slots, server, self._selector)
 
     @property
     def free(self) -> int:
@@ -382,10 +382,9 @@ def _reply(body: bytearray, method: str) -> dict[str, Any] | None:
     return reply if reply.keys() in ({"error", "traceback", "spent"}, _ANSWERS[method]) else None
 
 
-def _end(owner: int, slots: dict[int, _Slot], server: ForkServer, selector: selectors.BaseSelector) -> None:
-    """End a pool's processes, but not from a copy of the owner that was forked."""
+def _end(slots: dict[int, _Slot], server: ForkServer, selector: selectors.BaseSelector) -> None:
+    """End a pool's processes. In a forked copy of the owner this closes the copy's descriptors only."""
     for slot in slots.values():
         slot.connection.close()
     selector.close()
-    if os.getpid() == owner:
-        server.close()
+    server.close()

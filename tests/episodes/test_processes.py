@@ -272,7 +272,14 @@ def test_a_failed_call_fails_its_episode_only(pool, tool, arguments, cause):
 
 @pytest.mark.parametrize(
     ("number", "length", "body"),
-    [(99, 2, "{}"), (2, MOST_REPLY + 1, ""), (2, 2, "xx"), (2, 2, "{}"), (2, 2, "[]"), (2, 1, "{}")],
+    [
+        (99, 47, '{"error": "x", "traceback": "x", "spent": true}'),
+        (2, MOST_REPLY + 1, ""),
+        (2, 2, "xx"),
+        (2, 2, "{}"),
+        (2, 2, "[]"),
+        (2, 1, "{}"),
+    ],
 )
 def test_a_forged_answer_fails_the_episode(number, length, body):
     with open_pool(Tricks) as pool:
@@ -327,6 +334,14 @@ def test_a_process_that_ends_between_calls_fails_the_next(pool):
     use(pool, "end_later")
     wait_until(lambda: not alive(pid))
     assert pool.poll(0.1) == []
+    pool.turn("e", SAID, [call("pid")])
+    pool.release("e")
+    assert pool.poll(0.1) == [], "a released episode has no answers"
+
+    begin(pool)
+    pool.turn("e", SAID, [call("end_later")])
+    time.sleep(0.3)
+    assert answer(pool)["messages"], "what was sent before the end counts"
     assert use(pool, "add", amount=1).cause == "the environment ended its process with status 5 between two calls"
 
 
@@ -469,6 +484,12 @@ def test_nothing_is_left_when_a_copy_of_the_parent_lives_on():
         (copy,) = [pid for pid in family if b"test_processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         wait_until(lambda: [pid for pid in family if alive(pid)] == [copy])
         os.kill(copy, signal.SIGKILL)
+
+
+def test_a_copy_of_the_parent_that_ends_ends_nothing():
+    more = "import os\nif os.fork() == 0:\n    sys.exit()\nos.wait()\ntests.use(pool, 'add', amount=1)"
+    with parent_ready(more) as parent:
+        parent.kill()
 
 
 def test_environments_end_when_parent_and_fork_server_are_killed_at_once():
