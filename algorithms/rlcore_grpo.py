@@ -103,7 +103,7 @@ class GRPO(Algorithm):
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
         batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=self.config.divide_by_std)
         if self.config.loss_mean == "constant":
-            batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout.response_len)
+            batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
         return run.actor.update(
             batch, loss=grpo_loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
         )

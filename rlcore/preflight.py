@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.config.devices import local_gpus
+from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.plugins import Algorithm, Role
 from rlcore.roles.checks import check_engines
@@ -177,6 +178,10 @@ def _sections(flight: Preflight) -> None:
             spec.check(flight.config)
 
 
+def _environment(flight: Preflight) -> None:
+    check_environment(flight.config, flight.plugins)
+
+
 def _engine_specs(flight: Preflight) -> None:
     _check_by_engines(flight.config, flight.plugins)
 
@@ -263,6 +268,7 @@ CHECKS = (
     Check(_trainer),
     Check(_cluster, ("train", "evaluate")),
     Check(_sections, ("train", "evaluate")),
+    Check(_environment),
     Check(_engine_specs, ("train", "evaluate")),
     Check(_role_settings),
     Check(_role_engine_specs, ("train", "evaluate")),

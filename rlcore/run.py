@@ -15,6 +15,7 @@ import torch
 from rlcore.config import Config
 from rlcore.data.chat import ResponseEncoder, load_tokenizer
 from rlcore.data.loader import PromptLoader
+from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
@@ -83,6 +84,11 @@ class Run:
                 f"{', '.join(roles) or 'none'}; add the role there."
             )
         return roles[name]
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether a role was updated in the step under way. For the trainer."""
+        return self._clock.updates > 0
 
     def role(self, name: str, handle_class: type[H]) -> H:
         """Return the handle of role `name`, which must be of this class: PolicyHandle, CriticHandle or RewardHandle.
@@ -184,6 +190,7 @@ class Run:
         """Return the step's logged numbers, scored batches and running calls, without waiting. For the trainer."""
         for role in self.roles.values():
             role.end_step(self.step)
+            self._logged |= role.step_metrics()
         outstanding = [future for group in self._groups() for future in group.outstanding()]
         logged, scored = self._logged, self._scored
         self._logged, self._scored = {}, []
@@ -231,6 +238,7 @@ def open_run(
     rewards: list[WeightedReward],
     *,
     placement: Placement | None = None,
+    episodes: EpisodeSetup | None = None,
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
     executor: Executor | None = None,
@@ -240,6 +248,7 @@ def open_run(
 
     roles: from `resolve_roles`, checked by `check_roles`.
     placement: the run's pools; None: plans them here, and raises ConfigError for impossible pools.
+    episodes: the setup of the run's environment, from `episode_setup`.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes its own log file.
     executor: starts the workers; None: the executor of `cluster.executor`.
@@ -263,7 +272,9 @@ def open_run(
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
         extra = [reward, *group_requests(placement.groups, pools)]
-        handles, groups = start_roles(config, executor, plugins, roles, clock, pools, extra=extra, meanwhile=meanwhile)
+        handles, groups = start_roles(
+            config, executor, plugins, roles, clock, pools, episodes=episodes, extra=extra, meanwhile=meanwhile
+        )
         scorers = groups.pop(REWARD_WORKERS)
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
         yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names)

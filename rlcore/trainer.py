@@ -20,11 +20,13 @@ from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import load_tokenizer
+from rlcore.data.chat import NO_TOOLS, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
-from rlcore.errors import CheckpointError, ConfigError, did_you_mean
+from rlcore.episodes.from_config import default_reward, episode_setup
+from rlcore.episodes.setup import EpisodeSetup
+from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
@@ -53,9 +55,11 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     checked = checked or preflight(config, plugins)
     algorithm = checked.algorithm
     dataset = plugins.datasets()[config.data.name]
-    rewards = resolve(config.reward, dataset.reward, plugins.rewards(), plugins.by_value_modules)
+    default = default_reward(config, plugins, dataset)
+    rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
+    episodes = episode_setup(config, plugins)
     path = default_path(config)
-    with _Preparation(config, plugins, algorithm, rewards, path) as prepared:
+    with _Preparation(config, plugins, algorithm, rewards, episodes, path) as prepared:
         opened = open_run(
             config,
             path.resolve(),
@@ -63,6 +67,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
             checked.roles,
             rewards,
             placement=checked.placement,
+            episodes=episodes,
             loaders=prepared.loaders,
             log_dir=path.resolve() / "logs",
             meanwhile=prepared.make,
@@ -83,19 +88,22 @@ class _Preparation(ExitStack):
         plugins: PluginManager,
         algorithm: Algorithm,
         rewards: list[WeightedReward],
+        episodes: EpisodeSetup | None,
         path: Path,
     ) -> None:
         super().__init__()
-        self._given = config, plugins, algorithm, rewards, path
+        self._given = config, plugins, algorithm, rewards, episodes, path
         self.loaders: dict[str, PromptLoader] = {}
         self.trackers: Trackers
         self.folder: RunFolder
 
     def make(self) -> None:
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
-        config, plugins, algorithm, rewards, path = self._given
-        self.loaders.update(_loaders(algorithm, config, plugins))
+        config, plugins, algorithm, rewards, episodes, path = self._given
+        self.loaders.update(_loaders(algorithm, config, plugins, episodes))
         check_rewards(rewards, config.reward)
+        if episodes is not None:
+            episodes.check()
         self.trackers = Trackers(config, path, plugins.trackers())
         self.folder = open_folder(path, config, plugins)
         self.callback(self.folder.close)
@@ -104,9 +112,12 @@ class _Preparation(ExitStack):
             log.info("code from %s, sha256 %s", file, digest)
 
 
-def _loaders(algorithm: Algorithm, config: Config, plugins: PluginManager) -> dict[str, PromptLoader]:
+def _loaders(
+    algorithm: Algorithm, config: Config, plugins: PluginManager, episodes: EpisodeSetup | None
+) -> dict[str, PromptLoader]:
     """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
+    tools = NO_TOOLS if episodes is None else episodes.offered
     further = algorithm.data(config)
     if "train" in further:
         raise ConfigError(
@@ -120,7 +131,7 @@ def _loaders(algorithm: Algorithm, config: Config, plugins: PluginManager) -> di
                 f"data set {settings.name!r} of {name!r} is not installed.{did_you_mean(settings.name, known)} "
                 f"Installed: {', '.join(known)}"
             )
-        loaders[name] = PromptLoader(settings, known[settings.name], tokenizer, seed=config.trainer.seed)
+        loaders[name] = PromptLoader(settings, known[settings.name], tokenizer, seed=config.trainer.seed, tools=tools)
     loaders["train"].check_rows(algorithm.check_row)
     return loaders
 
@@ -218,7 +229,12 @@ class Trainer:
         under_way: deque[_OpenStep] = deque()
         while self.step + len(under_way) < total and not interruption.asked:
             step = self.step + len(under_way) + 1
-            under_way.append(self._begin(step))
+            position = {name: loader.state_dict() for name, loader in self.loaders.items()}
+            try:
+                under_way.append(self._begin(step))
+            except EpisodesError:
+                self._save_before(step, under_way, position)
+                raise
             # The last step is saved below.
             saves = bool(every) and step % every == 0 and step < total
             # A checkpoint or an evaluation needs the weights of one step, so no step may be under way.
@@ -232,6 +248,17 @@ class Trainer:
         if self.saved_step != self.step:
             self._save()
         return "finished" if self.step >= total else "interrupted"
+
+    def _save_before(self, step: int, under_way: deque[_OpenStep], position: Mapping[str, Any]) -> None:
+        """Save the state before a step that failed with its first episodes; not if it has trained already."""
+        while under_way:
+            self._finish(under_way.popleft())
+        if self.saved_step == self.step or self.run_.has_updated:
+            return
+        for name, loader in self.loaders.items():
+            loader.load_state_dict(position[name])
+        self._save()
+        log.warning("step %d failed; %s has the state before it", step, self.folder.checkpoints)
 
     def _begin(self, step: int) -> _OpenStep:
         """Make all calls of a step. Calls whose results the algorithm did not read may still be running."""

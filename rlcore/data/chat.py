@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,20 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 @dataclass(frozen=True)
+class OfferedTools:
+    """The tools that a prompt offers: `schemas` (OpenAI function JSON) for the chat template, as its `tools`.
+
+    `instructions`: a text about them, added to the system message, for a template that ignores `tools`; else "".
+    """
+
+    schemas: Sequence[Mapping[str, Any]] = ()
+    instructions: str = ""
+
+
+NO_TOOLS = OfferedTools()
+
+
+@dataclass(frozen=True)
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
@@ -150,6 +164,7 @@ class PromptEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     system_prompt: str | None = None
+    tools: OfferedTools = NO_TOOLS
 
     def render(self, prompt: str | Messages) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
@@ -158,9 +173,11 @@ class PromptEncoder:
         """
         import jinja2
 
-        messages = self._messages(prompt)
+        messages = self.messages(prompt)
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=list(self.tools.schemas) or None, add_generation_prompt=True, tokenize=False
+            )
         except jinja2.TemplateError as error:
             hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
             raise DataError(f"the chat template refuses the prompt {str(prompt)[:200]!r}: {error}.{hint}") from error
@@ -175,7 +192,16 @@ class PromptEncoder:
         ]
         return ids
 
-    def _messages(self, prompt: str | Messages) -> Messages:
+    def messages(self, prompt: str | Messages) -> Messages:
+        """Return the prompt as chat messages, with the system prompt and the tools' instructions."""
+        given = self._given(prompt)
+        if not self.tools.instructions:
+            return given
+        if given[0]["role"] != "system":
+            return [{"role": "system", "content": self.tools.instructions}, *given]
+        return [{**given[0], "content": f"{given[0]['content']}\n\n{self.tools.instructions}"}, *given[1:]]
+
+    def _given(self, prompt: str | Messages) -> Messages:
         if isinstance(prompt, str):
             system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             return [*system, {"role": "user", "content": prompt}]

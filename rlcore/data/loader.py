@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.chat import PromptEncoder
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -45,7 +45,12 @@ class PromptSplit:
     """
 
     def __init__(
-        self, config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, split: str
+        self,
+        config: DataConfig,
+        dataset: DatasetSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        split: str,
+        tools: OfferedTools,
     ) -> None:
         self._config = config
         self._where = f"data={dataset.name}, split {split!r}"
@@ -54,7 +59,7 @@ class PromptSplit:
             raise DataError(f"{self._where}: the data set has no rows")
         self.overlong = 0
         self._has_messages = False
-        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt))
+        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools))
         self.columns = self._other_columns()
         if not self.prompts:
             raise DataError(
@@ -145,12 +150,18 @@ class PromptLoader:
     """
 
     def __init__(
-        self, config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int
+        self,
+        config: DataConfig,
+        dataset: DatasetSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        tools: OfferedTools = NO_TOOLS,
     ) -> None:
         self._config = config
         self._seed = seed
-        self._train = PromptSplit(config, dataset, tokenizer, "train")
-        self._eval = PromptSplit(config, dataset, tokenizer, "eval")
+        self._train = PromptSplit(config, dataset, tokenizer, "train", tools)
+        self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools)
         # Compared as rendered: two rows may differ and still be the same prompt for the model.
         held_out = {prompt.chat for prompt in self._eval.prompts}
         self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in held_out]
@@ -225,8 +236,12 @@ class PromptLoader:
 
 
 def held_out_prompts(
-    config: DataConfig, dataset: DatasetSpec, tokenizer: PreTrainedTokenizerBase, limit: int = 0
+    config: DataConfig,
+    dataset: DatasetSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int = 0,
+    tools: OfferedTools = NO_TOOLS,
 ) -> DataProto:
     """Return `PromptLoader.held_out(limit)` without reading the training split."""
-    split = PromptSplit(config, dataset, tokenizer, "eval")
+    split = PromptSplit(config, dataset, tokenizer, "eval", tools)
     return split.batch(split.prompts[: limit or None], "eval")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,9 @@ class Request:
     continues after them. So a row that was interrupted after k tokens, and is added again with these k tokens, gives
     the tokens of the uninterrupted row. `sampling.min_tokens` and `max_tokens` count all tokens of the response, these
     included. `key` replaces the names in `sampling` (seed, step, purpose, call).
+
+    `keep`: a later request will continue this row, so the engine may keep its keys and values until `forget`. `after`:
+    the id of such a row, with whose tokens `prompt` begins. Both only save time: an engine may ignore them.
     """
 
     id: str
@@ -75,6 +78,8 @@ class Request:
     sampling: Sampling
     sampled: tuple[int, ...] = ()
     sampled_log_probs: tuple[float, ...] = ()
+    keep: bool = False
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,9 @@ class RolloutEngine(ABC):
         An engine that gives up its weights sets `version` to -1, and gets them again before the next rows.
         """
 
+    def forget(self, ids: Collection[str]) -> None:  # noqa: B027  (most keep nothing)
+        """Drop what is kept of these rows (`Request.keep`); ids of which nothing is kept are allowed."""
+
     @property
     def metrics(self) -> Mapping[str, float]:
         """Further metrics, which the next update's show."""
@@ -239,6 +247,37 @@ class RolloutEngine(ABC):
             raise
         rows = [done[str(row)] for row in range(len(prompts))]
         return response_columns(rows, batch.view("prompts").lengths, self.tokenizer)
+
+
+class EpisodeSource(Protocol):
+    """Plays the episodes of batches in one sampling process, with the engine that it was made for.
+
+    `is_exact`: requests come in the order of `generate`, so that log-probs do not depend on the environment's speed.
+    Otherwise only the tokens do not: the log-probs of a row differ by rounding with the rows beside it.
+    """
+
+    is_exact: bool
+
+    def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
+        """Return the rows of the batch's episodes, with the columns of `rlcore.episodes.rows`."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+
+class Episodes(Protocol):
+    """A setup of episodes that a worker can open; `rlcore.episodes.setup` has the core's."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal setups."""
+
+    @property
+    def max_failures(self) -> float:
+        """Largest share of a batch's episodes that may fail."""
+
+    def open(self, engine: RolloutEngine) -> EpisodeSource:
+        """Return the source that plays episodes with this engine."""
 
 
 def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> None:

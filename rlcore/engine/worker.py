@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.device import explains_memory, free_bytes, has_memory_figures, peak_bytes, prepare_device
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
-from rlcore.engine.rollout import RolloutEngine, RolloutSetup, Sampling
+from rlcore.engine.rollout import Episodes, EpisodeSource, RolloutEngine, RolloutSetup, Sampling
 from rlcore.engine.room import (
     GRADIENT_BYTES,
     MOMENT_BYTES,
@@ -114,6 +114,7 @@ class _GeneratingWorker(Worker):
         self.rollout: RolloutEngine | None = None
         self.route: WeightRoute | None = None
         self._fitting_rows: int | None = None
+        self._episodes: dict[str, EpisodeSource] = {}
 
     def _engines(self) -> list[TrainEngine | RolloutEngine]:
         return [] if self.rollout is None else [self.rollout]
@@ -184,6 +185,20 @@ class _GeneratingWorker(Worker):
     @register(Dispatch.ALL_MICRO_DP_3D, blocking=False, reads=("prompts", "uid", "sample_index"), gives=GENERATED)
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
+        engine = self._ready_to_sample()
+        return self._sample("generate", batch, sampling, engine.generate, exact=engine.exact)
+
+    @register(Dispatch.ALL_MICRO_DP_3D, reads=("prompts", "uid", "sample_index", "episode_row"))
+    def rollout_episodes(self, batch: DataProto, sampling: Sampling, episodes: Episodes) -> DataProto:
+        """Return the rows of the episodes of this rank's rows: as many as their branches."""
+        engine = self._ready_to_sample()
+        if episodes.key not in self._episodes:
+            self._episodes[episodes.key] = episodes.open(engine)
+        source = self._episodes[episodes.key]
+        return self._sample("rollout", batch, sampling, source.play, exact=engine.exact and source.is_exact)
+
+    def _ready_to_sample(self) -> RolloutEngine:
+        """Return the rollout engine with the newest weights. Raises DataError for a role that does not generate."""
         if self.rollout is None or self.route is None:
             raise DataError("this role does not generate; declare it with Role(generates=True)")
         # The memory of the last update's gradients is for sampling now.
@@ -198,20 +213,39 @@ class _GeneratingWorker(Worker):
             with self._timed("offload"):
                 for worker in self._trained:
                     worker.train.offload()
+        return self.rollout
+
+    def _sample(
+        self,
+        call: str,
+        batch: DataProto,
+        sampling: Sampling,
+        sample: Callable[[DataProto, Sampling], DataProto],
+        *,
+        exact: bool,
+    ) -> DataProto:
+        """Return the rows of `sample`, with the column `exact_log_probs`; then let the engine sleep."""
+        assert self.rollout is not None
         try:
-            with self._timed("generate"), self._fits("generate", [batch], sampling_remedies(self.setup)):
-                out = self._generate_fitting(self.rollout, batch, sampling)
+            with self._timed("generate"), self._fits(call, [batch], sampling_remedies(self.setup)):
+                out = self._sample_fitting(self.rollout, batch, sampling, sample)
         finally:
             # Also after an error, which leaves none of its rows: training needs the memory. Rows of others stay awake.
             if not self.rollout.in_flight:
                 self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
-        same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
-        out["exact_log_probs"] = torch.full((len(batch),), same, dtype=torch.bool)
+        same = exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
+        out["exact_log_probs"] = torch.full((len(out),), same, dtype=torch.bool)
         return out
 
-    def _generate_fitting(self, engine: RolloutEngine, batch: DataProto, sampling: Sampling) -> DataProto:
-        """Generate for as many rows at a time as have fitted so far, and for half of them where they do not fit.
+    def _sample_fitting(
+        self,
+        engine: RolloutEngine,
+        batch: DataProto,
+        sampling: Sampling,
+        sample: Callable[[DataProto, Sampling], DataProto],
+    ) -> DataProto:
+        """Sample for as many rows at a time as have fitted so far, and for half of them where they do not fit.
 
         In fp32 a row's tokens do not depend on the rows beside it, so they are the same. Ranks of one tensor group have
         to make the same calls, so they do not try again.
@@ -222,7 +256,7 @@ class _GeneratingWorker(Worker):
             size = min(self._fitting_rows or len(batch), len(batch) - start)
             rows = batch if size == len(batch) else batch[start : start + size]
             try:
-                parts.append(engine.generate(rows, sampling))
+                parts.append(sample(rows, sampling))
                 start += size
                 continue
             except torch.OutOfMemoryError:
@@ -249,6 +283,9 @@ class _GeneratingWorker(Worker):
 
     def shutdown(self) -> None:
         """See Worker."""
+        for source in self._episodes.values():
+            source.close()
+        self._episodes = {}
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None

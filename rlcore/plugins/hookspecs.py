@@ -23,8 +23,10 @@ from rlcore.plugins.specs import (
     CommandSpec,
     ConfigSpec,
     DatasetSpec,
+    EnvironmentSpec,
     RewardSpec,
     RolloutEngineSpec,
+    ToolFormatSpec,
     TrackerSpec,
     TrainEngineSpec,
     WorkerSpec,
@@ -96,6 +98,28 @@ def rlcore_train_engines() -> TrainEngineSpec | Sequence[TrainEngineSpec]:
 
     When: once, when plugins are loaded. Import the engine's libraries in `create`, not in the plugin module.
     Returns: one TrainEngineSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_environments() -> EnvironmentSpec | Sequence[EnvironmentSpec]:
+    """Register environments of episodes, `env=NAME`.
+
+    When: once, when plugins are loaded. Import the environment's libraries in its class, not in the plugin module.
+    Returns: one EnvironmentSpec or a list of them.
+    Errors: a name that another plugin has given stops the command.
+    """
+    raise NotImplementedError
+
+
+@_spec
+def rlcore_tool_formats() -> ToolFormatSpec | Sequence[ToolFormatSpec]:
+    """Register forms in which models write tool calls, `env.tool_format=NAME`.
+
+    When: once, when plugins are loaded.
+    Returns: one ToolFormatSpec or a list of them.
     Errors: a name that another plugin has given stops the command.
     """
     raise NotImplementedError

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
+from rlcore.config.environment import EnvConfig
 from rlcore.plugins.algorithm import Algorithm
 from rlcore.plugins.entries import algorithm_of, command_of
 from rlcore.plugins.roles import POLICY, Role, RoleKind
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from rlcore.commands.line import CommandLine
     from rlcore.config import schema
     from rlcore.engine.parallel.layout import Layout
-    from rlcore.engine.rollout import RolloutEngine, RolloutSetup
+    from rlcore.engine.rollout import EpisodeSource, RolloutEngine, RolloutSetup
     from rlcore.engine.train import TrainEngine, TrainSetup
+    from rlcore.episodes.setup import EpisodeSetup
+    from rlcore.episodes.tool_calls import ToolFormat
     from rlcore.workers import Worker, WorkerGroup
 
 __all__ = [
@@ -29,9 +32,11 @@ __all__ = [
     "CommandSpec",
     "ConfigSpec",
     "DatasetSpec",
+    "EnvironmentSpec",
     "RewardSpec",
     "RolloutCapabilities",
     "RolloutEngineSpec",
+    "ToolFormatSpec",
     "TrackerSpec",
     "TrainCapabilities",
     "TrainEngineSpec",
@@ -162,6 +167,41 @@ class TrainEngineSpec(Generic[C]):
 
 
 @dataclass(frozen=True)
+class EnvironmentSpec(Generic[C]):
+    """An environment of episodes, `env=NAME`. docs/environments.md has the contract of its class.
+
+    environment: the class. One object is made for each episode, in a process of its own; with the argument
+    `config.section(config_class)` if there is a `config_class`, else without one. A list of functions offers them as
+    tools.
+    load: returns that class or list for a run's config, in place of `environment`.
+    play: plays the episodes itself, in each process that samples, in place of both (env=agent).
+    config_class: the environment's own config, a frozen dataclass of fields made by `option`; its keys are
+    `env.NAME.*`.
+    scores: whether its episodes have a score, which is then the default reward. None: if the class has the method
+    `score` or `get_reward`.
+    imports: modules that an environment's process imports before its first episode.
+    check: raises ConfigError for a config that cannot work; called before anything starts.
+    """
+
+    name: str
+    environment: Any = None
+    load: Callable[[schema.Config], Any] | None = None
+    play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource] | None = None
+    config_class: type[C] | None = None
+    scores: bool | None = None
+    imports: tuple[str, ...] = ()
+    check: Callable[[schema.Config], None] | None = None
+
+
+@dataclass(frozen=True)
+class ToolFormatSpec:
+    """A form in which a model writes tool calls, `env.tool_format=NAME`; `format` parses them."""
+
+    name: str
+    format: ToolFormat
+
+
+@dataclass(frozen=True)
 class ConfigSpec(Generic[C]):
     """A section of the config with the keys `NAME.*`; read it with `config.section(config_class)`.
 
@@ -278,8 +318,31 @@ def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, 
         return []
     if reward.functions:
         return [("reward.functions", name) for name in reward.functions if ":" not in name]
+    if has_scores(config, plugins):
+        return [(f"the reward of env={environment_of(config)}", ENVIRONMENT_REWARD)]
     dataset = plugins.specs(DatasetSpec).get(data)
     return [] if dataset is None else [(f"the reward of data={data}", dataset.reward)]
+
+
+ENVIRONMENT_REWARD = "environment"
+"""The reward function that returns the environment's score of an episode."""
+
+
+def environment_of(config: schema.Config) -> str:
+    """Return the name of the run's environment; "" if it has none."""
+    section = config.sections.get("env")
+    return section.name if isinstance(section, EnvConfig) else ""
+
+
+def has_scores(config: schema.Config, plugins: Chooser) -> bool:
+    """Whether the run's environment scores its episodes."""
+    spec = plugins.specs(EnvironmentSpec).get(environment_of(config))
+    if spec is None:
+        return False
+    if spec.scores is not None:
+        return spec.scores
+    target = spec.environment if spec.load is None else spec.load(config)
+    return hasattr(target, "score") or hasattr(target, "get_reward")
 
 
 def _of_roles(
@@ -307,6 +370,12 @@ def _chosen_train_engines(config: schema.Config, plugins: Chooser) -> list[tuple
 def _chosen_sections(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     given = {name: section for name, section in config.sections.items() if name in plugins.specs(ConfigSpec)}
     return [(name, name) for name, section in given.items() if section != type(section)()]
+
+
+def _chosen_tool_formats(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    if not environment_of(config) or (name := config.section(EnvConfig).tool_format) == "auto":
+        return []
+    return [("env.tool_format", name)]
 
 
 PLUGIN_KINDS = (
@@ -355,6 +424,15 @@ PLUGIN_KINDS = (
         values=lambda name: {"use": [name]},
         chosen=lambda config, _: [("tracker.use", name) for name in config.tracker.use],
     ),
+    PluginKind(
+        EnvironmentSpec,
+        "rlcore_environments",
+        "environment",
+        group="env",
+        keys=EnvConfig,
+        chosen=lambda config, _: [("env.name", name)] if (name := environment_of(config)) else [],
+    ),
+    PluginKind(ToolFormatSpec, "rlcore_tool_formats", "tool format", chosen=_chosen_tool_formats),
     PluginKind(ConfigSpec, "rlcore_configs", "config section", chosen=_chosen_sections),
     PluginKind(CommandSpec, "rlcore_commands", "command", entry_point=command_of),
 )

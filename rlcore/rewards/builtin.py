@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlcore import RewardSpec, hookimpl
 from rlcore.rewards.arithmetic import arithmetic
+from rlcore.rewards.environment import environment
 from rlcore.rewards.gsm8k import gsm8k, gsm8k_flexible
 from rlcore.rewards.math import math
 
@@ -15,6 +16,7 @@ def rlcore_rewards() -> list[RewardSpec]:
     """Return the rewards for arithmetic, GSM8K (strict and flexible) and mathematics."""
     return [
         RewardSpec("arithmetic", arithmetic),
+        RewardSpec("environment", environment),
         RewardSpec("gsm8k", gsm8k),
         RewardSpec("gsm8k_flexible", gsm8k_flexible),
         RewardSpec("math", math, imports=("math_verify",)),

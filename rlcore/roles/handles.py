@@ -11,7 +11,7 @@ import torch
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
-from rlcore.engine.rollout import Sampling
+from rlcore.engine.rollout import Episodes, Sampling
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.model_folder import model_dtype
 from rlcore.ops import Loss
@@ -19,6 +19,7 @@ from rlcore.plugins import CRITIC, POLICY, REWARD, Role, RoleKind
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_cost
 from rlcore.protocol.glossary import check_fields
+from rlcore.roles.episode_counts import EpisodeCounts
 from rlcore.roles.metrics import Metrics
 from rlcore.roles.rollout_pool import RolloutPool
 from rlcore.roles.row_cost import batch_costs
@@ -32,14 +33,15 @@ TOKENS = ("prompts", "responses")
 
 @dataclass
 class StepClock:
-    """The run's step, from 1 (0 before the first), and the number of generate calls in it so far."""
+    """The run's step, from 1 (0 before the first), and the numbers of generate and update calls in it so far."""
 
     step: int = 0
     calls: int = 0
+    updates: int = 0
 
     def start(self, step: int) -> None:
         """Begin a step."""
-        self.step, self.calls = step, 0
+        self.step, self.calls, self.updates = step, 0, 0
 
 
 class RoleHandle:
@@ -90,6 +92,10 @@ class RoleHandle:
     def sync(self) -> None:
         """Make the next generate call sample with the newest weights, also with rollouts ahead. For the trainer."""
 
+    def step_metrics(self) -> dict[str, float]:
+        """Return the role's own metrics of the calls since the last time. For the trainer."""
+        return {}
+
     def update(
         self,
         batch: DataProto | Sequence[tuple[DataProto, Loss, float]],
@@ -128,6 +134,7 @@ class RoleHandle:
         # Before the call, so that the next `end_step` sends the weights even if this call is still running.
         self._weights_changed()
         # Learning-rate schedules count from 0, the clock from 1.
+        self._clock.updates += 1
         future = self.group.update(shares, [epochs] * ranks, [max(0, self._clock.step - 1)] * ranks)
         # Equal on all ranks, as every number was summed over all of them.
         return Metrics(lambda: future.get()[0])
@@ -179,6 +186,7 @@ class PolicyHandle(RoleHandle):
     """A causal language model: log-probs, and responses if its role generates.
 
     `rollout`: the workers that sample for it, if sampling has processes of its own.
+    `episodes`: the setup of the run's environment; then every response is an episode.
     """
 
     kind = POLICY
@@ -193,9 +201,12 @@ class PolicyHandle(RoleHandle):
         *,
         leader: WorkerGroup | None = None,
         rollout: WorkerGroup | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         super().__init__(name, role, group, config, clock, leader=leader)
         self._pool: RolloutPool | None = None
+        self._episodes = episodes
+        self._counts = EpisodeCounts()
         if rollout is not None:
             forward = model_dtype(config.model)
             self._pool = RolloutPool(rollout, WeightExporter(group, forward), config.trainer.rollouts_ahead)
@@ -206,7 +217,7 @@ class PolicyHandle(RoleHandle):
         return [self.group] if self._pool is None else [self.group, self._pool.group]
 
     @property
-    def rollout(self) -> RolloutConfig:
+    def rollout_config(self) -> RolloutConfig:
         """The rollout keys as this role has them."""
         return self._config.rollout
 
@@ -220,27 +231,62 @@ class PolicyHandle(RoleHandle):
         if self._pool is not None:
             self._pool.sync()
 
+    def step_metrics(self) -> dict[str, float]:
+        """See RoleHandle: of episodes."""
+        return self._counts.metrics()
+
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
-        """Return `prompts` with one sampled response a row.
+        """Return `prompts` with one sampled response a row; in a run with an environment, the rows of `rollout`.
 
         Reads `prompts` and `uid`; rows with the same uid are samples of one prompt and are numbered in `sample_index`
         unless that column is there. Gives the columns of RolloutEngine.generate. `options` replace fields of Sampling
         (`temperature=0.0` is greedy). Raises DataError for a role that does not generate or an unknown option.
         """
-        if not self.role.generates:
-            raise DataError(f"role {self.name!r} does not generate; declare it with Role(generates=True)")
+        if self._episodes is not None:
+            return self.rollout(prompts, **options)
+        batch = self._numbered(prompts)
+        return batch.union(self._call("generate", batch.select(["prompts", "sample_index"], ["uid"], []), options))
+
+    def rollout(self, prompts: DataProto, environment: Episodes | None = None, **options: Any) -> DataProto:
+        """Return the rows of one episode for each row of `prompts`, played in the run's environment.
+
+        Each branch of an episode is a row, with the columns of `generate`, those of episodes (docs/glossary.md), and
+        the other columns of its prompt's row. Failed episodes are left out, and counted in the step's metrics. Waits
+        for the episodes. `environment`: another setup, from `rlcore.episodes.episode_setup`.
+
+        Raises EpisodesError when more than `env.max_failures` of the episodes failed, and DataError in a run without an
+        environment.
+        """
+        setup = environment or self._episodes
+        if setup is None:
+            raise DataError(
+                f"{self.name}.rollout() needs an environment: choose one with env=NAME, or call {self.name}.generate()"
+            )
+        batch = self._numbered(prompts)
+        sent = batch.select(["prompts", "sample_index"], list(batch.non_tensor_batch.keys()), [])
+        sent["episode_row"] = torch.arange(len(batch))
+        return self._counts.kept(batch, self._call("rollout_episodes", sent, options, setup), setup.max_failures)
+
+    def _numbered(self, prompts: DataProto) -> DataProto:
+        """Return a copy with the column `sample_index`."""
         check_fields(prompts)
-        sampling = self._sampling(options)
-        # Part of the noise keys: a second call in a step samples other responses.
-        self._clock.calls += 1
         batch = prompts[:]
         if "sample_index" not in batch:
             batch["sample_index"] = _sample_index(batch.view("uid"))
-        sent = batch.select(["prompts", "sample_index"], ["uid"], [])
+        return batch
+
+    def _call(self, method: str, sent: DataProto, options: dict[str, Any], *arguments: Any) -> DataProto:
+        """Call a sampling method of the workers with the newest weights."""
+        if not self.role.generates:
+            raise DataError(f"role {self.name!r} does not generate; declare it with Role(generates=True)")
+        sampling = self._sampling(options)
+        # Part of the noise keys: a second call in a step samples other responses.
+        self._clock.calls += 1
         if self._pool is not None:
             self._pool.prepare(self._clock.step)
         # The last group samples: the rollout pool if there is one, else the role's own workers.
-        return batch.union(self.groups[-1].generate(sent, sampling))
+        result: DataProto = getattr(self.groups[-1], method)(sent, sampling, *arguments)
+        return result
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
         rollout = self._config.rollout

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
+from rlcore.engine.rollout import Episodes
 from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.plugins import CRITIC, REWARD, Role
 from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
@@ -28,11 +29,13 @@ def start_roles(
     clock: StepClock,
     pools: Sequence[OpenPool],
     *,
+    episodes: Episodes | None = None,
     extra: Sequence[ProcessRequest] = (),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, RoleHandle], dict[str, WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
+    episodes: the setup of the run's environment.
     extra: further processes to start at the same time; their groups are returned too, by name. If their worker class
     has a non-blocking method `start`, it runs while the models load, and its errors come first.
     meanwhile: called while the processes start, before any worker is constructed; its errors pass.
@@ -64,6 +67,7 @@ def start_roles(
             clock,
             leader=_remote_leader(role, process_mates[name], groups),
             rollout=groups[ROLLOUT] if name == sampled else None,
+            episodes=episodes,
             reads_text=setups[name].reads_text,
         )
     further: dict[str, WorkerGroup] = {}
@@ -141,6 +145,7 @@ def _handle(
     *,
     leader: WorkerGroup | None,
     rollout: WorkerGroup | None,
+    episodes: Episodes | None,
     reads_text: bool,
 ) -> RoleHandle:
     """Return the handle of the role's kind."""
@@ -148,4 +153,4 @@ def _handle(
         return CriticHandle(name, role, group, config, clock, leader=leader)
     if role.kind == REWARD:
         return RewardHandle(name, role, group, config, clock, leader=leader, reads_text=reads_text)
-    return PolicyHandle(name, role, group, config, clock, leader=leader, rollout=rollout)
+    return PolicyHandle(name, role, group, config, clock, leader=leader, rollout=rollout, episodes=episodes)

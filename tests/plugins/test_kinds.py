@@ -30,28 +30,28 @@ def test_a_kind_is_a_row_a_dataclass_and_a_hook(kind):
 
 
 @dataclass(frozen=True)
-class EnvironmentSpec:
+class WorldSpec:
     name: str
 
 
 @pytest.fixture
-def environments(monkeypatch):
+def worlds(monkeypatch):
     """Add a kind as a later rlcore would: a dataclass with a row, and a hook."""
 
     @hookspecs._spec
-    def rlcore_environments():
-        """Give environments."""
+    def rlcore_worlds():
+        """Give worlds."""
 
     kind = specs.PluginKind(
-        EnvironmentSpec,
-        "rlcore_environments",
-        "environment",
+        WorldSpec,
+        "rlcore_worlds",
+        "world",
         group="data",
         values=lambda name: {"name": "arithmetic", "prompt_key": name},
         chosen=lambda config, _: [("data.prompt_key", config.data.prompt_key)],
     )
-    monkeypatch.setattr(hookspecs, "rlcore_environments", rlcore_environments, raising=False)
-    monkeypatch.setitem(HOOKS, "rlcore_environments", rlcore_environments)
+    monkeypatch.setattr(hookspecs, "rlcore_worlds", rlcore_worlds, raising=False)
+    monkeypatch.setitem(HOOKS, "rlcore_worlds", rlcore_worlds)
     for module in (specs, manager, loading):
         monkeypatch.setattr(module, "PLUGIN_KINDS", (*PLUGIN_KINDS, kind))
 
@@ -59,21 +59,21 @@ def environments(monkeypatch):
 def plugin(folder: Path, stem: str, name: str) -> str:
     path = folder / f"{stem}.py"
     path.write_text(
-        "import sys\nfrom rlcore import hookimpl\nRLCORE_API = 1\n@hookimpl\ndef rlcore_environments():\n"
-        f"    return [sys.modules[{__name__!r}].EnvironmentSpec({name!r})]\n"
+        "import sys\nfrom rlcore import hookimpl\nRLCORE_API = 1\n@hookimpl\ndef rlcore_worlds():\n"
+        f"    return [sys.modules[{__name__!r}].WorldSpec({name!r})]\n"
     )
     return str(path)
 
 
-def test_loading_groups_and_checks_follow_from_the_row(environments, monkeypatch, without_own, plugin_file, tmp_path):
+def test_loading_groups_and_checks_follow_from_the_row(worlds, monkeypatch, without_own, plugin_file, tmp_path):
     import sys
 
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or type(sys)(__name__))
-    monkeypatch.setattr(sys.modules[__name__], "EnvironmentSpec", EnvironmentSpec, raising=False)
+    monkeypatch.setattr(sys.modules[__name__], "WorldSpec", WorldSpec, raising=False)
     files = [*without_own, plugin_file("stand_in"), plugin(tmp_path, "first_world", "maze")]
     plugins = PluginManager.load(files)
-    assert list(plugins.specs(EnvironmentSpec)) == ["maze"]
-    assert plugins.list()[-1].gives == ("environment maze",)
+    assert list(plugins.specs(WorldSpec)) == ["maze"]
+    assert plugins.list()[-1].gives == ("world maze",)
     config = compose(["data=maze"], plugins)
     assert config.data.prompt_key == "maze"
     plugins.check_names(config)

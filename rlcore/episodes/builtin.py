@@ -1,0 +1,145 @@
+"""The built-in environments, as a plugin."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlcore import Config, ConfigError, EnvironmentSpec, ToolFormatSpec, hookimpl
+from rlcore.config.environment import EnvConfig
+
+RLCORE_API = 1
+
+
+class SingleTurn:
+    """One response to each prompt, as `generate` gives it, on the path of episodes."""
+
+
+class Calculator:
+    """A tool for arithmetic."""
+
+    def calculate(self, expression: str) -> str:
+        """Return the value of an arithmetic expression.
+
+        Args:
+            expression: numbers with + - * / // % ** and parentheses, such as (3 + 4) * 12
+        """
+        return _number(evaluate(expression))
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_LONGEST = 200
+_LARGEST_POWER = 1000
+
+
+def evaluate(expression: str) -> int | float:
+    """Return the value of an arithmetic expression of at most 200 characters.
+
+    Raises ValueError for anything but numbers, the seven operators and parentheses, and for powers beyond 1000 digits;
+    ArithmeticError for a division by zero.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are allowed")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is not an arithmetic expression: {error.msg}") from error
+    return _value(tree.body, expression)
+
+
+def _value(node: ast.expr, expression: str) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        result: int | float = _UNARY[type(node.op)](_value(node.operand, expression))
+        return result
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left, expression), _value(node.right, expression)
+        if isinstance(node.op, ast.Pow) and (abs(right) > _LARGEST_POWER or abs(left) > _LARGEST_POWER):
+            raise ValueError(f"{left}**{right} is too large; base and exponent are at most {_LARGEST_POWER}")
+        result = _BINARY[type(node.op)](left, right)
+        if isinstance(result, complex):
+            raise ValueError(f"{left}**{right} is not a real number")
+        return result
+    raise ValueError(f"{expression!r} holds {type(node).__name__}; only numbers, + - * / // % ** and parentheses count")
+
+
+def _number(value: int | float) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+class Python:
+    """A Python interpreter for the policy, isolated from this machine (docs/sandbox.md). It keeps its variables."""
+
+    def __init__(self) -> None:
+        from rlcore.sandbox import Interpreter
+
+        self._interpreter = Interpreter()
+
+    def python(self, code: str) -> str:
+        """Run Python code and return what it prints, and the value of its last expression.
+
+        Args:
+            code: the code; variables of earlier calls are kept
+        """
+        result = self._interpreter.execute(code)
+        text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip(), result.cause) if part)
+        return text or "(no output)"
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._interpreter.close()
+
+
+def _load_file(config: Config) -> Any:
+    path = config.section(EnvConfig).path
+    if path is None:
+        raise ConfigError("env=file needs env.path=FILE.py:NAME, a class, a function or a list of functions")
+    file = Path(path.rpartition(":")[0]).expanduser()
+    return _loaded(path, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: str, changed: int) -> Any:
+    """Load the file once, however often a run's checks ask; `changed` is its time of change."""
+    from rlcore.episodes.processes import load_from_file
+
+    return load_from_file(path)[0]
+
+
+def _check_path(config: Config) -> None:
+    env = config.section(EnvConfig)
+    if env.path is not None and env.name != "file":
+        raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={env.name}")
+
+
+@hookimpl
+def rlcore_environments() -> list[EnvironmentSpec]:
+    """Return the built-in environments."""
+    return [
+        EnvironmentSpec("single_turn", SingleTurn),
+        EnvironmentSpec("calculator", Calculator),
+        EnvironmentSpec("python", Python),
+        EnvironmentSpec("file", load=_load_file),
+    ]
+
+
+@hookimpl
+def rlcore_tool_formats() -> list[ToolFormatSpec]:
+    """Return the built-in forms of tool calls."""
+    from rlcore.episodes.tool_calls import FORMATS
+
+    return [ToolFormatSpec(name, form) for name, form in FORMATS.items()]

@@ -1,0 +1,288 @@
+"""Plays a batch of rows against environment processes: each row is an episode, and all of them decode together."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
+from rlcore.episodes.conversation import Conversation, Message
+from rlcore.episodes.environment import EnvironmentFailure
+from rlcore.episodes.processes import EnvironmentPool
+from rlcore.episodes.prompts import Prompts, cut_message
+from rlcore.episodes.rendering import TurnRenderer
+from rlcore.episodes.rows import EpisodeRow, episode_columns
+from rlcore.episodes.setup import EpisodeSetup
+from rlcore.episodes.source import answer_requests
+from rlcore.episodes.tool_calls import BadCall, ToolCall, check_call
+from rlcore.ops import noise_key
+from rlcore.protocol import DataProto
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentEpisodes:
+    """See EpisodeSource. The processes start with the first batch, and serve all of them."""
+
+    def __init__(self, setup: EpisodeSetup, engine: RolloutEngine) -> None:
+        self.setup, self.engine = setup, engine
+        self.is_exact = setup.is_single_turn
+        self.renderer: TurnRenderer = setup.renderer()
+        self._pool: EnvironmentPool | None = None
+        self.seconds = {"busy": 0.0, "idle": 0.0}
+
+    def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
+        """See EpisodeSource."""
+        if self._pool is None:
+            self._pool = self.setup.pool(self.setup.env.concurrency)
+            self._pool.start()
+        played = _Batch(self.setup, self.renderer, self._pool, Prompts(batch, self.renderer, self.setup), sampling)
+        try:
+            busy, idle = answer_requests(self.engine, played)
+        finally:
+            played.release()
+            self.engine.forget(played.kept)
+        self.seconds["busy"] += busy
+        self.seconds["idle"] += idle
+        rows = played.rows()
+        out = episode_columns(rows, self.engine.tokenizer)
+        out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
+        return out
+
+    def close(self) -> None:
+        """See EpisodeSource."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+@dataclass
+class _Episode:
+    """An episode under way.
+
+    `begun`: the environment has answered `reset`. `turn`: a turn for it that came earlier. `seat`: the conversation
+    that has the turn. `ended`: its last turn has its end token.
+    """
+
+    row: int
+    key: int
+    begun: bool = False
+    turn: tuple[Message, list[dict[str, Any]]] | None = None
+    attempts: int = 0
+    seat: int = 0
+    conversations: dict[int, Conversation] = field(default_factory=dict)
+    ended: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+    stop_reason: str = ""
+
+    @property
+    def id(self) -> str:
+        """Its name in the pool."""
+        return str(self.row)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy, in all conversations."""
+        return sum(each.turns for each in self.conversations.values())
+
+    def again(self) -> None:
+        """Forget everything that was played."""
+        self.attempts, self.seat, self.conversations = self.attempts + 1, 0, {}
+        self.begun, self.turn = False, None
+        self.tool_calls = self.tool_errors = 0
+        self.stop_reason = ""
+
+
+class _Batch:
+    """The episodes of one batch: a RequestSource. `rows()` are the result."""
+
+    def __init__(
+        self, setup: EpisodeSetup, renderer: TurnRenderer, pool: EnvironmentPool, prompts: Prompts, sampling: Sampling
+    ) -> None:
+        self._env, self._format, self._tools, self._resets = setup.env, setup.tool_format, setup.tools, setup.resets
+        self._renderer, self._pool, self._prompts, self._sampling = renderer, pool, prompts, sampling
+        episodes = [_Episode(row, prompts.key(row, sampling)) for row in range(len(prompts))]
+        # Episodes with the same prompt start together, so that it is prefilled once.
+        self._waiting = deque(sorted(episodes, key=lambda each: prompts.order(each.row)))
+        self._open: dict[str, _Episode] = {}
+        self._ready: list[Request] = []
+        self._keeps, self._kept = not setup.is_single_turn, set[str]()
+        self._rows: dict[int, list[EpisodeRow]] = {}
+
+    @property
+    def done(self) -> bool:
+        """See RequestSource."""
+        return not (self._waiting or self._open)
+
+    def poll(self, wait: float) -> Sequence[Request]:
+        """See RequestSource."""
+        while self._waiting and self._pool.free > 0:
+            episode = self._waiting.popleft()
+            self._open[episode.id] = episode
+            self._pool.reset(episode.id, self._prompts.columns(episode.row), episode.key & (2**63 - 1))
+            if not self._resets:
+                self._begin(episode, 0, None)
+        for name, answer in self._pool.poll(0.0 if self._ready else wait):
+            episode = self._open[name]
+            if isinstance(answer, EnvironmentFailure):
+                self._failed(episode, answer)
+            elif episode.stop_reason:
+                self._close(episode, answer["scores"])
+            elif not episode.begun:
+                self._reset(episode, answer)
+            else:
+                self._answered(episode, answer)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def take(self, row: Finished) -> None:
+        """See RequestSource."""
+        episode = self._open[row.id.partition(".")[0]]
+        conversation = episode.conversations[episode.seat]
+        message = self._renderer.message_of(row.tokens)
+        conversation.sample(row, message)
+        episode.ended = row.reason == "end"
+        if row.reason == "length" and conversation.length >= self._sampling.max_tokens:
+            self._stop(episode, "length")
+            return
+        calls = self._calls(message["content"], episode.turns)
+        episode.turn = message, [_as_json(call) for call in calls]
+        if episode.begun:
+            self._give(episode)
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return the rows of all episodes, in the order of the batch."""
+        return [row for _, own in sorted(self._rows.items()) for row in own]
+
+    @property
+    def kept(self) -> set[str]:
+        """The requests of which the engine may have kept keys and values."""
+        return self._kept
+
+    def release(self) -> None:
+        """Free the processes of episodes that did not end."""
+        for name in self._open:
+            self._pool.release(name)
+        self._open = {}
+
+    def _calls(self, text: str, turn: int) -> list[ToolCall | BadCall]:
+        if not self._tools:
+            return []
+        calls = self._format.parse(text, turn).calls
+        return [(isinstance(call, ToolCall) and check_call(call, self._tools)) or call for call in calls]
+
+    def _reset(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        """Begin with the environment's answer to `reset`; without one of its own the first turn is under way."""
+        episode.begun = True
+        if self._resets:
+            self._begin(episode, answer["seat"], answer["prompt"])
+        elif episode.turn is not None:
+            self._give(episode)
+
+    def _give(self, episode: _Episode) -> None:
+        """Give the environment the policy's turn."""
+        assert episode.turn is not None
+        (message, calls), episode.turn = episode.turn, None
+        self._pool.turn(episode.id, message, calls)
+
+    def _begin(self, episode: _Episode, seat: int, prompt: Any) -> None:
+        episode.seat = seat
+        episode.conversations[seat] = self._prompts.conversation(episode.row, prompt)
+        self._ask(episode)
+
+    def _ask(self, episode: _Episode) -> None:
+        """Request the next turn of the policy."""
+        conversation = episode.conversations[episode.seat]
+        turn = episode.turns
+        # The first turn of an episode draws the noise of `generate`.
+        key = episode.key if turn == 0 else noise_key(episode.key, "turn", turn)
+        left = self._sampling.max_tokens - conversation.length
+        limit = min(left, self._env.turn_len or left)
+        sampling = replace(self._sampling, max_tokens=limit, min_tokens=min(self._sampling.min_tokens, limit))
+        name = f"{episode.id}.{episode.seat}"
+        keep = self._keeps and turn + 1 < self._env.max_turns
+        after = name if conversation.turns else None
+        self._kept.add(name)
+        self._ready.append(Request(name, conversation.tokens, key, sampling, keep=keep, after=after))
+
+    def _answered(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        """Go on with the environment's answer to a turn."""
+        conversation = episode.conversations[episode.seat]
+        episode.tool_calls += answer["tool_calls"]
+        episode.tool_errors += answer["tool_errors"]
+        if answer["reward"] is not None:
+            conversation.reward(answer["reward"])
+        messages: list[Message] = [cut_message(each, self._renderer, self._env) for each in answer["messages"]]
+        if answer["done"]:
+            conversation.extend((), messages)
+            episode.stop_reason = "done" if messages or answer["tool_calls"] else "end"
+            self._close(episode, answer["scores"])
+        elif episode.turns >= self._env.max_turns:
+            conversation.extend((), messages)
+            self._stop(episode, "turns")
+        elif answer["seat"] not in episode.conversations:
+            self._begin(episode, answer["seat"], messages)
+        else:
+            self._continue(episode, answer["seat"], messages)
+
+    def _continue(self, episode: _Episode, seat: int, messages: list[Message]) -> None:
+        if not messages:
+            cause = f"seat {seat} has the turn again without a message; give it one, or end the episode"
+            self._failed(episode, EnvironmentFailure(cause))
+            return
+        conversation = episode.conversations[seat]
+        ended = episode.ended if seat == episode.seat else True
+        episode.seat = seat
+        tokens = self._renderer.continuation(conversation.messages, messages, ended=ended)
+        if conversation.length + len(tokens) >= self._sampling.max_tokens:
+            conversation.extend((), messages)
+            self._stop(episode, "length")
+            return
+        conversation.extend(tokens, messages)
+        self._ask(episode)
+
+    def _stop(self, episode: _Episode, reason: str) -> None:
+        """End an episode whose environment has not ended it, and ask for its score."""
+        episode.stop_reason = reason
+        self._pool.finish(episode.id)
+
+    def _close(self, episode: _Episode, scores: Sequence[float] | None) -> None:
+        self._leave(episode)
+        self._rows[episode.row] = [
+            EpisodeRow(
+                row=episode.row,
+                branch=seat,
+                conversation=conversation,
+                stop_reason=episode.stop_reason,
+                tool_calls=episode.tool_calls,
+                tool_errors=episode.tool_errors,
+                score=None if scores is None else scores[seat],
+            )
+            for seat, conversation in sorted(episode.conversations.items())
+        ]
+
+    def _failed(self, episode: _Episode, failure: EnvironmentFailure) -> None:
+        """Play the episode again, with the same seed, or give it up."""
+        self._leave(episode)
+        episode.again()
+        if episode.attempts <= self._env.retries:
+            log.info("episode %s failed and is played again: %s", self._prompts.name(episode.row), failure)
+            self._waiting.appendleft(episode)
+            return
+        error = {"cause": str(failure), "traceback": failure.traceback, "attempts": episode.attempts}
+        empty = self._prompts.conversation(episode.row, None)
+        self._rows[episode.row] = [EpisodeRow(episode.row, 0, empty, "failed", error=error)]
+
+    def _leave(self, episode: _Episode) -> None:
+        del self._open[episode.id]
+        self._pool.release(episode.id)
+
+
+def _as_json(call: ToolCall | BadCall) -> dict[str, Any]:
+    if isinstance(call, BadCall):
+        return {"id": call.id, "error": call.error}
+    return {"id": call.id, "name": call.name, "arguments": call.arguments}

@@ -1,0 +1,86 @@
+"""The prompts of a batch's episodes: data columns for the environment, the first messages and tokens for the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlcore.config.environment import EnvConfig
+from rlcore.data.chat import PromptEncoder
+from rlcore.engine.rollout import Sampling
+from rlcore.episodes.conversation import Conversation, Message
+from rlcore.episodes.rendering import TurnRenderer
+from rlcore.protocol import DataProto
+
+if TYPE_CHECKING:
+    from rlcore.episodes.setup import EpisodeSetup
+
+CUT = " [...] "
+"""The text in place of the part of a message that was left out."""
+
+
+class Prompts:
+    """The rows of one batch. Reads `prompts`, `uid`, `sample_index`, `prompt_text` and all object columns."""
+
+    def __init__(self, batch: DataProto, renderer: TurnRenderer, setup: EpisodeSetup) -> None:
+        self._renderer = renderer
+        self._encoder = PromptEncoder(renderer.tokenizer, setup.system_prompt, setup.offered)
+        self._tokens = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
+        self._names = list(zip(map(str, batch.view("uid")), map(int, batch.view("sample_index")), strict=True))
+        self._columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def key(self, row: int, sampling: Sampling) -> int:
+        """Return the noise key of a row: that of `generate`."""
+        return sampling.key(*self._names[row])
+
+    def order(self, row: int) -> tuple[int, tuple[int, ...]]:
+        """Return a sort key: rows with equal prompts are neighbours."""
+        return len(self._tokens[row]), self._tokens[row]
+
+    def name(self, row: int) -> str:
+        """Return the row's name in messages."""
+        uid, index = self._names[row]
+        return f"{uid}, sample {index}"
+
+    def columns(self, row: int) -> dict[str, Any]:
+        """Return the data row for the environment: its object columns, and its text as `prompt`."""
+        found = {name: values[row] for name, values in self._columns.items()}
+        return {"prompt": found.get("prompt_text"), **found}
+
+    def conversation(self, row: int, opening: str | list[Message] | None) -> Conversation:
+        """Return a new conversation about a row.
+
+        opening: None for the row's own prompt; a text that is appended to its last user message; or messages in place
+        of it.
+        """
+        messages = self._messages(row)
+        if not opening:
+            return Conversation(self._tokens[row], messages, len(messages))
+        if isinstance(opening, str):
+            last = max(at for at, message in enumerate(messages) if message["role"] == "user")
+            messages[last] = {**messages[last], "content": messages[last]["content"] + opening}
+        else:
+            messages = list(opening)
+        return Conversation(tuple(self._renderer.prompt(messages)), messages, len(messages))
+
+    def _messages(self, row: int) -> list[Message]:
+        given = self._columns.get("prompt_messages")
+        messages = None if given is None else given[row]
+        return [dict(each) for each in self._encoder.messages(messages or self._columns["prompt_text"][row])]
+
+
+def cut_message(message: Mapping[str, Any], renderer: TurnRenderer, env: EnvConfig) -> Message:
+    """Return the message with at most `env.observation_len` tokens of its content, and the mark of a cut."""
+    content, most = message["content"], env.observation_len
+    if len(content) <= most:  # a token has at least one character
+        return dict(message)
+    tokenizer = renderer.tokenizer
+    ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
+    if len(ids) <= most:
+        return dict(message)
+    first = {"start": 0, "middle": most // 2, "end": most}[env.observation_cut]
+    kept = [tokenizer.decode(part) for part in (ids[:first], ids[len(ids) - (most - first) :])]
+    return {**message, "content": CUT.join(kept)}

@@ -1,0 +1,92 @@
+"""The setup of a run's episodes, which is made in the driver and sent to each process that samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.config import ModelConfig
+from rlcore.config.environment import EnvConfig
+from rlcore.data.chat import OfferedTools, load_tokenizer
+from rlcore.engine.responses import end_tokens
+from rlcore.engine.rollout import EpisodeSource, RolloutEngine
+from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
+from rlcore.episodes.rendering import TurnRenderer
+from rlcore.episodes.tool_calls import ToolFormat
+from rlcore.model_folder import model_path
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """The environment of a run, the tools that it offers, and how the model's turns are read.
+
+    `tools`: OpenAI function JSON. `resets`: the environment's class has a method `reset`. `is_single_turn`: it has
+    neither that nor tools nor a method `step`. `play` makes the source of episodes for an engine. `environment` is None
+    where that needs none. `key` is equal for equal setups.
+    """
+
+    env: EnvConfig
+    model: ModelConfig
+    environment: PackedEnvironment | None
+    tools: tuple[dict[str, Any], ...]
+    tool_format: ToolFormat
+    offered: OfferedTools
+    play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource]
+    resets: bool = True
+    is_single_turn: bool = False
+    system_prompt: str | None = None
+    key: str = ""
+
+    @property
+    def max_failures(self) -> float:
+        """Largest share of a batch's episodes that may fail."""
+        return self.env.max_failures
+
+    def open(self, engine: RolloutEngine) -> EpisodeSource:
+        """Return the source that plays episodes with this engine."""
+        return self.play(self, engine)
+
+    def renderer(self) -> TurnRenderer:
+        """Return the renderer of the conversation's turns."""
+        tokenizer = load_tokenizer(self.model)
+        return TurnRenderer(
+            tokenizer,
+            tools=[dict(each) for each in self.offered.schemas],
+            template=self.env.template,
+            end_ids=end_tokens(_generation_config(self.model), tokenizer),
+        )
+
+    def pool(self, processes: int) -> EnvironmentPool:
+        """Return a pool of this many environment processes, not started."""
+        assert self.environment is not None
+        env = self.env
+        return EnvironmentPool(
+            self.environment,
+            processes=processes,
+            timeout=env.timeout,
+            memory_mb=env.memory_mb,
+            keep_env=tuple(env.keep_env),
+        )
+
+    def check(self) -> None:
+        """Check the chat template, and load the environment in a process once.
+
+        Raises ConfigError for a template that does not continue its own renderings, and for an environment that cannot
+        be loaded.
+        """
+        self.renderer().check()
+        if self.environment is not None:
+            pool = self.pool(1)
+            try:
+                pool.start()
+            finally:
+                pool.close()
+
+
+def _generation_config(model: ModelConfig) -> Any:
+    """Return the folder's generation config, None without one."""
+    from transformers import GenerationConfig
+
+    folder = model_path(model.path)
+    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
