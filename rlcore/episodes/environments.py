@@ -12,7 +12,7 @@ from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.environment import EnvironmentFailure
 from rlcore.episodes.processes import EnvironmentPool
-from rlcore.episodes.prompts import Prompts, readable_message
+from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow, episode_columns
 from rlcore.episodes.setup import EpisodeSetup
@@ -217,7 +217,7 @@ class _Batch:
         episode.tool_errors += answer["tool_errors"]
         if answer["reward"] is not None:
             conversation.reward(answer["reward"])
-        messages: list[Message] = [readable_message(each, self._renderer, self._env) for each in answer["messages"]]
+        messages: list[Message] = [self._prompts.readable(each, self._env) for each in answer["messages"]]
         if answer["done"]:
             conversation.extend((), messages)
             # Without a method `step` nobody answers a turn that calls no tool.
