@@ -85,7 +85,7 @@ class DatasetSpec(Generic[C]):
 
     Rows have at least the prompt column (`config.prompt_key`); `reward` names the matching reward function.
     config_class: the data set's own config, a frozen dataclass of fields made by `option`; its keys are `data.NAME.*`,
-    and the call is then `load(config, split, own)`. None: it has no keys.
+    and the call is then `load(config, split, own=...)`. None: it has no keys.
     """
 
     name: str
