@@ -90,7 +90,7 @@ def main() -> bool:
             for (name, done), words in zip(runs.items(), (GUESS, SUMS), strict=True):
                 done.append(train(words, seed, Path(place) / f"{name}-{seed}"))
     notes = (
-        "GRPO on the tiny model with seeds 0, 1 and 2, accuracy sampled at temperature 1. `guess`: a number from 0 to 99 "
+        "GRPO on the tiny model, seeds 0, 1 and 2, accuracy sampled at temperature 1. `guess`: a number from 0 to 99 "
         "in four guesses, where each answer tells the way from the guess; held out are 12 numbers, 20 games each. "
         "`reasoning-gym`: basic_arithmetic with two numbers of one digit, 200 held-out questions."
     )
