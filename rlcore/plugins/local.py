@@ -1,15 +1,18 @@
-"""Loads a Python file by its path, as a module named by its stem, so that it can be sent to workers by value."""
+"""Loads Python files by their path, so that they can be sent to other processes by value."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from rlcore.errors import PluginError
+from rlcore.errors import ConfigError, PluginError, did_you_mean
 
 
 def load_file(path: Path) -> tuple[ModuleType, str]:
@@ -51,3 +54,77 @@ def _importable(name: str) -> ModuleSpec | None:
         if spec is not None:
             return spec
     return None
+
+
+def load_name(reference: str, kind: str, noun: str, accepts: Callable[[Any], bool], how: str) -> tuple[Any, ModuleType]:
+    """Load the object FILE.py:NAME and return it with the file's module, which stays out of sys.modules.
+
+    `kind` ("reward") and `noun` ("function") are for messages, and `how` says what to write. Raises ConfigError for a
+    file that is missing or does not load, for a name that it does not have, and for an object that is not accepted.
+    """
+    text, _, name = reference.rpartition(":")
+    path = Path(text or reference).expanduser()
+    name = name if text else ""
+    if not path.is_file():
+        raise ConfigError(f"{kind} {reference!r}: there is no file {path.resolve()}")
+    module = _run(path, kind, reference)
+    if not name or not hasattr(module, name):
+        own = sorted(key for key, value in vars(module).items() if accepts(value) and _defined_in(module, value))
+        raise ConfigError(
+            f"{kind} {reference!r}: {path} has no {noun} {name!r}; it has {', '.join(own) or 'none'}."
+            f"{did_you_mean(name, own)} The form is FILE.py:{noun.upper()}."
+        )
+    found = getattr(module, name)
+    if not accepts(found):
+        a = "an" if noun[0] in "aeiou" else "a"
+        raise ConfigError(f"{kind} {reference!r}: {name} is a {type(found).__name__}, not {a} {noun}. {how}")
+    return found, module
+
+
+@contextlib.contextmanager
+def pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Make cloudpickle pickle functions and classes of these modules by value until the context ends."""
+    import cloudpickle  # only here: the command line loads this file at every start
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_known(module))
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield
+
+
+def _run(path: Path, kind: str, reference: str) -> ModuleType:
+    # The prefix keeps a file called math.py from shadowing the module of that name.
+    spec = importlib.util.spec_from_file_location(f"rlcore_{kind}_file_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with _known(module):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise ConfigError(
+                f"{kind} {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. Only this file is"
+                f" sent to the {kind} processes: install its imports on every machine."
+            ) from error
+    return module
+
+
+def _defined_in(module: ModuleType, value: Any) -> bool:
+    return not callable(value) or getattr(value, "__module__", None) == module.__name__
+
+
+@contextlib.contextmanager
+def _known(module: ModuleType) -> Iterator[None]:
+    """Hold the module in sys.modules, where dataclasses and cloudpickle look it up, until the context ends."""
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = before

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.util
 import inspect
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +15,7 @@ import cloudpickle
 
 from rlcore.config.schema import RewardConfig
 from rlcore.errors import ConfigError, did_you_mean
+from rlcore.plugins.local import load_name, pickled_by_value
 from rlcore.plugins.specs import RewardSpec
 
 _HOW = "Write `def NAME(prompt, response, answer, **columns)` that returns a number."
@@ -75,9 +73,9 @@ def reward_files(config: RewardConfig) -> list[tuple[Path, str]]:
 def _resolve(
     reference: str, weight: float, installed: Mapping[str, RewardSpec], by_value: Sequence[ModuleType]
 ) -> WeightedReward:
-    path, _, function = reference.rpartition(":")
+    path = reference.rpartition(":")[0]
     if path or reference.endswith(".py"):
-        spec, module = _from_file(Path(path or reference).expanduser(), function if path else "", reference)
+        spec, module = _from_file(Path(path), reference)
         by_value = [*by_value, module]
     elif reference in installed:
         spec = installed[reference]
@@ -88,53 +86,22 @@ def _resolve(
         )
     # Pickled here, once: workers never import the file, and a function that cannot be sent fails before Ray starts.
     _check_signature(spec.score, reference)
-    with _pickled_by_value(by_value):
+    with pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)
     return WeightedReward(spec.name, weight, data, spec.batched, spec.imports)
 
 
-def _from_file(path: Path, name: str, reference: str) -> tuple[RewardSpec, ModuleType]:
-    """Load the file as a module and return its function (or RewardSpec) `name` as a spec."""
-    if not path.is_file():
-        raise ConfigError(f"reward {reference!r}: there is no file {path.resolve()}")
-    module = _load(path, reference)
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, RewardSpec) or (callable(value) and getattr(value, "__module__", None) == module.__name__)
-    }
-    if name not in own:
-        found = getattr(module, name, None) if name else None
-        if found is not None and not callable(found):
-            raise ConfigError(f"reward {reference!r}: {name} is a {type(found).__name__}, not a function. {_HOW}")
-        if found is None:
-            raise ConfigError(
-                f"reward {reference!r}: {path} has no function {name!r}; it has {', '.join(sorted(own)) or 'none'}."
-                f"{did_you_mean(name, own)} The form is FILE.py:FUNCTION."
-            )
-        own[name] = found  # imported into the file from elsewhere
-    found = own[name]
-    label = f"{path.stem}.{name}"
+def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:
+    """Load the function (or RewardSpec) that the reference names, as a spec, and its file's module."""
+
+    def accepts(value: object) -> bool:
+        return isinstance(value, RewardSpec) or callable(value)
+
+    found, module = load_name(reference, "reward", "function", accepts, _HOW)
+    label = f"{path.stem}.{reference.rpartition(':')[2]}"
     if isinstance(found, RewardSpec):
         return RewardSpec(label, found.score, found.batched, found.imports), module
     return RewardSpec(label, found), module
-
-
-def _load(path: Path, reference: str) -> ModuleType:
-    # The prefix keeps a file called math.py from shadowing the module of that name.
-    loader = importlib.util.spec_from_file_location(f"rlcore_reward_file_{path.stem}", path)
-    assert loader is not None
-    assert loader.loader is not None
-    module = importlib.util.module_from_spec(loader)
-    with _known(module):
-        try:
-            loader.loader.exec_module(module)
-        except Exception as error:
-            raise ConfigError(
-                f"reward {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. Only this file is"
-                " sent to the reward processes: install its imports on every machine."
-            ) from error
-    return module
 
 
 def _check_signature(score: Callable[..., Any], reference: str) -> None:
@@ -148,29 +115,3 @@ def _check_signature(score: Callable[..., Any], reference: str) -> None:
             f"reward {reference!r} cannot be called with (prompt, response, answer): its signature is"
             f" {signature} ({error}). {_HOW}"
         ) from None
-
-
-@contextlib.contextmanager
-def _known(module: ModuleType) -> Iterator[None]:
-    """Hold the module in sys.modules, where dataclasses and cloudpickle look it up, until the context ends."""
-    before = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[module.__name__]
-        else:
-            sys.modules[module.__name__] = before
-
-
-@contextlib.contextmanager
-def _pickled_by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Make cloudpickle pickle functions of these modules by value until the context ends."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(_known(module))
-            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.register_pickle_by_value(module)
-                stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        yield

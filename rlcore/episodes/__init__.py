@@ -1,0 +1,1 @@
+"""Multi-turn episodes: turns in tokens, tool calls, environments."""
