@@ -197,6 +197,10 @@ class OnlineDPO(Algorithm):
         uid = batch["uid"]
         group = group_index(uid)
         groups = [(group == number).nonzero()[:, 0].tolist() for number in range(int(group.max()) + 1)]
+        groups = [rows for rows in groups if len(rows) > 1]  # of some prompts' episodes, all but one may have failed
+        if not groups:
+            run.log({"dpo/pairs": 0, "dpo/ties": 0, "dpo/usable_prompts": 0})
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         if self.config.pairs == "random":
             names = [noise_key("online_dpo", run.config.trainer.seed, run.step, str(uid[rows[0]])) for rows in groups]
             twos = random_twos(groups, names)

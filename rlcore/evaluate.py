@@ -55,7 +55,10 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     scores = batch["scores"].numpy()
     # A failed reward has a made-up score, which may pass.
     right = (scores >= config.reward.pass_score) & ~batch["reward_error"].numpy()
-    per_prompt = np.bincount(group_index(batch["uid"]).numpy(), weights=right).astype(int)
+    prompt = group_index(batch["uid"]).numpy()
+    correct = np.bincount(prompt, weights=right).astype(int)
+    # Fewer than `eval_samples` where an episode failed, more where one has several branches.
+    sampled = np.bincount(prompt)
     metrics = {
         "eval/accuracy": float(right.mean()),
         "eval/score": float(scores.mean()),
@@ -66,7 +69,9 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     }
     k = 1
     while samples > 1 and k <= samples:
-        metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(samples, int(c), k) for c in per_prompt]))
+        found = [pass_at_k(int(n), int(c), k) for n, c in zip(sampled, correct, strict=True) if n >= k]
+        if found:
+            metrics[f"eval/pass@{k}"] = float(np.mean(found))
         k *= 2
     return Evaluation(metrics, batch)
 
@@ -133,6 +138,7 @@ def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
     rows = batch[: min(most, len(batch))]
     names = [name for name in ("uid", "sample_index", "prompt_text", "response_text", "answer") if name in rows]
     names += [name for name in rows.keys() if name.startswith("score")]  # noqa: SIM118 (rows is not a dict)
+    names += [name for name in ("episode", "stop_reason", "turns", "episode_messages") if name in rows]
     names += ["response_length", "finished", "weights_version", "reward_error", "reward_detail"]
     columns = {name: rows[name].tolist() for name in names}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -63,7 +63,8 @@ def step_metrics(
     function with a column), response/mean_length, health/truncated (share of responses that were cut off), and two that
     are left out when no prompt has several samples: health/equal_groups (share of prompts whose samples all got the
     same reward, which teach a group-relative method nothing) and health/effective_tokens (response tokens of the other
-    prompts). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the algorithm returned anything but
+    prompts). Of episodes: episodes/turns and episodes/tool_calls (means over rows) and episodes/tool_errors (share of
+    the calls). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the algorithm returned anything but
     numbers by name, and for scores that are not finite, naming their samples.
     """
     metrics = {**_numbers(returned), **logged}
@@ -90,6 +91,7 @@ def step_metrics(
         }
     )
     metrics.update(_group_health(scored, scores, lengths))
+    metrics.update(_episode_means(scored))
     for name in scored[0].keys():  # noqa: SIM118 (a batch is not a dict)
         if name.startswith("score/") and all(name in batch for batch in scored):
             metrics[f"reward/{name.removeprefix('score/')}"] = float(_column(scored, name).double().mean())
@@ -98,6 +100,19 @@ def step_metrics(
 
 def _column(batches: list[DataProto], name: str) -> Tensor:
     return torch.cat([batch[name] for batch in batches])
+
+
+def _episode_means(scored: list[DataProto]) -> dict[str, float]:
+    """Return the metrics of the rows that are episodes; nothing without such rows."""
+    episodes = [batch for batch in scored if "turns" in batch]
+    if not episodes:
+        return {}
+    turns, calls, errors = (_column(episodes, name).double() for name in ("turns", "tool_calls", "tool_errors"))
+    return {
+        "episodes/turns": float(turns.mean()),
+        "episodes/tool_calls": float(calls.mean()),
+        "episodes/tool_errors": float(errors.sum() / calls.sum().clamp(min=1)),
+    }
 
 
 def _group_health(scored: list[DataProto], scores: Tensor, lengths: Tensor) -> dict[str, float]:

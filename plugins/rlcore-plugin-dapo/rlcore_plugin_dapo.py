@@ -21,7 +21,7 @@ bound is wider than the lower one, so that unlikely tokens can grow. With r_it =
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_advantages, kl_estimate, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, group_advantages, group_index, kl_estimate, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
 
@@ -52,10 +52,13 @@ class DAPOConfig:
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
 
-def differing(scores: Tensor, group_size: int) -> Tensor:
-    """Return bool [rows]: whether `scores` [rows] differ within the row's group of `group_size` consecutive rows."""
-    groups = scores.view(-1, group_size)
-    return (groups != groups[:, :1]).any(1).repeat_interleave(group_size)
+def differing(scores: Tensor, uid: Sequence[str]) -> Tensor:
+    """Return bool [rows]: whether `scores` [rows] differ among the rows with the row's `uid`."""
+    group = group_index(uid)
+    bounds = torch.zeros(len(group.unique()))
+    highest = bounds.scatter_reduce(0, group, scores, "amax", include_self=False)
+    lowest = bounds.scatter_reduce(0, group, scores, "amin", include_self=False)
+    return (highest != lowest)[group]
 
 
 def overlong_penalty(lengths: Tensor, limit: int, share: float) -> Tensor:
@@ -120,8 +123,8 @@ class DAPO(Algorithm):
         while True:
             batch = run.actor.generate(prompts.repeat(self.config.group_size))
             batch = batch.union(run.reward(batch))
-            kept.append(batch[differing(batch["scores"], self.config.group_size)])
-            found = len(kept[-1]) // self.config.group_size
+            kept.append(batch[differing(batch["scores"], batch["uid"])])
+            found = len(set(kept[-1]["uid"]))
             groups, dropped = groups + found, dropped + len(prompts) - found
             if groups >= wanted or len(kept) == self.config.max_rounds:
                 break
@@ -134,7 +137,8 @@ class DAPO(Algorithm):
             )
         run.log({"dapo/rounds": len(kept), "dapo/dropped_groups": dropped})
         run.log({"dapo/missing_groups": missing, "dapo/surplus_groups": max(groups - wanted, 0)})
-        return DataProto.concat(kept)[: wanted * self.config.group_size]
+        batch = DataProto.concat(kept)
+        return batch[group_index(batch["uid"]) < wanted]
 
 
 @hookimpl

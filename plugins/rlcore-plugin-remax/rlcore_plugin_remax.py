@@ -84,7 +84,10 @@ class ReMax(Algorithm):
         # record=False: the step's reward and length metrics cover only the samples.
         baseline = run.reward(greedy, record=False)["scores"]
         run.log({"remax/greedy_score": float(baseline.mean())})
-        batch["remax_baseline"] = baseline.repeat_interleave(self.config.samples)
+        by_prompt = dict(zip(greedy["uid"], baseline.tolist(), strict=True))
+        # A prompt whose greedy episode failed has no baseline; its samples are left out.
+        batch = batch[torch.tensor([uid in by_prompt for uid in batch["uid"]])]
+        batch["remax_baseline"] = torch.tensor([by_prompt[uid] for uid in batch["uid"]])
         reads = ["scores", "remax_baseline", "response_mask"]
         if self.config.kl_coef > 0:
             batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))

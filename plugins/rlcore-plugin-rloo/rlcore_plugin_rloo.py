@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, kl_estimate, masked_sum, metric, objective
+from rlcore.ops import Outputs, Term, kl_estimate, leave_one_out, masked_sum, metric, objective
 
 RLCORE_API = 1
 
@@ -35,13 +35,6 @@ def response_rewards(batch: DataProto, *, kl_coef: float) -> dict[str, Tensor]:
     mask, policy, ref = (batch.view(name).to_padded() for name in ("response_mask", "old_log_probs", "ref_log_probs"))
     kl = masked_sum(kl_estimate(policy, ref, "k1"), mask, dim=-1)
     return {"rloo_reward": batch.view("scores") - kl_coef * kl, "rloo_kl": kl}
-
-
-def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Return each of `rewards` [rows] minus the mean of the others in its group of `group_size` consecutive rows."""
-    groups = rewards.double().view(-1, group_size)  # fp64: equal rewards must give exactly 0
-    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten().float()
 
 
 def rloo_loss(out: Outputs, batch: Mapping[str, Any], config: RLOOConfig) -> dict[str, Term]:
@@ -72,7 +65,7 @@ class RLOO(Algorithm):
         batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
         rewards = partial(response_rewards, kl_coef=self.config.kl_coef)
         batch = batch.union(batch.map(rewards, reads=["scores", "response_mask", "old_log_probs", "ref_log_probs"]))
-        batch["advantages"] = leave_one_out(batch["rloo_reward"], self.config.group_size)
+        batch["advantages"] = leave_one_out(batch["rloo_reward"], batch["uid"])
         return run.actor.update(batch, loss=rloo_loss)
 
 

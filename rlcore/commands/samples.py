@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from rlcore import CommandSpec, DataError, hookimpl
 from rlcore.commands import SUMMARIES
@@ -38,9 +39,17 @@ def _show(step: int, file: Path) -> None:
         row = json.loads(line)
         detail = row.get("reward_detail") or {}
         why = f"{detail['function']}: {detail['cause']}" if detail else ""
-        cells = [row.get(name) for name in ("uid", "prompt_text", "response_text", "answer", "scores")]
-        table.add_row(*(_plain(cell) for cell in [*cells, why]))
+        cells = [row.get("uid"), row.get("prompt_text"), _response(row), row.get("answer"), row.get("scores"), why]
+        table.add_row(*map(_plain, cells))
     Console().print(table)
+
+
+def _response(row: dict[str, Any]) -> str:
+    """Return the response's text; of an episode all messages, each with its role."""
+    messages = row.get("episode_messages") or []
+    if len(messages) < 2:
+        return str(row.get("response_text"))
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _plain(value: object) -> str:

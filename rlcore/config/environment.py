@@ -18,7 +18,7 @@ class EnvConfig:
     path: str | None = option(None, "FILE.py:NAME of the class, function or list of functions, for env=file")
     command: str | None = option(None, "command of the agent, one process for each episode, for env=agent")
     mcp: str | None = option(None, "command of an MCP server whose tools the policy gets, for env=mcp")
-    concurrency: int = option(64, "most episodes at a time in each sampling process", min=1, incidental=True)
+    concurrency: int = option(256, "most episodes at a time in each sampling process", min=1, incidental=True)
     timeout: float = option(30.0, "seconds that one call of an environment may take", min=0.01, incidental=True)
     retries: int = option(1, "times that a failed episode is played again, with the same seed", min=0)
     max_failures: float = option(

@@ -242,7 +242,13 @@ class RolloutEngine(ABC):
 
 
 class EpisodeSource(Protocol):
-    """Plays the episodes of batches in one sampling process, with the engine that it was made for."""
+    """Plays the episodes of batches in one sampling process, with the engine that it was made for.
+
+    `is_exact`: requests come in the order of `generate`, so that log-probs do not depend on the environment's speed.
+    Otherwise only the tokens do not: the log-probs of a row differ by rounding with the rows beside it.
+    """
+
+    is_exact: bool
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the rows of the batch's episodes, with the columns of `rlcore.episodes.rows`."""

@@ -186,7 +186,7 @@ class _GeneratingWorker(Worker):
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         engine = self._ready_to_sample()
-        return self._sample("generate", batch, sampling, engine.generate)
+        return self._sample("generate", batch, sampling, engine.generate, exact=engine.exact)
 
     @register(Dispatch.ALL_MICRO_DP_3D, reads=("prompts", "uid", "sample_index", "episode_row"))
     def rollout_episodes(self, batch: DataProto, sampling: Sampling, episodes: Episodes) -> DataProto:
@@ -194,7 +194,8 @@ class _GeneratingWorker(Worker):
         engine = self._ready_to_sample()
         if episodes.key not in self._episodes:
             self._episodes[episodes.key] = episodes.open(engine)
-        return self._sample("rollout", batch, sampling, self._episodes[episodes.key].play)
+        source = self._episodes[episodes.key]
+        return self._sample("rollout", batch, sampling, source.play, exact=engine.exact and source.is_exact)
 
     def _ready_to_sample(self) -> RolloutEngine:
         """Return the rollout engine with the newest weights. Raises DataError for a role that does not generate."""
@@ -215,7 +216,13 @@ class _GeneratingWorker(Worker):
         return self.rollout
 
     def _sample(
-        self, call: str, batch: DataProto, sampling: Sampling, sample: Callable[[DataProto, Sampling], DataProto]
+        self,
+        call: str,
+        batch: DataProto,
+        sampling: Sampling,
+        sample: Callable[[DataProto, Sampling], DataProto],
+        *,
+        exact: bool,
     ) -> DataProto:
         """Return the rows of `sample`, with the column `exact_log_probs`; then let the engine sleep."""
         assert self.rollout is not None
@@ -227,7 +234,7 @@ class _GeneratingWorker(Worker):
             if not self.rollout.in_flight:
                 self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
-        same = self.rollout.exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
+        same = exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(out),), same, dtype=torch.bool)
         return out
 

@@ -29,6 +29,7 @@ class EnvironmentEpisodes:
 
     def __init__(self, setup: EpisodeSetup, engine: RolloutEngine) -> None:
         self.setup, self.engine = setup, engine
+        self.is_exact = setup.is_single_turn
         self.renderer: TurnRenderer = setup.renderer()
         self._pool: EnvironmentPool | None = None
         self.seconds = {"busy": 0.0, "idle": 0.0}
@@ -59,10 +60,16 @@ class EnvironmentEpisodes:
 
 @dataclass
 class _Episode:
-    """An episode under way. `seat`: the conversation that has the turn. `ended`: its last turn has its end token."""
+    """An episode under way.
+
+    `begun`: the environment has answered `reset`. `turn`: a turn for it that came earlier. `seat`: the conversation
+    that has the turn. `ended`: its last turn has its end token.
+    """
 
     row: int
     key: int
+    begun: bool = False
+    turn: tuple[Message, list[dict[str, Any]]] | None = None
     attempts: int = 0
     seat: int = 0
     conversations: dict[int, Conversation] = field(default_factory=dict)
@@ -84,6 +91,7 @@ class _Episode:
     def again(self) -> None:
         """Forget everything that was played."""
         self.attempts, self.seat, self.conversations = self.attempts + 1, 0, {}
+        self.begun, self.turn = False, None
         self.tool_calls = self.tool_errors = 0
         self.stop_reason = ""
 
@@ -94,7 +102,7 @@ class _Batch:
     def __init__(
         self, setup: EpisodeSetup, renderer: TurnRenderer, pool: EnvironmentPool, prompts: Prompts, sampling: Sampling
     ) -> None:
-        self._env, self._format, self._tools = setup.env, setup.tool_format, setup.tools
+        self._env, self._format, self._tools, self._resets = setup.env, setup.tool_format, setup.tools, setup.resets
         self._renderer, self._pool, self._prompts, self._sampling = renderer, pool, prompts, sampling
         episodes = [_Episode(row, prompts.key(row, sampling)) for row in range(len(prompts))]
         # Episodes with the same prompt start together, so that it is prefilled once.
@@ -114,14 +122,16 @@ class _Batch:
             episode = self._waiting.popleft()
             self._open[episode.id] = episode
             self._pool.reset(episode.id, self._prompts.columns(episode.row), episode.key & (2**63 - 1))
+            if not self._resets:
+                self._begin(episode, 0, None)
         for name, answer in self._pool.poll(0.0 if self._ready else wait):
             episode = self._open[name]
             if isinstance(answer, EnvironmentFailure):
                 self._failed(episode, answer)
             elif episode.stop_reason:
                 self._close(episode, answer["scores"])
-            elif not episode.conversations:
-                self._begin(episode, answer["seat"], answer["prompt"])
+            elif not episode.begun:
+                self._reset(episode, answer)
             else:
                 self._answered(episode, answer)
         ready, self._ready = self._ready, []
@@ -138,7 +148,9 @@ class _Batch:
             self._stop(episode, "length")
             return
         calls = self._calls(message["content"], episode.turns)
-        self._pool.turn(episode.id, message, [_as_json(call) for call in calls])
+        episode.turn = message, [_as_json(call) for call in calls]
+        if episode.begun:
+            self._give(episode)
 
     def rows(self) -> list[EpisodeRow]:
         """Return the rows of all episodes, in the order of the batch."""
@@ -153,8 +165,22 @@ class _Batch:
     def _calls(self, text: str, turn: int) -> list[ToolCall | BadCall]:
         if not self._tools:
             return []
-        calls = self._format.parse(text, turn).calls
+        calls = self._format.parse(text).calls
         return [(isinstance(call, ToolCall) and check_call(call, self._tools)) or call for call in calls]
+
+    def _reset(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        """Begin with the environment's answer to `reset`; without one of its own the first turn is under way."""
+        episode.begun = True
+        if self._resets:
+            self._begin(episode, answer["seat"], answer["prompt"])
+        elif episode.turn is not None:
+            self._give(episode)
+
+    def _give(self, episode: _Episode) -> None:
+        """Give the environment the policy's turn."""
+        assert episode.turn is not None
+        (message, calls), episode.turn = episode.turn, None
+        self._pool.turn(episode.id, message, calls)
 
     def _begin(self, episode: _Episode, seat: int, prompt: Any) -> None:
         episode.seat = seat

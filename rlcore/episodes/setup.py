@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class EpisodeSetup:
     """The environment of a run, the tools that it offers, and how the model's turns are read.
 
-    `tools`: OpenAI function JSON. `play`: that of an EnvironmentSpec which plays episodes itself; `environment` is then
+    `tools`: OpenAI function JSON. `resets`: the environment's class has a method `reset`. `is_single_turn`: it has
+    neither that nor tools nor a method `step`. `play`: that of an EnvironmentSpec which plays episodes itself; `environment` is then
     None. `key` is equal for equal setups.
     """
 
@@ -46,6 +47,8 @@ class EpisodeSetup:
     tools: tuple[Mapping[str, Any], ...]
     tool_format: ToolFormat
     offered: OfferedTools
+    resets: bool = True
+    is_single_turn: bool = False
     system_prompt: str | None = None
     play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource] | None = None
     key: str = field(default="", compare=False)
@@ -107,7 +110,7 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
     own = None if spec.config_class is None else config.section(spec.config_class)
     env = config.section(EnvConfig)
     if spec.play is not None:
-        packed, tools = None, ()
+        target, packed, tools = None, None, ()
     else:
         target = spec.environment if spec.load is None else spec.load(config)
         packed = pack(name, target, own, imports=spec.imports, by_value=plugins.by_value_modules)
@@ -121,6 +124,8 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             tools=tools,
             tool_format=tool_format,
             offered=_offered(tools, tool_format, config),
+            resets=hasattr(target, "reset"),
+            is_single_turn=not (tools or hasattr(target, "reset") or hasattr(target, "step") or spec.play),
             system_prompt=config.data.system_prompt,
             play=spec.play,
         )

@@ -1,6 +1,6 @@
 """Pure torch: log-probs, KL, advantages, importance weights, masked sums, keyed noise, and the terms of a loss."""
 
-from rlcore.ops.advantages import gae, group_advantages, group_index
+from rlcore.ops.advantages import gae, group_advantages, group_index, leave_one_out
 from rlcore.ops.importance import Correction, importance_weights, train_rollout_logprob_diff
 from rlcore.ops.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
@@ -23,6 +23,7 @@ __all__ = [
     "group_index",
     "importance_weights",
     "kl_estimate",
+    "leave_one_out",
     "masked_mean",
     "masked_sum",
     "metric",

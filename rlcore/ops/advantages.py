@@ -39,6 +39,23 @@ def group_advantages(
     return centred.float()
 
 
+def leave_one_out(values: Tensor, uid: Sequence[str] | np.ndarray) -> Tensor:
+    """Return each value minus the mean of the other values with its `uid`, fp32 [rows]; 0 for a group of one row.
+
+    `values` is [rows]. Equal values of a group give exactly 0. Source: RLOO, arXiv 2402.14740, equation 6. Raises
+    ValueError when the lengths differ.
+    """
+    if values.ndim != 1 or len(values) != len(uid):
+        raise ValueError(f"values has shape {tuple(values.shape)}, uid {len(uid)} rows; both must be one value per row")
+    index = group_index(uid).to(values.device)
+    groups = int(index.max()) + 1 if len(index) else 0
+    exact = values.double()  # fp64, for the exact 0 of equal values
+    count = torch.zeros(groups, dtype=torch.float64, device=values.device).index_add_(0, index, torch.ones_like(exact))
+    centred = exact - (torch.zeros_like(count).index_add_(0, index, exact) / count)[index]
+    # value - mean of the others = (value - mean of all) n / (n - 1)
+    return (centred * (count / (count - 1).clamp(min=1))[index]).float()
+
+
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlcore.ops import group_advantages, group_index, kl_estimate, masked_mean, masked_sum
+from rlcore.ops import group_advantages, group_index, kl_estimate, leave_one_out, masked_mean, masked_sum
 
 
 def test_group_index_numbers_groups_in_order_of_first_appearance():
@@ -34,6 +34,14 @@ def test_equal_scores_give_exactly_zero(size):
 def test_group_advantages_refuses_lengths_that_differ():
     with pytest.raises(ValueError, match="uid 3 rows"):
         group_advantages(torch.zeros(2), ["a", "b", "c"])
+
+
+def test_leave_one_out_by_hand_with_groups_of_any_size_and_order():
+    """Of 1, 2 and 6 the others' means are 4, 3.5 and 1.5. Equal values, exact in no float, give exactly 0."""
+    values = torch.tensor([1.0, 0.1, 2.0, 7.0, 6.0, 0.1])
+    got = leave_one_out(values, ["a", "b", "a", "alone", "a", "b"])
+    assert got.dtype == torch.float32
+    assert got.tolist() == [-3.0, 0.0, -1.5, 0.0, 4.5, 0.0]
 
 
 def test_kl_estimators_by_hand():

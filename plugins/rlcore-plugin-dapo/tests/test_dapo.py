@@ -47,8 +47,10 @@ def test_overlong_penalty_by_hand(share, expected):
 def test_a_group_differs_as_a_whole():
     """In 0, 0.5, 1 the middle score is the mean, and the row is kept with the others."""
     scores = torch.tensor([0.0, 0.5, 1.0, 0.1, 0.1, 0.1])
-    assert differing(scores, 3).tolist() == [True] * 3 + [False] * 3
-    assert differing(torch.zeros(0), 3).tolist() == []
+    assert differing(scores, ["a", "a", "a", "b", "b", "b"]).tolist() == [True] * 3 + [False] * 3
+    assert differing(scores, ["a", "b", "c", "b", "a", "c"]).tolist() == [True] * 6, "groups of any order"
+    assert differing(scores[:1], ["a"]).tolist() == [False]
+    assert differing(torch.zeros(0), []).tolist() == []
 
 
 def test_loss_by_hand():
