@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,14 +43,14 @@ class RequestError(Exception):
 class Call:
     """A checked request for answers.
 
-    `messages`: of a chat, with plain text as `content` and the arguments of tool calls as objects; None: a completion of
-    `prompt`, text or token ids. `tools`: OpenAI function JSON. `max_tokens`, `temperature`, `top_p`, `seed`: None where
-    the client does not give them.
+    `messages`: of a chat, with plain text as `content` and the arguments of tool calls as objects; None: a completion
+    of `prompt`, text or token ids. `tools`: OpenAI function JSON. `max_tokens`, `temperature`, `top_p`, `seed`: None
+    where the client does not give them.
     """
 
     messages: list[Message] | None = None
     prompt: str | tuple[int, ...] = ""
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     reads_tool_calls: bool = True
     choices: int = 1
     max_tokens: int | None = None
@@ -189,10 +190,8 @@ def _tool_call(given: Any, where: str) -> dict[str, Any]:
         raise _wrong(where, given, 'an object like {"id": ..., "function": {"name": ..., "arguments": ...}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # a client may send any text; then it stays a text
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass  # a call that the client made up, or a model wrote: it stays as it is
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     if isinstance(given.get("id"), str):
         call["id"] = given["id"]
@@ -212,7 +211,7 @@ def _named_results(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _tool(given: Any, at: int) -> Mapping[str, Any]:
+def _tool(given: Any, at: int) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or given.get("type") != "function" or not isinstance(function.get("name"), str):
         raise _wrong(f"tools[{at}]", given, 'an object like {"type": "function", "function": {"name": ...}}')
@@ -311,7 +310,7 @@ class Reply:
         }
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the bodies of a stream: for a chat each choice's role first, its text and calls as one, its end last."""
+        """Yield the bodies of a stream: of each chat choice its role, then its text and calls in one, then its end."""
         if self.call.messages is None:
             head = self._head("text_completion")
             for at in range(len(self.choices)):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlcore.data.chat import OfferedTools, PromptEncoder
@@ -59,16 +58,14 @@ class Renderers:
         self._shows_tools = setup.env.tools != "off"
         self._made: OrderedDict[str, tuple[TurnRenderer, str]] = OrderedDict()
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnRenderer, str]:
+    def of(self, tools: Sequence[dict[str, Any]]) -> tuple[TurnRenderer, str]:
         """Return the renderer, and instructions about the tools for a template that does not write them."""
         if not tools or not self._shows_tools:
             return self._plain, ""
         name = json.dumps(tools)
         if name not in self._made:
             plain = self._plain
-            renderer = TurnRenderer(
-                plain.tokenizer, tools=[dict(each) for each in tools], template=plain.template, end_ids=plain.end_ids
-            )
+            renderer = TurnRenderer(plain.tokenizer, tools=list(tools), template=plain.template, end_ids=plain.end_ids)
             instructions = "" if renderer.writes_tools else self.tool_format.instructions(tools)
             self._made[name] = renderer, instructions
             if len(self._made) > MOST_RENDERERS:
@@ -82,7 +79,7 @@ class Answer:
     """A node of the tree: a conversation up to an answer of the policy.
 
     `digest` names the conversation's messages in the client's form. `order`: the number of the answer among those to
-    the same prompt. `ended`: its tokens end with an end token. `text` and `tokens`: of a completion, for its continuation.
+    the same prompt. `ended`: its tokens end with an end token. `text` and `tokens`: of a completion, to continue it.
     """
 
     conversation: Conversation
@@ -154,8 +151,8 @@ class Session:
         self._turns += call.choices
         self.calls += 1
         requests = [
-            Request(f"{self.id}/{self.calls}/{at}", prompt, self._key(call, name, order + at, prompt, sampling), sampling)
-            for at in range(call.choices)
+            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling)
+            for at, key in enumerate(self._keys(call, name, order, prompt, sampling))
         ]
         self.pending += 1
         return Pending(call, parent, branch, digest, order, renderer, requests, prompt)
@@ -200,9 +197,7 @@ class Session:
 
     # ---- the branch that a call continues ----
 
-    def _chat(
-        self, call: Call, renderer: TurnRenderer, instructions: str
-    ) -> tuple[Answer | None, Conversation, bytes]:
+    def _chat(self, call: Call, renderer: TurnRenderer, instructions: str) -> tuple[Answer | None, Conversation, bytes]:
         messages = call.messages
         assert messages is not None
         digests = [_digest(b"", json.dumps(call.tools))]
@@ -294,15 +289,20 @@ class Session:
         )
         if limits.fixed:
             return sampling
-        given = {"temperature": call.temperature, "top_p": call.top_p}
-        return replace(sampling, **{name: value for name, value in given.items() if value is not None})
+        return replace(
+            sampling,
+            temperature=base.temperature if call.temperature is None else call.temperature,
+            top_p=base.top_p if call.top_p is None else call.top_p,
+        )
 
-    def _key(self, call: Call, name: str, order: int, prompt: tuple[int, ...], sampling: Sampling) -> int:
+    def _keys(self, call: Call, name: str, order: int, prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
+        """Return the noise key of each choice; a client's seed gives the same answers in any session."""
         if call.seed is not None and not self.limits.fixed:
-            return noise_key("seed", call.seed, name, order - self._asked[name] + call.choices)
+            return [noise_key("seed", call.seed, at) for at in range(call.choices)]
+        keys = [noise_key(self.key, "call", name, order + at) for at in range(call.choices)]
         if order == 0 and prompt == self._own_prompt and sampling == self.limits.sampling:
-            return self.key
-        return noise_key(self.key, "call", name, order)
+            keys[0] = self.key
+        return keys
 
     # ---- answers ----
 
@@ -343,9 +343,10 @@ class Session:
             message=shown,
             reason="tool_calls" if calls else "length" if row.reason == "length" else "stop",
             token_ids=tuple(row.tokens),
-            tokens=[] if not call.log_probs else [
-                (str(tokenizer.decode([token])), value)
-                for token, value in zip(row.tokens, row.log_probs, strict=True)
+            tokens=[]
+            if not call.log_probs
+            else [
+                (str(tokenizer.decode([token])), value) for token, value in zip(row.tokens, row.log_probs, strict=True)
             ],
         )
 
@@ -363,63 +364,6 @@ class Session:
         known = self._known.get(answer.digest)
         if known is None or answer.order < known.order:
             self._known[answer.digest] = answer
-
-
-@dataclass
-class SessionStore:
-    """The sessions of a server, by id.
-
-    `most`: at a time. `idle_seconds`: without a call, after which one is forgotten (`expire`).
-    """
-
-    most: int = 1024
-    idle_seconds: float = math.inf
-    sessions: dict[str, Session] = field(default_factory=dict)
-
-    def add(self, session: Session) -> Session:
-        """Keep a session. RequestError, status 429, if there are `most`."""
-        if len(self.sessions) >= self.most:
-            raise RequestError(
-                429, f"there are {self.most} sessions; end one first", code="too_many_sessions", kind="rate_limit_error"
-            )
-        self.sessions[session.id] = session
-        return session
-
-    def get(self, id: str) -> Session:
-        """Return a session. RequestError, status 404, if there is none."""
-        if id not in self.sessions:
-            raise RequestError(404, f"there is no session {id[:80]!r}; it may have ended", code="session_not_found")
-        return self.sessions[id]
-
-    def end(self, id: str) -> Session:
-        """Close a session and forget it. RequestError as `get`."""
-        session = self.get(id)
-        session.is_closed = True
-        del self.sessions[id]
-        return session
-
-    def expire(self) -> None:
-        """End the sessions that have been idle for too long."""
-        oldest = time.monotonic() - self.idle_seconds
-        for session in [each for each in self.sessions.values() if not each.pending and each.active < oldest]:
-            self.end(session.id)
-
-
-def row_json(row: EpisodeRow) -> dict[str, Any]:
-    """Return a branch as JSON: token ids, mask, log-probs in nats (0 where the policy did not sample), versions (-1)."""
-    spans = row.conversation.spans
-    return {
-        "branch": row.branch,
-        "prompt_token_ids": list(row.conversation.prompt),
-        "response_token_ids": [token for span in spans for token in span.tokens],
-        "response_mask": [int(span.is_sampled) for span in spans for _ in span.tokens],
-        "log_probs": [value for span in spans for value in span.log_probs or [0.0] * len(span.tokens)],
-        "weights_versions": [span.version for span in spans for _ in span.tokens],
-        "stop_reason": row.stop_reason,
-        "tool_calls": row.tool_calls,
-        "tool_errors": row.tool_errors,
-        "messages": row.conversation.messages,
-    }
 
 
 def _whole(conversation: Conversation) -> Conversation:
