@@ -33,6 +33,10 @@ class WorkerError(RLCoreError):
     """A worker failed or died; the message names role, rank, host and method."""
 
 
+class SandboxError(RLCoreError):
+    """A process for model-written code cannot be set up; the message names the layer that the machine refuses."""
+
+
 class DeviceMemoryError(RLCoreError):
     """A call does not fit into a GPU's memory; the message names the call, its batch and the keys that lower it."""
 

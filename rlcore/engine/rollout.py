@@ -67,6 +67,9 @@ class Request:
     continues after them. So a row that was interrupted after k tokens, and is added again with these k tokens, gives
     the tokens of the uninterrupted row. `sampling.min_tokens` and `max_tokens` count all tokens of the response, these
     included. `key` replaces the names in `sampling` (seed, step, purpose, call).
+
+    `keep`: a later request will continue this row, so the engine may keep its keys and values until `forget`. `after`:
+    the id of such a row, with whose tokens `prompt` begins. Both only save time: an engine may ignore them.
     """
 
     id: str
@@ -75,6 +78,8 @@ class Request:
     sampling: Sampling
     sampled: tuple[int, ...] = ()
     sampled_log_probs: tuple[float, ...] = ()
+    keep: bool = False
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,9 @@ class RolloutEngine(ABC):
 
         An engine that gives up its weights sets `version` to -1, and gets them again before the next rows.
         """
+
+    def forget(self, ids: Collection[str]) -> None:  # noqa: B027  (most keep nothing)
+        """Drop what is kept of these rows (`Request.keep`); ids of which nothing is kept are allowed."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -44,6 +44,7 @@ class EnvironmentEpisodes:
             busy, idle = answer_requests(self.engine, played)
         finally:
             played.release()
+            self.engine.forget(played.kept)
         self.seconds["busy"] += busy
         self.seconds["idle"] += idle
         rows = played.rows()
@@ -80,7 +81,7 @@ class _Episode:
 
     @property
     def id(self) -> str:
-        """Its name in the pool and in the engine."""
+        """Its name in the pool."""
         return str(self.row)
 
     @property
@@ -109,6 +110,7 @@ class _Batch:
         self._waiting = deque(sorted(episodes, key=lambda each: prompts.order(each.row)))
         self._open: dict[str, _Episode] = {}
         self._ready: list[Request] = []
+        self._keeps, self._kept = not setup.is_single_turn, set[str]()
         self._rows: dict[int, list[EpisodeRow]] = {}
 
     @property
@@ -139,7 +141,7 @@ class _Batch:
 
     def take(self, row: Finished) -> None:
         """See RequestSource."""
-        episode = self._open[row.id]
+        episode = self._open[row.id.partition(".")[0]]
         conversation = episode.conversations[episode.seat]
         message = self._renderer.message_of(row.tokens)
         conversation.sample(row, message)
@@ -155,6 +157,11 @@ class _Batch:
     def rows(self) -> list[EpisodeRow]:
         """Return the rows of all episodes, in the order of the batch."""
         return [row for _, own in sorted(self._rows.items()) for row in own]
+
+    @property
+    def kept(self) -> set[str]:
+        """The requests of which the engine may have kept keys and values."""
+        return self._kept
 
     def release(self) -> None:
         """Free the processes of episodes that did not end."""
@@ -196,7 +203,11 @@ class _Batch:
         left = self._sampling.max_tokens - conversation.length
         limit = min(left, self._env.turn_len or left)
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=min(self._sampling.min_tokens, limit))
-        self._ready.append(Request(episode.id, conversation.tokens, key, sampling))
+        name = f"{episode.id}.{episode.seat}"
+        keep = self._keeps and turn + 1 < self._env.max_turns
+        after = name if conversation.turns else None
+        self._kept.add(name)
+        self._ready.append(Request(name, conversation.tokens, key, sampling, keep=keep, after=after))
 
     def _answered(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
         """Go on with the environment's answer to a turn."""

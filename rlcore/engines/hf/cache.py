@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,25 @@ class BufferedLayer(CacheLayerMixin):
                 setattr(self, name, buffer)
             _put(buffer[self.rows : rows], joining, length)
         self.rows, self.length = rows, length
+
+    def fill(self, rows: Sequence[tuple[Tensor, Tensor]], columns: int, room: int) -> None:
+        """Begin with these rows' keys and values, [heads, any number up to `columns`, head size] each.
+
+        Each row ends at column `columns`; the columns before its first hold zeros. `room`: columns after the next
+        update.
+        """
+        for name, parts in zip(("keys", "values"), zip(*rows, strict=True), strict=True):
+            heads, _, size = parts[0].shape
+            buffer = parts[0].new_zeros(len(rows), heads, self._capacity(room), size)
+            for row, part in enumerate(parts):
+                buffer[row, :, columns - part.shape[1] : columns] = part
+            setattr(self, name, buffer)
+        self.is_initialized, self.rows, self.length = True, len(rows), columns
+
+    def row(self, index: int, start: int) -> tuple[Tensor, Tensor]:
+        """Return a copy of a row's keys and values from column `start` on, [heads, columns, head size] each."""
+        keys, values = (each[index, :, start : self.length].clone() for each in (self.keys, self.values))
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and offset that a mask for `query_length` new tokens needs."""

@@ -17,7 +17,7 @@ from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import FusedDecodeStep, unsupported
-from rlcore.engines.hf.rows import DecodingRows, Row
+from rlcore.engines.hf.rows import DecodingRows, KeptRow, Row
 from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
@@ -83,6 +83,7 @@ class HFRollout(RolloutEngine):
         self._in_flight: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._rows: DecodingRows | None = None
+        self._kept: dict[str, KeptRow] = {}
         self._mode: ExitStack | None = None
         self._in_slots = False
         self._slots: SlotRows | None = None
@@ -94,6 +95,7 @@ class HFRollout(RolloutEngine):
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine. A shared module already has the weights, so only the version changes."""
         refuse_in_flight(self.in_flight)
+        self.forget(list(self._kept))
         if not self._is_shared:
             own = dict(self.hf.named_parameters())
             check_same_parameters(self.shapes, shapes)
@@ -106,6 +108,7 @@ class HFRollout(RolloutEngine):
     def adopt(self, shards: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """See RolloutEngine."""
         refuse_in_flight(self.in_flight)
+        self.forget(list(self._kept))
         own = dict(self.hf.named_parameters())
         check_same_parameters({name: tuple(parameter.shape) for name, parameter in own.items()}, shapes)
         self.version = -1  # until all weights are replaced
@@ -142,7 +145,11 @@ class HFRollout(RolloutEngine):
             logits = [] if self._rows is None else [self._decode(self._rows)]
             rows = 0 if self._rows is None else len(self._rows.rows)
             requests = self._admitted(self.slots, rows, len(self._waiting))
-            logits += [self._prefill(part, longest) for part, longest in prefill_parts(requests)]
+            known = [request for request in requests if request.after in self._kept]
+            logits += [self._continue(known)] if known else []
+            new = [request for request in requests if request.after not in self._kept] if known else requests
+            logits += [self._prefill(part, longest) for part, longest in prefill_parts(new)]
+            self.forget([request.after for request in known if request.after is not None])
             assert self._rows is not None
             drawn = self._rows.draw(logits[0] if len(logits) == 1 else torch.cat(logits), self.end_ids)
             return self._leave(self._rows.append(*drawn, self.end_ids, self.tokenizer))
@@ -179,9 +186,16 @@ class HFRollout(RolloutEngine):
         self._release_if_idle()
         return aborted
 
+    def forget(self, ids: Collection[str]) -> None:
+        """See RolloutEngine."""
+        for each in ids:
+            self._kept.pop(each, None)
+        self._release_if_idle()
+
     def close(self) -> None:
         """See RolloutEngine."""
         self.abort(self.in_flight)
+        self.forget(list(self._kept))
 
     def _admitted(self, slots: int, taken: int, fitting: int) -> list[Request]:
         """Take the requests that get slots now from the first `fitting` of the queue; possibly none.
@@ -200,6 +214,7 @@ class HFRollout(RolloutEngine):
         if reasons:
             assert self._rows is not None
             finished = self._rows.finished(reasons, self.version)
+            self._kept.update(self._rows.kept(reasons))
             if len(reasons) < len(self._rows.rows):
                 self._rows.drop(reasons)
             else:
@@ -207,8 +222,8 @@ class HFRollout(RolloutEngine):
         return self._forget(finished)
 
     def _release_if_idle(self) -> None:
-        """Without requests in flight, release all memory and give the module back to training."""
-        if not self._in_flight and self._mode is not None:
+        """Without requests in flight and rows to continue, release all memory, and give the module back to training."""
+        if not self._in_flight and not self._kept and self._mode is not None:
             if self._fused is not None:
                 self._fused.release()
             self._mode.close()
@@ -246,7 +261,12 @@ class HFRollout(RolloutEngine):
 
     def _prefill(self, requests: Sequence[Request], longest: int) -> Tensor:
         """Let rows join the others. Returns the logits of the next token of all new rows, [new rows, vocab]."""
-        logits, cache, index, lengths = self._prefilled(requests, longest)
+        return self._join(requests, longest, *self._prefilled(requests, longest))
+
+    def _join(
+        self, requests: Sequence[Request], longest: int, logits: Tensor, cache: BufferedCache, index: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Let rows join the others with the results of `_prefilled`; returns the logits."""
         own = [longest - length for length in lengths.tolist()]
         new = [Row(request, start, longest) for request, start in zip(requests, own, strict=True)]
         if self._fused is not None:
@@ -281,6 +301,34 @@ class HFRollout(RolloutEngine):
         logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
         placed = index.to(self.device)
         return logits[placed], cache, placed, lengths[index]
+
+    def _continue(self, requests: Sequence[Request]) -> Tensor:
+        """Let rows join that continue kept ones: only their new tokens are computed. Returns the next logits."""
+        known = list(map(known_tokens, requests))
+        kept = [self._kept[request.after] for request in requests if request.after is not None]
+        longest = max(map(len, known))
+        # One forward of the last tokens of every row, at least one: of shorter continuations some are computed again.
+        width = max(len(tokens) - min(row.length, len(tokens) - 1) for tokens, row in zip(known, kept, strict=True))
+        seen = [max(0, len(tokens) - width) for tokens in known]
+        limit = longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
+        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, limit)
+        if longest > width:
+            for number, layer in enumerate(cache.layers):
+                pairs = [row.states[number] for row in kept]
+                filled = [(k[:, :end], v[:, :end]) for (k, v), end in zip(pairs, seen, strict=True)]
+                layer.fill(filled, longest - width, longest)
+        lengths = torch.tensor(list(map(len, known)))
+        columns = torch.arange(longest)
+        mask = torch.zeros(len(known), longest)
+        mask = mask.masked_fill(columns < (longest - lengths)[:, None], float("-inf"))
+        ids = torch.zeros(len(known), width, dtype=torch.int64)
+        for row, tokens in enumerate(known):
+            newest = tokens[seen[row] :]
+            ids[row, width - len(newest) :] = torch.tensor(newest)
+        positions = (columns[longest - width :] - (longest - lengths)[:, None]).clamp(min=0)
+        logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
+        index = torch.arange(len(known), device=self.device)
+        return self._join(requests, longest, logits, cache, index, lengths)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: BufferedCache) -> Tensor:
         with self._autocast():

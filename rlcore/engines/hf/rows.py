@@ -39,6 +39,14 @@ class Row:
         return self.first + self.request.sampling.min_tokens - len(self.request.sampled)
 
 
+@dataclass(frozen=True)
+class KeptRow:
+    """The keys and values of a row that ended, layer by layer, [heads, `length`, head size]: of all tokens but one."""
+
+    length: int
+    states: list[tuple[Tensor, Tensor]]
+
+
 class DecodingRows:
     """Rows whose prompts a prefill has put into `cache`, ending at column `length`.
 
@@ -154,6 +162,16 @@ class DecodingRows:
             response = [*request.sampled, *ids[skip:]], [*request.sampled_log_probs, *values[skip:]]
             out.append(Finished(request.id, *response, reason, version))
         return out
+
+    def kept(self, reasons: Mapping[int, Reason]) -> dict[str, KeptRow]:
+        """Return the keys and values of the rows at these indices that will be continued, by request id."""
+        found = {}
+        for index, reason in reasons.items():
+            row = self.rows[index]
+            if row.request.keep and reason != "abort":
+                states = [layer.row(index, row.start) for layer in self.cache.layers]
+                found[row.request.id] = KeptRow(states[0][0].shape[1], states)
+        return found
 
     def drop(self, gone: Collection[int]) -> None:
         """Remove the rows at these indices; at least one stays. Rows from the end move to the freed indices."""

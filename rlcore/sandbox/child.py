@@ -1,0 +1,353 @@
+"""The process in which model-written code runs: `import child; child.main()` in a Python without rlcore.
+
+Its arguments CONTROL, STATUS, REQUESTS and REPLIES are file descriptors; the last two are -1 for a single run. From
+CONTROL it reads 8 bytes of length and a marshalled dict, written by `rlcore.sandbox.process`; when CONTROL closes, all
+ends. Standard input, output and error are those of the code. It confines itself as the dict says, forks the process
+that runs the code, waits for its end, kills what is left, and writes to STATUS the exit status as text (negative: a
+signal), or "! CAUSE" when it could not be set up, or "# CAUSE" when it stopped the code itself.
+
+A session reads lines of JSON from REQUESTS, {"id", "code"}, and answers each on REPLIES with {"id", "error"}. `error`
+is "" or "TypeName: message".
+"""
+
+from __future__ import annotations
+
+import builtins
+import marshal
+import os
+import select
+import struct
+import sys
+import time
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rlcore.sandbox import confine
+else:
+    import confine
+
+    del sys.path[0], sys.modules["confine"]
+
+_FAILED = 70
+_LOOK_EVERY = 0.02  # seconds between two looks at the processes, where nothing else counts them
+
+
+def main() -> None:
+    """Read the job and play this process's part in it; return only in the process that runs the code."""
+    control, status, requests, replies = map(int, sys.argv[1:])
+    job = _read_job(control)
+    try:
+        if job["mechanism"] == "namespaces":
+            _start_in_namespaces(job, control, status)
+        else:
+            _start_here(job, control, status)
+        os.close(control)
+        _prepare(job)
+    except OSError as error:
+        _write(status, f"! {error}\n")
+        os._exit(_FAILED)
+    os.close(status)
+    if requests >= 0:
+        _Session(requests, replies).serve()
+    else:
+        _run_file("main.py")
+
+
+def _read_job(control: int) -> dict[str, Any]:
+    (length,) = struct.unpack("!Q", _read_exactly(control, 8))
+    return marshal.loads(_read_exactly(control, length))
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(descriptor, size - len(data))
+        if not part:
+            os._exit(0)  # the caller has gone
+        data += part
+    return data
+
+
+def _write(descriptor: int, text: str) -> None:
+    os.write(descriptor, text.encode(errors="replace")[:2000])
+
+
+# Three ways to be confined; each returns in the process that runs the code
+
+
+def _start_in_namespaces(job: dict[str, Any], control: int, status: int) -> None:
+    """Fork the first process of new namespaces, whose end kills all others in them, and from it the one for the code.
+
+    This process itself stays outside and only waits for the first one.
+    """
+    uid = confine.own_uid() if job["own_user"] else confine.NOBODY
+    confine.enter_namespaces(with_user=not job["own_user"])
+    first = os.fork()
+    if first:
+        os.close(control)
+        os.close(status)
+        os.waitpid(first, 0)
+        os._exit(0)
+    confine.enter_root(job["mount_point"], job["read_only"], job["hidden"], job["file_mb"], uid)
+    job["folder"] = "/tmp"
+    if job["own_user"]:
+        confine.become(uid)
+    confine.drop_rights()
+    confine.set_dumpable(False)
+    confine.die_with_parent()
+    confine.limit(job["memory_mb"], job["file_mb"], job["cpu_seconds"], job["processes"] + 1)
+    code = os.fork()
+    if code:
+        _supervise(code, control, status)
+        os._exit(0)  # the kernel kills the rest
+    confine.set_dumpable(True)
+
+
+def _start_here(job: dict[str, Any], control: int, status: int) -> None:
+    """Fork the process for the code; this one kills by itself what that one leaves, as nothing else does or at once.
+
+    bwrap's own process ends before those in its namespaces have.
+    """
+    linux, bwrap = sys.platform == "linux", job["mechanism"] == "bwrap"
+    uid = confine.own_uid() if job["own_user"] else None
+    watched = linux and not bwrap and uid is None  # RLIMIT_NPROC would count all processes of this user
+    if linux:
+        confine.adopt_orphans()
+    if uid is not None:
+        os.chown(job["folder"], uid, uid)
+    code = os.fork()
+    if code:
+        try:
+            _supervise(code, control, status, job["processes"] if watched else None)
+        finally:
+            if linux:
+                _kill_descendants(uid, all_that_is=bwrap)
+            else:
+                _kill_group(code)
+        os._exit(0)
+    if uid is not None:
+        confine.become(uid)
+    if linux:
+        confine.drop_rights()
+        confine.die_with_parent()
+    processes = job["processes"] + (2 if bwrap else 0)  # bwrap's own, and this one's parent
+    confine.limit(
+        job["memory_mb"], job["file_mb"], job["cpu_seconds"], None if uid is None and not bwrap else processes
+    )
+
+
+def _prepare(job: dict[str, Any]) -> None:
+    """Take the last steps in the process that runs the code, which then has nothing of the host left."""
+    os.setsid()
+    os.umask(0o077)
+    folder = job["folder"]
+    os.chdir(folder)
+    for name, content in job["files"].items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+    if job["landlock"]:
+        confine.restrict_files(job["read_only"], [folder])
+    if job["seccomp"]:
+        confine.filter_calls(only_own_signals=job["mechanism"] == "limits" and not job["own_user"])
+    os.environ.clear()
+    os.environ.update(job["environment"], HOME=folder, TMPDIR=folder, PWD=folder)
+    del sys.modules[__name__]
+    sys.argv = ["main.py"]
+    sys.path.insert(0, folder)
+
+
+# The process that waits
+
+
+def _supervise(code: int, control: int, status: int, most: int | None = None) -> None:
+    """Wait until the process for the code ends, the caller closes CONTROL, or there are more than `most` processes.
+
+    Reaps orphans meanwhile. The ends of the code's pipes that this process has are closed first.
+    """
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    wait = 0.2
+    if hasattr(os, "pidfd_open"):
+        poll.register(os.pidfd_open(code), select.POLLIN)
+    else:
+        wait = 0.005
+    while True:
+        for descriptor, _ in poll.poll(1000 * (wait if most is None else min(wait, _LOOK_EVERY))):
+            if descriptor == control:
+                return
+        while True:
+            pid, how = _reap()
+            if pid == code:
+                _write(status, str(os.waitstatus_to_exitcode(how)))
+                return
+            if not pid:
+                break
+        if most is not None and len(_descendants()) > most:
+            _write(status, f"# more than {most} processes")
+            return
+
+
+def _reap() -> tuple[int, int]:
+    try:
+        return os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return 0, 0
+
+
+def _descendants() -> list[int]:
+    """Return all processes below this one, by the parents that /proc names."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                continue
+            if state not in b"ZX":
+                children.setdefault(int(parent), []).append(int(name))
+    found = children.get(os.getpid(), [])
+    for pid in found:  # grows while it is read
+        found.extend(children.get(pid, []))
+    return found
+
+
+def _kill_descendants(uid: int | None, all_that_is: bool) -> None:
+    """Kill all processes below this one until none is left. Orphans have become this process's own children.
+
+    `uid` is the user that they, and they only, have. `all_that_is`: no other process can be seen from here.
+    """
+    while True:
+        if all_that_is:
+            try:
+                os.kill(-1, 9)
+            except ProcessLookupError:
+                return
+        elif uid is not None:
+            _kill_user(uid)
+        else:
+            for number in (19, 9):  # stopped first, so that none of them forks while the others are killed
+                for pid in _descendants():
+                    try:
+                        os.kill(pid, number)
+                    except ProcessLookupError:  # it ended meanwhile
+                        continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _kill_user(uid: int) -> None:
+    """Kill all processes of a user in one call, which none of them can outrun."""
+    killer = os.fork()
+    if not killer:
+        try:
+            confine.become(uid)
+            os.kill(-1, 9)
+        except ProcessLookupError:  # none is left
+            pass
+        finally:
+            os._exit(0)
+    os.waitpid(killer, 0)
+
+
+def _kill_group(code: int) -> None:
+    try:  # noqa: SIM105 - contextlib would cost each run its import
+        os.killpg(code, 9)
+    except (ProcessLookupError, PermissionError):  # it has ended; in macOS's words the second
+        pass
+
+
+# The process that runs the code
+
+
+def _run_file(name: str) -> None:
+    """Run a file of the current folder as `python NAME` does, with the exit status of the exception that ends it."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__dict__.update(__file__=name, __builtins__=builtins)
+    with open(name, "rb") as file:
+        source = file.read()
+    try:
+        exec(compile(source, name, "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _below_this_file(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == __file__
+
+
+class _Session:
+    """Executes code in one module, request by request."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        import _ast
+        import json
+        import linecache
+        import traceback
+
+        self._ast, self._json, self._lines, self._traceback = _ast, json, linecache, traceback
+        self._from, self._to = requests, replies
+        self._pid, self._out, self._count = os.getpid(), sys.stdout, 0
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        module.__dict__["__builtins__"] = builtins
+        self._names = module.__dict__
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the pipe closes."""
+        self._reply("", "")
+        buffer = b""
+        while True:
+            while b"\n" not in buffer:
+                part = os.read(self._from, 2**16)
+                if not part:
+                    os._exit(0)
+                buffer += part
+            line, _, buffer = buffer.partition(b"\n")
+            request = self._json.loads(line)
+            error = self._execute(request["code"])
+            if os.getpid() != self._pid:  # the code forked, and this is the copy
+                os._exit(0)
+            self._reply(request["id"], error)
+
+    def _execute(self, code: str) -> str:
+        self._count += 1
+        name = f"<input {self._count}>"
+        self._lines.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        error = ""
+        try:
+            tree: Any = compile(code, name, "exec", self._ast.PyCF_ONLY_AST)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], self._ast.Expr) else None
+            exec(compile(tree, name, "exec"), self._names)
+            if last is not None:  # "single" shows the value
+                exec(compile(self._ast.Interactive([last]), name, "single"), self._names)
+        except BaseException as raised:
+            raised.__traceback__ = _below_this_file(raised.__traceback__)
+            sys.stderr.write("".join(self._traceback.format_exception(raised)))
+            error = f"{type(raised).__name__}: {raised}"[:2000]
+        for stream in (self._out, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        return error
+
+    def _reply(self, request: str, error: str) -> None:
+        data = self._json.dumps({"id": request, "error": error}).encode() + b"\n"
+        while data:
+            data = data[os.write(self._to, data) :]
