@@ -6,11 +6,16 @@ import ast
 import operator
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore import Config, ConfigError, EnvironmentSpec, ToolFormatSpec, hookimpl
 from rlcore.config.environment import EnvConfig
+
+if TYPE_CHECKING:
+    from rlcore.engine.rollout import EpisodeSource, RolloutEngine
+    from rlcore.episodes.setup import EpisodeSetup
 
 RLCORE_API = 1
 
@@ -126,6 +131,26 @@ def _check_path(config: Config) -> None:
         raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={env.name}")
 
 
+def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
+    from rlcore.episodes.agents import AgentEpisodes
+
+    return AgentEpisodes(setup, engine)
+
+
+def _check_agent(config: Config) -> None:
+    require_server("env=agent")
+    from rlcore.episodes.agents import check_command
+
+    check_command(config.section(EnvConfig))
+
+
+def require_server(what: str) -> None:
+    """Raise ConfigError, naming `what` needs it, if the packages of the extra `serve` are missing."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {' and '.join(missing)}: pip install 'rlcore[serve]'")
+
+
 @hookimpl
 def rlcore_environments() -> list[EnvironmentSpec]:
     """Return the built-in environments."""
@@ -134,6 +159,7 @@ def rlcore_environments() -> list[EnvironmentSpec]:
         EnvironmentSpec("calculator", Calculator),
         EnvironmentSpec("python", Python),
         EnvironmentSpec("file", load=_load_file),
+        EnvironmentSpec("agent", play=_play_agents, scores=True, check=_check_agent),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +46,7 @@ class SessionStore:
 
     def expire(self) -> None:
         """End the sessions that have been idle for too long."""
-        oldest = time.monotonic() - self.idle_seconds
-        for session in [each for each in self.sessions.values() if not each.pending and each.active < oldest]:
+        for session in [each for each in self.sessions.values() if each.quiet_seconds > self.idle_seconds]:
             self.end(session.id)
 
 

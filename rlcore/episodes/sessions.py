@@ -52,8 +52,8 @@ class Renderers:
     """The renderers of a model's turns, one for each set of tools."""
 
     def __init__(self, setup: EpisodeSetup) -> None:
-        self._plain = setup.renderer()
-        self.tokenizer = self._plain.tokenizer
+        self.plain = setup.renderer()
+        self.tokenizer = self.plain.tokenizer
         self.tool_format = setup.tool_format
         self._shows_tools = setup.env.tools != "off"
         self._made: OrderedDict[str, tuple[TurnRenderer, str]] = OrderedDict()
@@ -61,10 +61,10 @@ class Renderers:
     def of(self, tools: Sequence[dict[str, Any]]) -> tuple[TurnRenderer, str]:
         """Return the renderer, and instructions about the tools for a template that does not write them."""
         if not tools or not self._shows_tools:
-            return self._plain, ""
+            return self.plain, ""
         name = json.dumps(tools)
         if name not in self._made:
-            plain = self._plain
+            plain = self.plain
             renderer = TurnRenderer(plain.tokenizer, tools=list(tools), template=plain.template, end_ids=plain.end_ids)
             instructions = "" if renderer.writes_tools else self.tool_format.instructions(tools)
             self._made[name] = renderer, instructions
@@ -121,6 +121,7 @@ class Session:
     ) -> None:
         self.id, self.key, self.limits = id, key, limits
         self.reward: float | None = None
+        self.refused = ""
         self.is_closed = False
         self.calls = 0
         self.pending = 0
@@ -132,9 +133,22 @@ class Session:
         self._asked: dict[str, int] = {}
         self._turns = 0
 
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since its last answer or reward; 0 while a call waits."""
+        return 0.0 if self.pending else time.monotonic() - self.active
+
     def begin(self, call: Call) -> Pending:
-        """Return the requests of a call; RequestError for a call that cannot be answered."""
+        """Return the requests of a call; RequestError for a call that cannot be answered, kept as `refused`."""
+        try:
+            return self._begin(call)
+        except RequestError as error:
+            self.refused = str(error)
+            raise
+
+    def _begin(self, call: Call) -> Pending:
         self._check_open()
+        self.active = time.monotonic()
         try:
             renderer, instructions = self._renderers.of(call.tools)
             if call.messages is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,8 @@ class EpisodeSetup:
     """The environment of a run, the tools that it offers, and how the model's turns are read.
 
     `tools`: OpenAI function JSON. `resets`: the environment's class has a method `reset`. `is_single_turn`: it has
-    neither that nor tools nor a method `step`. `play`: that of an EnvironmentSpec which plays episodes itself; `environment` is then
-    None. `key` is equal for equal setups.
+    neither that nor tools nor a method `step`. `prompt_len`: most tokens of a prompt. `folder`: that of the command, in
+    which agents start. `play`: that of an EnvironmentSpec which plays episodes itself; `environment` is then None. `key` is equal for equal setups.
     """
 
     env: EnvConfig
@@ -50,6 +51,8 @@ class EpisodeSetup:
     resets: bool = True
     is_single_turn: bool = False
     system_prompt: str | None = None
+    prompt_len: int = 512
+    folder: str = ""
     play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource] | None = None
     key: str = field(default="", compare=False)
 
@@ -127,8 +130,23 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             resets=hasattr(target, "reset"),
             is_single_turn=not (tools or hasattr(target, "reset") or hasattr(target, "step") or spec.play),
             system_prompt=config.data.system_prompt,
+            prompt_len=config.data.prompt_len,
+            folder=os.getcwd(),
             play=spec.play,
         )
+    )
+
+
+def setup_without_environment(config: Config, plugins: PluginManager) -> EpisodeSetup:
+    """Return a setup for conversations that no environment plays, as those of `rlcore serve`."""
+    return EpisodeSetup(
+        env=config.section(EnvConfig),
+        model=config.model,
+        environment=None,
+        tools=(),
+        tool_format=_tool_format(config, plugins),
+        offered=OfferedTools(),
+        prompt_len=config.data.prompt_len,
     )
 
 

@@ -140,7 +140,10 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_its_text(serving):
     cut = client.completions.create(**options, stop=stop).choices[0]
     assert cut.finish_reason == "stop"
     assert cut.text == text[: text.index(stop)]
-    kept = [server.server.renderers.tokenizer.decode(row["response_token_ids"], skip_special_tokens=True) for row in server.rows(session)]
+    kept = [
+        server.server.renderers.tokenizer.decode(row["response_token_ids"], skip_special_tokens=True)
+        for row in server.rows(session)
+    ]
     assert text[: text.index(stop) + 1] in kept  # the row has what was sampled
 
 
