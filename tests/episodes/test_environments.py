@@ -187,7 +187,9 @@ def test_a_retry_can_succeed_and_gives_the_rows_of_an_undisturbed_run(play, tmp_
     """The environment fails in the middle of each episode's first attempt."""
     mark = tmp_path / "failed"
     mark.mkdir()
-    source = WORLDS.read_text() + f'''
+    source = (
+        WORLDS.read_text()
+        + f"""
 from pathlib import Path
 
 class FailsOnce(Rounds):
@@ -200,7 +202,8 @@ class FailsOnce(Rounds):
             self.mark.touch()
             raise ConnectionError("lost")
         return super().step(messages)
-'''
+"""
+    )
     file = tmp_path / "fails_once.py"
     file.write_text(source)
     batch = batch_of()
