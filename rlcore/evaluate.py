@@ -11,11 +11,11 @@ import numpy as np
 
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
-from rlcore.data.chat import OfferedTools, load_tokenizer
+from rlcore.data.chat import NO_TOOLS, load_tokenizer
 from rlcore.data.loader import held_out_prompts
+from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
-from rlcore.episodes.setup import default_reward, episode_setup
 from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
@@ -114,13 +114,11 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     dataset = plugins.datasets()[config.data.name]
     episodes = episode_setup(config, plugins)
-    tools = OfferedTools() if episodes is None else episodes.offered
+    tools = NO_TOOLS if episodes is None else episodes.offered
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size, tools)
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
-    with open_run(
-        config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes
-    ) as run:
+    with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<16} {value:.4g}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.config.devices import local_gpus
-from rlcore.episodes.setup import check_environment
+from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.plugins import Algorithm, Role
 from rlcore.roles.checks import check_engines

@@ -20,11 +20,12 @@ from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import OfferedTools, load_tokenizer
+from rlcore.data.chat import NO_TOOLS, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
-from rlcore.episodes.setup import EpisodeSetup, default_reward, episode_setup
+from rlcore.episodes.from_config import default_reward, episode_setup
+from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
@@ -116,7 +117,7 @@ def _loaders(
 ) -> dict[str, PromptLoader]:
     """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
-    tools = OfferedTools() if episodes is None else episodes.offered
+    tools = NO_TOOLS if episodes is None else episodes.offered
     further = algorithm.data(config)
     if "train" in further:
         raise ConfigError(

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
 from rlcore.ops import Outputs, Term, kl_estimate, masked_sum, metric, needs, objective
 

@@ -27,9 +27,7 @@ class EnvConfig:
     max_turns: int = option(8, "most turns of the policy in an episode", min=1)
     turn_len: int = option(0, "most tokens of one turn of the policy; 0: only rollout.response_len limits it", min=0)
     observation_len: int = option(512, "most tokens of one message of the environment; longer ones are cut", min=1)
-    observation_cut: Literal["start", "middle", "end"] = option(
-        "middle", "part of a long message that is left out"
-    )
+    observation_cut: Literal["start", "middle", "end"] = option("middle", "part of a long message that is left out")
     template: Literal["exact", "incremental"] = option(
         "exact",
         "exact: the chat template must render a longer conversation as a continuation of the shorter one; incremental: "

@@ -152,6 +152,9 @@ class OfferedTools:
     instructions: str = ""
 
 
+NO_TOOLS = OfferedTools()
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
@@ -161,7 +164,7 @@ class PromptEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     system_prompt: str | None = None
-    tools: OfferedTools = OfferedTools()
+    tools: OfferedTools = NO_TOOLS
 
     def render(self, prompt: str | Messages) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.chat import OfferedTools, PromptEncoder
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -156,7 +156,7 @@ class PromptLoader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,
-        tools: OfferedTools = OfferedTools(),
+        tools: OfferedTools = NO_TOOLS,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -240,7 +240,7 @@ def held_out_prompts(
     dataset: DatasetSpec,
     tokenizer: PreTrainedTokenizerBase,
     limit: int = 0,
-    tools: OfferedTools = OfferedTools(),
+    tools: OfferedTools = NO_TOOLS,
 ) -> DataProto:
     """Return `PromptLoader.held_out(limit)` without reading the training split."""
     split = PromptSplit(config, dataset, tokenizer, "eval", tools)

@@ -122,7 +122,7 @@ def _loaded(path: str, changed: int) -> Any:
     """Load the file once, however often a run's checks ask; `changed` is its time of change."""
     from rlcore.episodes.processes import load_from_file
 
-    return load_from_file(path)
+    return load_from_file(path)[0]
 
 
 def _check_path(config: Config) -> None:

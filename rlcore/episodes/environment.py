@@ -272,8 +272,8 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    if "torch.random" in sys.modules:
+        sys.modules["torch.random"].manual_seed(seed)
 
 
 def _columns(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class _Batch:
     def _calls(self, text: str, turn: int) -> list[ToolCall | BadCall]:
         if not self._tools:
             return []
-        calls = self._format.parse(text).calls
+        calls = self._format.parse(text, turn).calls
         return [(isinstance(call, ToolCall) and check_call(call, self._tools)) or call for call in calls]
 
     def _reset(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
@@ -228,7 +228,11 @@ class _Batch:
         else:
             self._continue(episode, answer["seat"], messages)
 
-    def _continue(self, episode: _Episode, seat: int, messages: Sequence[Message]) -> None:
+    def _continue(self, episode: _Episode, seat: int, messages: list[Message]) -> None:
+        if not messages:
+            cause = f"seat {seat} has the turn again without a message; give it one, or end the episode"
+            self._failed(episode, EnvironmentFailure(cause))
+            return
         conversation = episode.conversations[seat]
         ended = episode.ended if seat == episode.seat else True
         episode.seat = seat
@@ -277,5 +281,5 @@ class _Batch:
 
 def _as_json(call: ToolCall | BadCall) -> dict[str, Any]:
     if isinstance(call, BadCall):
-        return {"error": call.error}
+        return {"id": call.id, "error": call.error}
     return {"id": call.id, "name": call.name, "arguments": call.arguments}

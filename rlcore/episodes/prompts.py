@@ -27,9 +27,7 @@ class Prompts:
         self._encoder = PromptEncoder(renderer.tokenizer, setup.system_prompt, setup.offered)
         self._tokens = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
         self._names = list(zip(map(str, batch.view("uid")), map(int, batch.view("sample_index")), strict=True))
-        self._columns: dict[str, list[Any]] = {
-            name: list(values) for name, values in batch.non_tensor_batch.items()
-        }
+        self._columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
 
     def __len__(self) -> int:
         return len(self._tokens)

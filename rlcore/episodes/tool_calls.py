@@ -22,7 +22,8 @@ SHOWN = 200
 DECODER = json.JSONDecoder()
 CALL_START = re.compile(r'\s*\[?\s*\{\s*"(?:name|function|tool_calls)"\s*:')
 """JSON that begins so is meant as a call, even if it is cut or wrong."""
-REASONING = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+WHITE = re.compile(r"\s*")
+REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 Span = tuple[int, int]
 Found = tuple[Span, Any]
@@ -95,7 +96,7 @@ class LlamaFormat:
 
     def parse(self, text: str, turn: int = 0) -> Turn:
         """See ToolFormat. Several calls are separated by semicolons; other JSON than a call is content."""
-        start = _after_reasoning(text, self.tag)
+        start = _after_reasoning(text, self.tag if self.tag in text else "")
         tag = text.find(self.tag, start)
         if tag >= 0:
             (_, first), *more = _sequence(text, tag + len(self.tag))
@@ -121,7 +122,8 @@ class JSONFormat:
             for (span, value), body in _tagged(text, start, r"```\w*\s", "```")
             if _is_call(value) or (isinstance(value, ValueError) and CALL_START.match(text, body))
         ]
-        return _turn(text, found, self.example, turn)
+        each_found = ((span, each) for span, value in found for each in _listed(value))
+        return _turn(text, each_found, self.example, turn)
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
         """See ToolFormat."""
@@ -141,8 +143,9 @@ def format_for(tokenizer: PreTrainedTokenizerBase) -> str:
     import jinja2
 
     user = {"role": "user", "content": "?"}
-    function = {"name": "probe_tool", "arguments": {"probe": "x"}}
-    call = {"id": "call00000", "type": "function", "function": function}
+    wanted = ToolCall("probe_tool", {"probe": "x"}, "call00000")
+    function = {"name": wanted.name, "arguments": wanted.arguments}
+    call = {"id": wanted.id, "type": "function", "function": function}
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         start = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
@@ -152,11 +155,10 @@ def format_for(tokenizer: PreTrainedTokenizerBase) -> str:
     answer = written.removeprefix(start).strip()
     while ends := [each for each in tokenizer.all_special_tokens if each and answer.endswith(each)]:
         answer = answer.removesuffix(ends[0]).rstrip()
-    if function["name"] not in answer:
+    if wanted.name not in answer:
         return "hermes"
-    wanted = [ToolCall("probe_tool", {"probe": "x"}, "call00000")]
     for name, each in FORMATS.items():
-        if each.parse(answer).calls == wanted:
+        if each.parse(answer).calls == [wanted]:
             return name
     raise ConfigError(
         f"the chat template writes tool calls as {answer[:SHOWN]!r}, which none of {', '.join(FORMATS)} reads; name a "
@@ -180,7 +182,9 @@ def check_call(call: ToolCall, schemas: Sequence[dict[str, Any]]) -> BadCall | N
         hint = did_you_mean(call.name, parameters)
         tools = ", ".join(parameters) or "there are none"
         return BadCall(f"Error: unknown tool {call.name[:SHOWN]!r}.{hint} Tools: {tools}", text, call.id)
-    schema = {"type": "object", "additionalProperties": False, **_with_null(parameters[call.name])}
+    schema = _with_null(parameters[call.name])
+    if "properties" in schema or not schema:
+        schema = {"additionalProperties": False, **schema}
     # An empty registry, so that no reference in a schema is fetched from the network.
     fault = best_match(Draft202012Validator(schema, registry=Registry()).iter_errors(call.arguments))
     if fault is None:
@@ -198,7 +202,7 @@ def _with_null(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     inner = {key: _with_null(value) for key, value in schema.items()}
-    return {"anyOf": [inner, {"type": "null"}]} if inner.pop("nullable", None) is True else inner
+    return {"anyOf": [inner, {"type": "null"}]} if inner.get("nullable") is True else inner
 
 
 # ---- reading ----
@@ -206,7 +210,9 @@ def _with_null(schema: Any) -> Any:
 
 def _read(text: str, place: int) -> tuple[Any, int]:
     """Return the JSON value that starts at a place of the text, and its end; a ValueError and `place` for a fault."""
-    start = place + len(text[place:]) - len(text[place:].lstrip())
+    start = _after_white(text, place)
+    if not text.startswith(("{", "["), start):  # before the decoder, whose errors count the lines of the whole text
+        return ValueError("is not valid JSON: no { at its start"), place
     try:
         return DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -223,10 +229,12 @@ def _tagged(text: str, place: int, opening: str, closing: str) -> Iterator[tuple
         if opened["reasoning"] is not None:
             continue
         value, end = _read(text, place)
-        closed = text.find(closing, end)
-        reopened = text.find(opening, end)
-        if closed < 0 or 0 <= reopened < closed:
-            stop = after = reopened if reopened >= 0 else len(text)
+        # A tag that opens again was not closed; a fence cannot, since its opening and closing look alike.
+        reopened = text.find(opening, end) if opening == "<tool_call>" else -1
+        limit = reopened if reopened >= 0 else len(text)
+        closed = text.find(closing, end, limit)
+        if closed < 0:
+            stop = after = limit
             fault = f"is not closed with {closing}"
         else:
             stop, after = closed, closed + len(closing)
@@ -287,8 +295,13 @@ def _unopened_reasoning(text: str, opening: str) -> int:
 
 def _after_reasoning(text: str, opening: str) -> int:
     start = _unopened_reasoning(text, opening)
-    reasoning = REASONING.match(text, start)
+    reasoning = REASONING.match(text, _after_white(text, start))
     return reasoning.end() if reasoning else start
+
+
+def _after_white(text: str, place: int) -> int:
+    white = WHITE.match(text, place)
+    return white.end() if white else place
 
 
 # ---- calls ----
@@ -298,8 +311,7 @@ def _turn(text: str, found: Iterable[Found], example: str, turn: int) -> Turn:
     calls: list[ToolCall | BadCall] = []
     content, place = "", 0
     for (start, end), value in found:
-        for each in _listed(value):
-            calls.append(_call(each, text[start:end].strip(), example, f"call{turn:03}{len(calls):02}"))
+        calls.append(_call(value, text[start:end].strip(), example, f"call{turn:03}{len(calls):02}"))
         content += text[place:start]
         place = end
     return Turn((content + text[place:]).strip(), calls) if calls else Turn(text, [])

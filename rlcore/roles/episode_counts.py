@@ -53,7 +53,9 @@ class EpisodeCounts:
         if not failed:
             return
         name, error = next(iter(failed.items()))
-        first = f"the first, {name}, after {error['attempts']} attempts: {error['cause']}\n{error['traceback']}".rstrip()
+        first = (
+            f"the first, {name}, after {error['attempts']} attempts: {error['cause']}\n{error['traceback']}".rstrip()
+        )
         if len(failed) > max_failures * played:
             raise EpisodesError(
                 f"{len(failed)} of {played} episodes failed, more than env.max_failures={max_failures:g} of them; "

@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rlcore.config import compose, to_yaml
 from rlcore.config.compose import GROUPS, sweep
+from rlcore.config.environment import EnvConfig
 from rlcore.config.reference import CORE_SECTIONS, group_options, markdown
 from rlcore.config.schema import SECTIONS
 from rlcore.errors import ConfigError
@@ -26,7 +27,7 @@ def test_defaults_are_those_of_the_dataclasses(config):
     names = {"rollout": {"name": "hf"}, "engine": {"name": "torch"}}  # of configs/config.yaml
     for name, cls in SECTIONS.items():
         assert getattr(config, name) == cls(**names.get(name, {}))
-    assert config.sections == {}  # the stand-ins bring no keys
+    assert config.sections == {"env": EnvConfig()}  # the stand-ins bring no keys
 
 
 def test_values_of_all_kinds(make):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.config import Config, EngineConfig, RolloutConfig, RunConfig, from_yaml, same_run, to_yaml
+from rlcore.config.environment import EnvConfig
 from rlcore.config.files import read_values
 from rlcore.errors import ConfigError
 
@@ -44,6 +45,7 @@ def test_yaml_round_trip(plugins, lr, eps, stop, name, directory):
         engine=EngineConfig(lr=lr, eps=eps),
         rollout=RolloutConfig(stop=stop),
         run=RunConfig(dir=directory, name=name),
+        sections={"env": EnvConfig()},
     )
     assert from_yaml(to_yaml(config), plugins) == config
 

@@ -36,12 +36,12 @@ def classes(own):
 
 def test_a_run_has_the_sections_of_its_engines_and_of_all_plugins(make, classes):
     config = make("inspector.strictness=0.25", "rollout.slow.batch_size=2", "engine.plain.chunk=3")
-    assert list(config.sections) == ["inspector"]
+    assert list(config.sections) == ["env", "inspector"]
     assert config.section(classes.Inspector).strictness == 0.25
     with pytest.raises(ConfigError, match=r"no config section Slow: .* an engine that the run does not use"):
         config.section(classes.Slow)
     config = make("rollout=slow", "rollout.slow.batch_size=2", "engine=plain")
-    assert list(config.sections) == ["inspector", "rollout.slow", "engine.plain"]
+    assert list(config.sections) == ["env", "inspector", "rollout.slow", "engine.plain"]
     assert (config.section(classes.Slow).batch_size, config.section(classes.Plain).chunk) == (2, 8)
     assert config.rollout == make("rollout.name=slow").rollout
 
@@ -109,7 +109,7 @@ def with_roles(own, make, monkeypatch):
 
 def test_an_engine_that_only_a_role_of_the_algorithm_names_has_its_keys(with_roles, own, classes):
     config = with_roles("engine.plain.chunk=3", "rollout.slow.batch_size=2")
-    assert list(config.sections) == ["inspector", "rollout.slow", "engine.plain"]
+    assert list(config.sections) == ["env", "inspector", "rollout.slow", "engine.plain"]
     assert (config.section(classes.Plain).chunk, config.section(classes.Slow).batch_size) == (3, 2)
     assert own_section(config, "engine.plain", classes.Plain).chunk == 3
     assert yaml.safe_load(to_yaml(config))["engine"]["plain"] == {"chunk": 3}
@@ -138,7 +138,7 @@ def test_an_engine_of_a_role_is_asked_for_its_own_check(with_roles, make, own, m
 
 def test_an_engine_of_the_users_choice_for_one_role(make, own):
     config = make("roles.actor.rollout={name: slow}", "data.batch_size=2")
-    assert list(config.sections) == ["inspector", "rollout.slow"]
+    assert list(config.sections) == ["env", "inspector", "rollout.slow"]
     with pytest.raises(ConfigError, match=r"role 'actor': rollout.slow.batch_size is more than data.batch_size"):
         preflight(config, own)
     preflight(make("roles.actor.rollout={name: slow}", "data.batch_size=2", "rollout.slow.batch_size=2"), own)
@@ -155,7 +155,7 @@ def test_saved_and_read_back(make, own):
     assert "plain" not in saved["engine"]
     assert from_yaml(to_yaml(config), own) == config
     assert compose([], own, base=saved) == config
-    assert compose(["rollout=hf"], own, base=saved).sections.keys() == {"inspector"}
+    assert compose(["rollout=hf"], own, base=saved).sections.keys() == {"env", "inspector"}
 
 
 def test_a_section_at_its_defaults_does_not_tie_a_run_to_its_plugin(make, own):

@@ -32,10 +32,10 @@ WORLDS = Path(__file__).with_name("worlds.py")
 class EveryAnswer:
     """Reads every answer as a call of `double` with the answer's first number; without a number, as a bad call."""
 
-    def parse(self, text):
+    def parse(self, text, turn=0):
         found = re.search(r"\d+", text)
         call = ToolCall("double", {"number": int(found[0])}, "c1") if found else BadCall("Error: write a number", text)
-        return Turn(text, (call,))
+        return Turn(text, [call])
 
     def instructions(self, tools):
         return "Write a number."
@@ -59,8 +59,10 @@ def play(engine):
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
         resets = hasattr(target, "reset")
-        setup = EpisodeSetup(env, MODEL, pack("test", target), tools, EveryAnswer(), OfferedTools(), resets)
-        source = EnvironmentEpisodes(setup, engine)
+        setup = EpisodeSetup(
+            env, MODEL, pack("test", target), tools, EveryAnswer(), OfferedTools(), EnvironmentEpisodes, resets
+        )
+        source = setup.open(engine)
         opened.append(source)
         out = source.play(batch, sampling)
         source.close()

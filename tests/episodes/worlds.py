@@ -44,7 +44,7 @@ class Half:
     def step(self, messages):
         if self.even:
             raise RuntimeError("the simulator is down")
-        return None
+        return
 
     def score(self):
         return 1.0
@@ -56,7 +56,7 @@ class Dies(Half):
     def step(self, messages):
         if self.even:
             os._exit(3)
-        return None
+        return
 
 
 class Hangs(Half):
@@ -65,7 +65,7 @@ class Hangs(Half):
     def step(self, messages):
         while self.even:
             time.sleep(1)
-        return None
+        return
 
 
 class Endless:

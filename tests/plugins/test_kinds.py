@@ -73,7 +73,7 @@ def test_loading_groups_and_checks_follow_from_the_row(worlds, monkeypatch, with
     files = [*without_own, plugin_file("stand_in"), plugin(tmp_path, "first_world", "maze")]
     plugins = PluginManager.load(files)
     assert list(plugins.specs(WorldSpec)) == ["maze"]
-    assert plugins.list()[-1].gives == ("environment maze",)
+    assert plugins.list()[-1].gives == ("world maze",)
     config = compose(["data=maze"], plugins)
     assert config.data.prompt_key == "maze"
     plugins.check_names(config)

@@ -264,7 +264,13 @@ class HFRollout(RolloutEngine):
         return self._join(requests, longest, *self._prefilled(requests, longest))
 
     def _join(
-        self, requests: Sequence[Request], longest: int, logits: Tensor, cache: BufferedCache, index: Tensor, lengths: Tensor
+        self,
+        requests: Sequence[Request],
+        longest: int,
+        logits: Tensor,
+        cache: BufferedCache,
+        index: Tensor,
+        lengths: Tensor,
     ) -> Tensor:
         """Let rows join the others with the results of `_prefilled`; returns the logits."""
         own = [longest - length for length in lengths.tolist()]

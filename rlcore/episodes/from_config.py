@@ -1,0 +1,111 @@
+"""The setup of episodes that a run's config names, and the checks of its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlcore.config import Config
+from rlcore.config.environment import EnvConfig
+from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.episodes.environments import EnvironmentEpisodes
+from rlcore.episodes.processes import pack
+from rlcore.episodes.setup import EpisodeSetup
+from rlcore.episodes.tool_calls import FORMATS, ToolFormat, format_for
+from rlcore.episodes.tool_schema import schemas_of
+from rlcore.errors import ConfigError
+from rlcore.plugins.specs import (
+    ENVIRONMENT_REWARD,
+    DatasetSpec,
+    EnvironmentSpec,
+    ToolFormatSpec,
+    environment_of,
+    has_scores,
+)
+
+if TYPE_CHECKING:
+    from rlcore.plugins import PluginManager
+
+
+def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None:
+    """Return the setup of the run's environment; None for a run without one. Raises ConfigError for a broken one."""
+    name = environment_of(config)
+    if not name:
+        return None
+    spec = plugins.specs(EnvironmentSpec)[name]
+    own = None if spec.config_class is None else config.section(spec.config_class)
+    env = config.section(EnvConfig)
+    target, packed = None, None
+    tools: tuple[dict[str, Any], ...] = ()
+    if spec.play is None:
+        target = spec.environment if spec.load is None else spec.load(config)
+        packed = pack(name, target, own, imports=spec.imports, by_value=plugins.by_value_modules)
+        tools = tuple(schemas_of(target))
+    tool_format = _tool_format(config, plugins)
+    return _with_key(
+        EpisodeSetup(
+            env=env,
+            model=config.model,
+            environment=packed,
+            tools=tools,
+            tool_format=tool_format,
+            offered=_offered(tools, tool_format, config),
+            resets=hasattr(target, "reset"),
+            is_single_turn=not (tools or hasattr(target, "reset") or hasattr(target, "step") or spec.play),
+            system_prompt=config.data.system_prompt,
+            play=spec.play or EnvironmentEpisodes,
+        )
+    )
+
+
+def _with_key(setup: EpisodeSetup) -> EpisodeSetup:
+    values = {name: value for name, value in vars(setup).items() if name != "play"}
+    return replace(setup, key=hashlib.sha256(pickle.dumps(values)).hexdigest())
+
+
+def _tool_format(config: Config, plugins: PluginManager) -> ToolFormat:
+    name = config.section(EnvConfig).tool_format
+    if name != "auto":
+        return plugins.specs(ToolFormatSpec)[name].format
+    return FORMATS[format_for(load_tokenizer(config.model))]
+
+
+def _offered(tools: Sequence[dict[str, Any]], tool_format: ToolFormat, config: Config) -> OfferedTools:
+    """Return the tools for the prompts: by the chat template if it shows them, else as instructions."""
+    if not tools or config.section(EnvConfig).tools == "off":
+        return OfferedTools()
+    tokenizer = load_tokenizer(config.model)
+    by_template = OfferedTools(tools)
+    shown = PromptEncoder(tokenizer, tools=by_template).render("Hello")
+    if shown != PromptEncoder(tokenizer).render("Hello"):
+        return by_template
+    return OfferedTools(instructions=tool_format.instructions(tools))
+
+
+def default_reward(config: Config, plugins: PluginManager, dataset: DatasetSpec) -> str:
+    """Return the name of the reward of a run that chooses none: the environment's if it scores, else the data set's."""
+    return ENVIRONMENT_REWARD if has_scores(config, plugins) else dataset.reward
+
+
+def check_environment(config: Config, plugins: PluginManager) -> None:
+    """Raise ConfigError for settings of episodes that cannot work together."""
+    name = environment_of(config)
+    if not name:
+        return
+    if config.rollout.tp > 1:
+        raise ConfigError(
+            f"env={name} with rollout.tp={config.rollout.tp}: the ranks that share a row would have to see each answer "
+            "of the environment at the same time; set rollout.tp=1, or leave out env"
+        )
+    env = config.section(EnvConfig)
+    if env.turn_len > config.rollout.response_len:
+        raise ConfigError(
+            f"env.turn_len={env.turn_len} is more than rollout.response_len={config.rollout.response_len}, the limit "
+            "of a whole episode"
+        )
+    check = plugins.specs(EnvironmentSpec)[name].check
+    if check is not None:
+        check(config)
