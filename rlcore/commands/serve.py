@@ -93,7 +93,7 @@ def _plain_actor(config: Config, target: Path) -> Config:
 
 
 def _serve(config: Config, plugins: PluginManager, options: ServerOptions, target: Path, session_tokens: int) -> None:
-    from rlcore.episodes.setup import setup_without_environment
+    from rlcore.episodes.from_config import server_setup
     from rlcore.episodes.standalone import Standalone
     from rlcore.protocol import DataProto, Ragged
     from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
@@ -104,14 +104,13 @@ def _serve(config: Config, plugins: PluginManager, options: ServerOptions, targe
     config = restrict_to_roles(config, declared)
     roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
     placement = Placement(plan_pools(config, roles, plugins.train_engines()))
-    setup = setup_without_environment(config, plugins)
 
     def ready(url: str) -> None:
         CommandLine.show(f"serving {options.model} at {url}/v1; sessions: POST {url}/sessions; Ctrl-C ends it")
 
     import torch
 
-    episodes = Standalone(setup, options, ready, session_tokens)
+    episodes = server_setup(config, plugins, Standalone(options, ready, session_tokens))
     nothing = DataProto.from_dict(
         {"prompts": Ragged.from_list([], dtype=torch.int64), "sample_index": torch.zeros(0, dtype=torch.int64)},
         {"uid": []},

@@ -46,9 +46,8 @@ _POLL = 0.05  # seconds between looks at a process where the system cannot tell 
 class AgentEpisodes:
     """See EpisodeSource. The server starts with the first batch, and serves all of them."""
 
-    is_exact = False
-
     def __init__(self, setup: EpisodeSetup, engine: RolloutEngine) -> None:
+        self.is_exact = False
         self.setup, self.engine = setup, engine
         self._renderers = Renderers(setup)
         self._calls = CallQueue(engine)

@@ -22,7 +22,6 @@ from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
 
-
 class EnvironmentEpisodes:
     """See EpisodeSource. The processes start with the first batch, and serve all of them."""
 

@@ -23,7 +23,8 @@ class EpisodeSetup:
 
     `tools`: OpenAI function JSON. `resets`: the environment's class has a method `reset`. `is_single_turn`: it has
     neither that nor tools nor a method `step`. `play` makes the source of episodes for an engine. `environment` is None
-    where that needs none. `key` is equal for equal setups.
+    where that needs none. `prompt_len`: most tokens of a prompt. `folder`: in which agents run. `key` is
+    equal for equal setups.
     """
 
     env: EnvConfig
@@ -36,6 +37,8 @@ class EpisodeSetup:
     resets: bool = True
     is_single_turn: bool = False
     system_prompt: str | None = None
+    prompt_len: int = 512
+    folder: str = ""
     key: str = ""
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.rollout import EpisodeSource, RolloutEngine, Sampling
 from rlcore.episodes.call_queue import CallQueue
 from rlcore.episodes.openai_format import RequestError
 from rlcore.episodes.rows import episode_columns
@@ -24,44 +24,39 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standalone:
-    """Episodes that are never played: `play` answers the calls of a server instead, and returns without rows.
+    """Makes a source that plays no episodes: its `play` answers the calls of a server, and returns without rows.
 
     `ready` is called with the server's address. `held_tokens`: as in Limits.
     """
 
-    setup: EpisodeSetup
     options: ServerOptions
     ready: Callable[[str], None]
     held_tokens: int
-    key: str = "standalone"
-    max_failures: float = 1.0
 
-    def open(self, engine: RolloutEngine) -> _Answering:
-        """See Episodes."""
-        return _Answering(self, engine)
+    def __call__(self, setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
+        """Return the source for an engine."""
+        return _Answering(self, setup, engine)
 
 
 class _Answering:
-    is_exact = False
-
-    def __init__(self, episodes: Standalone, engine: RolloutEngine) -> None:
-        self._episodes, self._engine = episodes, engine
+    def __init__(self, server: Standalone, setup: EpisodeSetup, engine: RolloutEngine) -> None:
+        self.is_exact = False
+        self._server, self._setup, self._engine = server, setup, engine
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Answer until a KeyboardInterrupt."""
-        episodes, engine, calls = self._episodes, self._engine, CallQueue(self._engine)
-        setup = episodes.setup
+        setup, engine, calls = self._setup, self._engine, CallQueue(self._engine)
         limits = Limits(
             sampling,
             setup.prompt_len,
             turn_len=setup.env.turn_len,
-            held_tokens=episodes.held_tokens,
+            held_tokens=self._server.held_tokens,
             fixed=False,
         )
-        server = Server(episodes.options, calls, Renderers(setup), limits, seed=sampling.seed)
+        server = Server(self._server.options, calls, Renderers(setup), limits, seed=sampling.seed)
         try:
             server.start()
-            episodes.ready(server.url)
+            self._server.ready(server.url)
             while not calls.done:
                 try:
                     answer_requests(engine, calls)

@@ -54,7 +54,7 @@ def test_a_model_folder_is_served_until_a_signal(start, number):
     )
     assert long.json()["error"]["code"] == "context_length_exceeded"
     process.send_signal(number)
-    out, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
 

@@ -54,8 +54,7 @@ with openai.OpenAI(max_retries=0) as client:
                 message = client.chat.completions.create(model="gpt", messages=messages).choices[0].message
                 messages += [message, {"role": "user", "content": "go on"}]
         except openai.BadRequestError as error:
-            assert error.code in ("max_turns_exceeded", "context_length_exceeded"), error
-            sys.exit(0)
+            sys.exit(error.code not in ("max_turns_exceeded", "context_length_exceeded"))
     message = client.chat.completions.create(**options).choices[0].message
     if how == "flaky" and not os.path.exists(os.environ["FLAKY"] + task["uid"]):
         open(os.environ["FLAKY"] + task["uid"], "w").close()

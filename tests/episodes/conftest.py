@@ -95,7 +95,8 @@ class Serving:
         from rlcore.episodes.setup import EpisodeSetup
         from rlcore.episodes.tool_calls import FORMATS
 
-        setup = EpisodeSetup(EnvConfig(**(env or {})), ModelConfig(), None, (), FORMATS["hermes"], OfferedTools())
+        keys = EnvConfig(**(env or {}))
+        setup = EpisodeSetup(keys, ModelConfig(), None, (), FORMATS["hermes"], OfferedTools(), play=None)
         self.engine, self.calls = engine, CallQueue(engine)
         sampling = Sampling(**{"max_tokens": 120, "seed": 3, **limits.pop("sampling", {})})
         given = Limits(**{"sampling": sampling, "prompt_len": 1000, "fixed": False, **limits})

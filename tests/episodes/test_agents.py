@@ -52,8 +52,9 @@ def play(tiny_engine, tmp_path, monkeypatch):
             name="agent",
             **{"command": f"python {AGENT} {how}", "timeout": 60.0, "keep_env": ["FLAKY"], "concurrency": 4, **keys},
         )
-        setup = EpisodeSetup(env, MODEL, None, (), FORMATS["hermes"], OfferedTools(), prompt_len=prompt_len)
-        source = AgentEpisodes(setup, tiny_engine)
+        forms = FORMATS["hermes"]
+        setup = EpisodeSetup(env, MODEL, None, (), forms, OfferedTools(), AgentEpisodes, prompt_len=prompt_len)
+        source = setup.open(tiny_engine)
         opened.append(source)
         out = source.play(batch, sampling)
         assert not tiny_engine.in_flight
@@ -178,7 +179,7 @@ def test_agents_get_no_other_variables_than_those_that_are_kept(play, monkeypatc
     ],
 )
 def test_a_command_that_cannot_run_is_refused_before_anything_starts(keys, part):
-    from rlcore.episodes.setup import check_environment
+    from rlcore.episodes.from_config import check_environment
 
     plugins = PluginManager.load()
     config = compose(["algo=grpo", "model=tiny", "data=arithmetic", "env=agent", *keys], plugins)

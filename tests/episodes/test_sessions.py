@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import httpx
 import openai
@@ -72,7 +73,7 @@ def test_a_conversation_is_continued_in_tokens(serving):
     assert sampled == [token for answer in answers for token in answer["choices"][0]["token_ids"]]
     assert NEXT["content"] in renderer.raw_text(given)
     # Each prompt is the earlier one, the sampled tokens as they were, and new tokens.
-    for before, after in zip(answers, answers[1:], strict=False):
+    for before, after in pairwise(answers):
         kept = before["prompt_token_ids"] + before["choices"][0]["token_ids"]
         assert after["prompt_token_ids"][: len(kept)] == kept
     assert whole(row) == answers[-1]["prompt_token_ids"] + answers[-1]["choices"][0]["token_ids"]
@@ -370,18 +371,11 @@ def test_async_clients_share_the_engine(serving):
 
 
 def test_a_framework_that_knows_nothing_of_rlcore(serving):
-    """smolagents: a tool-calling agent whose steps become one row."""
-    pytest.importorskip("smolagents")
-    from smolagents import OpenAIModel, ToolCallingAgent, tool
-
-    @tool
-    def add(a: int) -> str:
-        """Add something to a number.
-
-        Args:
-            a: the number
-        """
-        return f"{a + 1}"
+    """Pydantic AI: an agent with a tool, whose turns are one row in tokens."""
+    from pydantic_ai import Agent as PydanticAgent
+    from pydantic_ai import UsageLimitExceeded, UsageLimits
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
     class Calls(CallsTools):
         def parse(self, text, turn=0):
@@ -389,17 +383,33 @@ def test_a_framework_that_knows_nothing_of_rlcore(serving):
 
             return Turn("", [ToolCall("add", {"a": len(text)}, "x")])
 
-    server = serving(limits={"prompt_len": 40_000})
+    server = serving()
     server.server.renderers.tool_format = Calls()
     session = server.session()
-    model = OpenAIModel("policy", api_base=server.base(session), api_key="x", max_tokens=4)
-    agent = ToolCallingAgent([add], model=model, max_steps=3, verbosity_level=0)
-    agent.run("What is 1 plus 1?")
-    model.client.close()
-    rows = server.rows(session)
-    steps = [row for row in rows if row["tool_calls"] == 3]
-    assert len(steps) == 1, [row["messages"] for row in rows]
-    assert sum(each["role"] == "assistant" for each in steps[0]["messages"]) == 3
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=server.base(session), api_key="x", max_retries=0) as client:
+            model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+            agent = PydanticAgent(model, instructions="Be brief.", model_settings={"max_tokens": 4})
+
+            @agent.tool_plain
+            def add(a: int) -> str:
+                """Add one to a number.
+
+                Args:
+                    a: the number
+                """
+                return f"it is {a + 1}"
+
+            with pytest.raises(UsageLimitExceeded):
+                await agent.run("What is 1 plus 1?", usage_limits=UsageLimits(request_limit=3))
+
+    asyncio.run(main())
+    (row,) = server.rows(session)
+    assert row["tool_calls"] == 3
+    assert sum(each["role"] == "assistant" for each in row["messages"]) == 3
+    text = server.server.renderers.tokenizer.decode(row["response_token_ids"])
+    assert text.count("it is") == 2
 
 
 def test_an_unread_body_of_a_disconnected_client_leaves_the_server_whole(serving):
