@@ -24,7 +24,7 @@ from rlcore.data.chat import NO_TOOLS, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
-from rlcore.episodes.from_config import default_reward, episode_setup
+from rlcore.episodes.from_config import default_reward, environment_files, episode_setup
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
@@ -108,7 +108,7 @@ class _Preparation(ExitStack):
         self.folder = open_folder(path, config, plugins)
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
-        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
+        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
 
 

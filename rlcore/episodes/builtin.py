@@ -125,12 +125,6 @@ def _loaded(path: str, changed: int) -> Any:
     return load_from_file(path)[0]
 
 
-def _check_path(config: Config) -> None:
-    env = config.section(EnvConfig)
-    if env.path is not None and env.name != "file":
-        raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={env.name}")
-
-
 def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
     from rlcore.episodes.agents import AgentEpisodes
 

@@ -12,7 +12,7 @@ from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.environment import EnvironmentFailure
 from rlcore.episodes.failures import failed_row, plays_again
 from rlcore.episodes.processes import EnvironmentPool
-from rlcore.episodes.prompts import Prompts, cut_message
+from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow, episode_columns
 from rlcore.episodes.setup import EpisodeSetup
@@ -27,7 +27,7 @@ class EnvironmentEpisodes:
 
     def __init__(self, setup: EpisodeSetup, engine: RolloutEngine) -> None:
         self.setup, self.engine = setup, engine
-        self.is_exact = setup.is_single_turn
+        self.is_exact = not (setup.tools or setup.resets or setup.steps)
         self.renderer: TurnRenderer = setup.renderer()
         self._pool: EnvironmentPool | None = None
         self.seconds = {"busy": 0.0, "idle": 0.0}
@@ -101,14 +101,15 @@ class _Batch:
     def __init__(
         self, setup: EpisodeSetup, renderer: TurnRenderer, pool: EnvironmentPool, prompts: Prompts, sampling: Sampling
     ) -> None:
-        self._env, self._format, self._tools, self._resets = setup.env, setup.tool_format, setup.tools, setup.resets
+        self._env, self._format, self._tools = setup.env, setup.tool_format, setup.tools
+        self._resets, self._steps = setup.resets, setup.steps
         self._renderer, self._pool, self._prompts, self._sampling = renderer, pool, prompts, sampling
         episodes = [_Episode(row, prompts.key(row, sampling)) for row in range(len(prompts))]
         # Episodes with the same prompt start together, so that it is prefilled once.
         self._waiting = deque(sorted(episodes, key=lambda each: prompts.order(each.row)))
         self._open: dict[str, _Episode] = {}
         self._ready: list[Request] = []
-        self._keeps, self._kept = not setup.is_single_turn, set[str]()
+        self._keeps, self._kept = bool(setup.tools or setup.steps), set[str]()
         self._rows: dict[int, list[EpisodeRow]] = {}
 
     @property
@@ -214,10 +215,11 @@ class _Batch:
         episode.tool_errors += answer["tool_errors"]
         if answer["reward"] is not None:
             conversation.reward(answer["reward"])
-        messages: list[Message] = [cut_message(each, self._renderer, self._env) for each in answer["messages"]]
+        messages: list[Message] = [self._prompts.readable(each, self._env) for each in answer["messages"]]
         if answer["done"]:
             conversation.extend((), messages)
-            episode.stop_reason = "done" if messages or answer["tool_calls"] else "end"
+            # Without a method `step` nobody answers a turn that calls no tool.
+            episode.stop_reason = "done" if self._steps or answer["tool_calls"] else "end"
             self._close(episode, answer["scores"])
         elif episode.turns >= self._env.max_turns:
             conversation.extend((), messages)

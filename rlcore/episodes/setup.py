@@ -21,10 +21,9 @@ from rlcore.model_folder import model_path
 class EpisodeSetup:
     """The environment of a run, the tools that it offers, and how the model's turns are read.
 
-    `tools`: OpenAI function JSON. `resets`: the environment's class has a method `reset`. `is_single_turn`: it has
-    neither that nor tools nor a method `step`. `play` makes the source of episodes for an engine. `environment` is None
-    where that needs none. `prompt_len`: most tokens of a prompt. `folder`: in which agents run. `key` is
-    equal for equal setups.
+    `tools`: OpenAI function JSON. `resets`, `steps`: the environment's class has the method of that name. `play` makes
+    the source of episodes for an engine. `environment` is None where that needs none. `prompt_len`: most tokens of a
+    prompt. `folder`: in which agents run. `key` is equal for equal setups.
     """
 
     env: EnvConfig
@@ -35,7 +34,7 @@ class EpisodeSetup:
     offered: OfferedTools
     play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource]
     resets: bool = True
-    is_single_turn: bool = False
+    steps: bool = True
     system_prompt: str | None = None
     prompt_len: int = 512
     folder: str = ""
