@@ -6,7 +6,6 @@ import ast
 import operator
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,17 +131,12 @@ def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
 
 
 def _check_agent(config: Config) -> None:
+    from rlcore.episodes.serve_options import require_server
+
     require_server("env=agent")
     from rlcore.episodes.agents import check_command
 
     check_command(config.section(EnvConfig))
-
-
-def require_server(what: str) -> None:
-    """Raise ConfigError, naming `what` needs it, if the packages of the extra `serve` are missing."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{what} needs {' and '.join(missing)}: pip install 'rlcore[serve]'")
 
 
 @hookimpl

@@ -47,7 +47,7 @@ class ServerOptions:
 
     port: 0: any free one. key: of the header `Authorization: Bearer KEY`; "": none is needed.
     opens_sessions: clients may open sessions; False: the run opens them.
-    body_bytes: longest request body.
+    body_bytes: longest request body. held_tokens: most tokens that a session of a client keeps.
     """
 
     model: str
@@ -58,6 +58,7 @@ class ServerOptions:
     body_bytes: int = 2**23
     most_sessions: int = 1024
     idle_seconds: float = float("inf")
+    held_tokens: int = 2**22
 
 
 class Server:

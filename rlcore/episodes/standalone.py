@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from rlcore.episodes.sessions import Limits, Renderers
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.source import answer_requests
 from rlcore.errors import DataError
-from rlcore.protocol import DataProto
+from rlcore.protocol import DataProto, Ragged
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +28,11 @@ log = logging.getLogger(__name__)
 class Standalone:
     """Makes a source that plays no episodes: its `play` answers the calls of a server, and returns without rows.
 
-    `ready` is called with the server's address. `held_tokens`: as in Limits.
+    `show` is called with a line about the server once it listens.
     """
 
     options: ServerOptions
-    ready: Callable[[str], None]
-    held_tokens: int
+    show: Callable[[str], None]
 
     def __call__(self, setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
         """Return the source for an engine."""
@@ -44,19 +45,22 @@ class _Answering:
         self._server, self._setup, self._engine = server, setup, engine
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
-        """Answer until a KeyboardInterrupt."""
-        setup, engine, calls = self._setup, self._engine, CallQueue(self._engine)
+        """Answer until Ctrl-C or SIGTERM."""
+        setup, engine, calls, options = self._setup, self._engine, CallQueue(self._engine), self._server.options
         limits = Limits(
             sampling,
             setup.prompt_len,
             turn_len=setup.env.turn_len,
-            held_tokens=self._server.held_tokens,
+            held_tokens=options.held_tokens,
             fixed=False,
         )
-        server = Server(self._server.options, calls, Renderers(setup), limits, seed=sampling.seed)
+        server = Server(options, calls, Renderers(setup), limits, seed=sampling.seed)
+        before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             server.start()
-            self._server.ready(server.url)
+            self._server.show(
+                f"serving {options.model} at {server.url}/v1; sessions: POST {server.url}/sessions; Ctrl-C ends it"
+            )
             while not calls.done:
                 try:
                     answer_requests(engine, calls)
@@ -68,6 +72,7 @@ class _Answering:
             calls.end()
             calls.fail(RequestError(503, "the server is ending", code="server_ending"))
         finally:
+            signal.signal(signal.SIGTERM, before)
             server.close()
         out = episode_columns([], engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")
@@ -75,3 +80,15 @@ class _Answering:
 
     def close(self) -> None:
         """See EpisodeSource."""
+
+
+def no_prompts() -> DataProto:
+    """Return a batch without rows for `play`."""
+    return DataProto.from_dict(
+        {"prompts": Ragged.from_list([], dtype=torch.int64), "sample_index": torch.zeros(0, dtype=torch.int64)},
+        {"uid": []},
+    )
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
