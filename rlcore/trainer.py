@@ -110,6 +110,10 @@ class _Preparation(ExitStack):
         self.enter_context(_logging_to(self.folder.path / LOG))
         for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
+        installed = plugins.rewards()
+        for reward in rewards:
+            if reward.name in installed and (on_start := installed[reward.name].on_start) is not None:
+                on_start()
 
 
 def _loaders(

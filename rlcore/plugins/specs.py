@@ -67,13 +67,15 @@ class RewardSpec:
     `score(prompt: str, response: str, answer: Any, **columns) -> float`, or with `batched=True` the same names as lists
     of equal length and a list of floats back. It runs in a reward worker's own subprocess. This loads the modules named
     by `imports` before the first call: list the modules that `score` imports when called, or their import counts as a
-    sample's time.
+    sample's time. `on_start()` is called once in the controller at a run's start, for an installed reward; it logs what
+    users should know, such as limits that this machine cannot enforce.
     """
 
     name: str
     score: Callable[..., Any]
     batched: bool = False
     imports: tuple[str, ...] = ()
+    on_start: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
