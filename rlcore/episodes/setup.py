@@ -22,7 +22,8 @@ class EpisodeSetup:
     """The environment of a run, the tools that it offers, and how the model's turns are read.
 
     `tools`: OpenAI function JSON. `resets`, `steps`: the environment's class has the method of that name. `play` makes
-    the source of episodes for an engine. `environment` is None where that needs none. `key` is equal for equal setups.
+    the source of episodes for an engine. `environment` is None where that needs none. `prompt_len`: most tokens of a
+    prompt. `folder`: in which agents run. `key` is equal for equal setups.
     """
 
     env: EnvConfig
@@ -35,6 +36,8 @@ class EpisodeSetup:
     resets: bool = True
     steps: bool = True
     system_prompt: str | None = None
+    prompt_len: int = 512
+    folder: str = ""
     key: str = ""
 
     @property
