@@ -32,7 +32,7 @@ class EnvironmentEpisodes:
         self.is_exact = not (setup.tools or setup.resets or setup.steps)
         self.renderer: TurnRenderer = setup.renderer()
         self._pool: EnvironmentPool | None = None
-        self.seconds = {"busy": 0.0, "idle": 0.0}
+        self._waited = 0.0
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """See EpisodeSource."""
@@ -41,16 +41,19 @@ class EnvironmentEpisodes:
             self._pool.start()
         played = _Batch(self.setup, self.renderer, self._pool, Prompts(batch, self.renderer, self.setup), sampling)
         try:
-            busy, idle = answer_requests(self.engine, played)
+            self._waited += answer_requests(self.engine, played)
         finally:
             played.release()
             self.engine.forget(played.kept)
-        self.seconds["busy"] += busy
-        self.seconds["idle"] += idle
         rows = played.rows()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
         return out
+
+    def waited(self) -> float:
+        """See EpisodeSource."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def close(self) -> None:
         """See EpisodeSource."""
