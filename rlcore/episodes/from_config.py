@@ -56,6 +56,7 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             offered=_offered(tools, tool_format, config),
             resets=hasattr(target, "reset"),
             steps=hasattr(target, "step"),
+            in_lockstep=config.trainer.deterministic,
             system_prompt=config.data.system_prompt,
             play=spec.play or EnvironmentEpisodes,
         )
