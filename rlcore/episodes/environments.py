@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.environment import EnvironmentFailure
+from rlcore.episodes.failures import failed_row, plays_again
 from rlcore.episodes.processes import EnvironmentPool
 from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rendering import TurnRenderer
@@ -20,8 +20,6 @@ from rlcore.episodes.source import LONGEST_WAIT, answer_requests
 from rlcore.episodes.tool_calls import BadCall, ToolCall, check_call
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
-
-log = logging.getLogger(__name__)
 
 
 class EnvironmentEpisodes:
@@ -291,13 +289,11 @@ class _Batch:
         """Play the episode again, with the same seed, or give it up."""
         self._leave(episode)
         episode.again()
-        if episode.attempts <= self._env.retries:
-            log.info("episode %s failed and is played again: %s", self._prompts.name(episode.row), failure)
+        if plays_again(self._prompts.name(episode.row), failure, episode.attempts, self._env):
             self._waiting.appendleft(episode)
             return
-        error = {"cause": str(failure), "traceback": failure.traceback, "attempts": episode.attempts}
         empty = self._prompts.conversation(episode.row, None)
-        self._rows[episode.row] = [EpisodeRow(episode.row, 0, empty, "failed", error=error)]
+        self._rows[episode.row] = [failed_row(episode.row, empty, failure, episode.attempts)]
 
     def _leave(self, episode: _Episode) -> None:
         del self._open[episode.id]
