@@ -78,11 +78,13 @@ class Renderers:
 class Answer:
     """A node of the tree: a conversation up to an answer of the policy.
 
-    `digest` names the conversation's messages in the client's form. `order`: the number of the answer among those to
-    the same prompt. `ended`: its tokens end with an end token. `text` and `tokens`: of a completion, to continue it.
+    `request`: its id in the engine. `digest` names the conversation's messages in the client's form. `order`: the
+    number of the answer among those to the same prompt. `ended`: its tokens end with an end token. `text` and
+    `tokens`: of a completion, to continue it.
     """
 
     conversation: Conversation
+    request: str
     digest: bytes
     order: int
     ended: bool
@@ -114,6 +116,8 @@ class Session:
     `key` determines the noise of all its answers. An answer's noise is named by its whole prompt in tokens and by its
     number among the answers to that prompt, so it does not depend on the order of calls that run at the same time. The
     first answer to `own_prompt`, with the run's sampling, draws the noise of `key` itself, as `generate` does.
+
+    `kept`: requests of which the engine may keep keys and values; only in a run, where sessions end soon.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Session:
         self.pending = 0
         self.active = time.monotonic()
         self.held = 0
+        self.keeps, self.kept = limits.fixed and limits.max_turns > 1, list[str]()
         self._renderers, self._own_prompt = renderers, own_prompt
         self._answers: list[Answer] = []
         self._known: dict[bytes, Answer] = {}
@@ -164,10 +169,12 @@ class Session:
         self._asked[name] = order + call.choices
         self._turns += call.choices
         self.calls += 1
+        after = None if parent is None or not self.keeps else parent.request
         requests = [
-            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling)
+            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling, keep=self.keeps, after=after)
             for at, key in enumerate(self._keys(call, name, order, prompt, sampling))
         ]
+        self.kept += [request.id for request in requests if request.keep]
         self.pending += 1
         return Pending(call, parent, branch, digest, order, renderer, requests, prompt)
 
@@ -345,6 +352,7 @@ class Session:
             ]
         answer = Answer(
             conversation=branch,
+            request=row.id,
             digest=_digest(pending.digest, _written(read_message(shown))),
             order=order,
             ended=row.reason == "end",
