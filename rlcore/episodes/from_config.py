@@ -58,6 +58,7 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             offered=_offered(tools, tool_format, config),
             resets=hasattr(target, "reset"),
             steps=hasattr(target, "step"),
+            in_lockstep=config.trainer.deterministic,
             system_prompt=config.data.system_prompt,
             prompt_len=config.data.prompt_len,
             folder=os.getcwd(),
