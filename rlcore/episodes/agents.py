@@ -53,7 +53,7 @@ class AgentEpisodes:
         self._calls = CallQueue(engine)
         self._server: Server | None = None
         self._key = secrets.token_hex(16)
-        self.seconds = {"busy": 0.0, "idle": 0.0}
+        self._waited = 0.0
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """See EpisodeSource."""
@@ -68,19 +68,22 @@ class AgentEpisodes:
         work = self._server.run(played.play())
         work.add_done_callback(lambda _: self._calls.end())
         try:
-            busy, idle = answer_requests(self.engine, self._calls)
+            self._waited += answer_requests(self.engine, self._calls)
         except BaseException:
             self._calls.fail(RequestError(503, "the run ends", code="server_ending"))
             raise
         finally:
             self._server.run(played.stop()).result()
             self._calls.poll(0.0)  # what the last sessions had kept is forgotten
-        self.seconds["busy"] += busy
-        self.seconds["idle"] += idle
         rows = work.result()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
         return out
+
+    def waited(self) -> float:
+        """See EpisodeSource."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def close(self) -> None:
         """See EpisodeSource."""

@@ -78,6 +78,10 @@ class _Answering:
         out["episode_row"] = batch.view("episode_row")
         return out
 
+    def waited(self) -> float:
+        """See EpisodeSource."""
+        return 0.0
+
     def close(self) -> None:
         """See EpisodeSource."""
 
