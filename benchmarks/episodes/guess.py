@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rlcore import DatasetSpec, EnvironmentSpec, hookimpl
-from rlcore.config.schema import DataConfig
+from rlcore import DataConfig, DatasetSpec, EnvironmentSpec, hookimpl
 from rlcore.episodes import Observation
 
 RLCORE_API = 1

@@ -11,11 +11,12 @@ import pytest
 
 import rlcore
 import rlcore.engine
+import rlcore.episodes
 import rlcore.planning
 import rlcore.workers
 
 ROOT = Path(__file__).parents[2]
-LIGHT = {"rlcore": rlcore, "rlcore.engine": rlcore.engine}
+LIGHT = {"rlcore": rlcore, "rlcore.engine": rlcore.engine, "rlcore.episodes": rlcore.episodes}
 PUBLIC = {**LIGHT, "rlcore.planning": rlcore.planning, "rlcore.workers": rlcore.workers}
 """The modules whose `__all__` plugins may import; of `rlcore.ops` they may import everything."""
 PLUGIN_FILES = sorted(
