@@ -1,6 +1,7 @@
 """The suite of environments finds what it is for: each broken environment by the check of that property."""
 
 import importlib.util
+import json
 import random
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from rlcore_plugin_testing.environment.script import arguments_for
 from rlcore_plugin_testing.suites import open_suite
 
 from rlcore import PluginError
+from rlcore.cli import main
 from rlcore.episodes.tool_schema import schemas_of
 
 FILE = Path(__file__).parent / "fixtures" / "broken_environments.py"
@@ -87,6 +89,20 @@ def test_arguments_fit_the_schemas_of_type_hints():
     for arguments in given:
         jsonschema.validate(arguments, schema["function"]["parameters"])
     assert {"most" in arguments for arguments in given} == {True, False}
+
+
+@pytest.mark.e2e
+def test_the_command_takes_a_script(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    keys = [f"env.path={FILE}:Guess", "data=file", f"data.path={tmp_path / 'data'}"]
+    words = [word for key in keys for word in ("--set", key)]
+    assert main(["plugins", "test", "env=file", "--script", f"{__file__}:guess", *words]) == 0
+    out = capsys.readouterr().out
+    assert "pass  episodes                16 rows, " in out
+    assert main(["plugins", "test", "env=file", "--script", f"{__file__}:gues", *words]) == 2
+    assert "has no function 'gues'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "llama", "json"])

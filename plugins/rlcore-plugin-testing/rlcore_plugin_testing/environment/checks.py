@@ -170,20 +170,25 @@ def _expect_masks(played: Played, number: int) -> int:
 
 
 def _engine_rows(played: Played, number: int) -> list[tuple[int, Finished]]:
-    """Return the engine's rows of a row's turns, each with the place of its first token in the response."""
+    """Return the engine's rows of a row's turns, each with the place of its first token in the response.
+
+    Of several rows with the same tokens, those of a group's other episodes, it takes one with equal log-probs.
+    """
     out = played.out
-    sampled = {(request.prompt, tuple(row.tokens)): row for request, row in played.turns}
     prompt, response = out["prompts"][number].tolist(), out["responses"][number].tolist()
-    mask, found, at = out["response_mask"][number].tolist(), [], 0
+    mask, log_probs = out["response_mask"][number].tolist(), out["rollout_log_probs"][number]
+    found, at = [], 0
     for end, turn in zip(out["turn_ends"][number].tolist(), _turns(out, number), strict=True):
         begin = next((place for place in range(at, end) if mask[place]), end)
-        row = sampled.get(((*prompt, *response[:begin]), tuple(turn)))
-        if row is None:
+        before = (*prompt, *response[:begin])
+        same = [row for request, row in played.turns if request.prompt == before and list(row.tokens) == turn]
+        if not same:
             raise CheckFailed(
                 f"row {number}: the {len(turn)} tokens with response_mask 1 from number {begin} up to the end of the "
                 f"turn at {end} are none that the engine sampled after the {begin} before them"
             )
-        found.append((begin, row))
+        own = log_probs[begin : begin + len(turn)]
+        found.append((begin, min(same, key=lambda row: float((torch.tensor(row.log_probs) - own).abs().max()))))
         at = end
     return found
 
