@@ -24,7 +24,7 @@ from rlcore.data.chat import NO_TOOLS, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
-from rlcore.episodes.from_config import default_reward, episode_setup
+from rlcore.episodes.from_config import default_reward, environment_files, episode_setup
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
@@ -54,7 +54,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     """
     checked = checked or preflight(config, plugins)
     algorithm = checked.algorithm
-    dataset = plugins.datasets()[config.data.name]
+    dataset = plugins.datasets()[config.data.name].bound(config)
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
     episodes = episode_setup(config, plugins)
@@ -108,8 +108,12 @@ class _Preparation(ExitStack):
         self.folder = open_folder(path, config, plugins)
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
-        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward)]:
+        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
+        installed = plugins.rewards()
+        for reward in rewards:
+            if reward.name in installed and (on_start := installed[reward.name].on_start) is not None:
+                on_start()
 
 
 def _loaders(
@@ -131,7 +135,8 @@ def _loaders(
                 f"data set {settings.name!r} of {name!r} is not installed.{did_you_mean(settings.name, known)} "
                 f"Installed: {', '.join(known)}"
             )
-        loaders[name] = PromptLoader(settings, known[settings.name], tokenizer, seed=config.trainer.seed, tools=tools)
+        dataset = known[settings.name].bound(config)
+        loaders[name] = PromptLoader(settings, dataset, tokenizer, seed=config.trainer.seed, tools=tools)
     loaders["train"].check_rows(algorithm.check_row)
     return loaders
 

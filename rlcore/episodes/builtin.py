@@ -7,10 +7,14 @@ import operator
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore import Config, ConfigError, EnvironmentSpec, ToolFormatSpec, hookimpl
 from rlcore.config.environment import EnvConfig
+
+if TYPE_CHECKING:
+    from rlcore.engine.rollout import EpisodeSource, RolloutEngine
+    from rlcore.episodes.setup import EpisodeSetup
 
 RLCORE_API = 1
 
@@ -120,10 +124,19 @@ def _loaded(path: str, changed: int) -> Any:
     return load_from_file(path)[0]
 
 
-def _check_path(config: Config) -> None:
-    env = config.section(EnvConfig)
-    if env.path is not None and env.name != "file":
-        raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={env.name}")
+def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
+    from rlcore.episodes.agents import AgentEpisodes
+
+    return AgentEpisodes(setup, engine)
+
+
+def _check_agent(config: Config) -> None:
+    from rlcore.episodes.serve_options import require_server
+
+    require_server("env=agent")
+    from rlcore.episodes.agents import check_command
+
+    check_command(config.section(EnvConfig))
 
 
 @hookimpl
@@ -134,6 +147,7 @@ def rlcore_environments() -> list[EnvironmentSpec]:
         EnvironmentSpec("calculator", Calculator),
         EnvironmentSpec("python", Python),
         EnvironmentSpec("file", load=_load_file),
+        EnvironmentSpec("agent", play=_play_agents, scores=True, check=_check_agent),
     ]
 
 

@@ -67,10 +67,12 @@ def main() -> None:
     except BaseException as error:  # SystemExit too
         text, trace = describe(error)
         reply = {"error": text, "traceback": trace}
+    # From here on this process watches the parent, and ends more than itself. Before the reply: the signal comes also
+    # at the end of the parent's thread that started this process.
+    _prctl(_PR_SET_PDEATHSIG, 0)
     body = json.dumps(reply).encode()
     control.sendall(HEADER.pack(0, len(body)) + body)
     if not reply:
-        _prctl(_PR_SET_PDEATHSIG, 0)  # from here on the parent's end is seen, and ends more than this process
         _ForkServer(control, parent, memory_mb, environment).serve()
 
 
@@ -171,7 +173,7 @@ class _ForkServer:
             if os.getppid() != server:
                 os._exit(1)
             _limit_memory(self._memory_mb)
-            _Slot(socket.socket(fileno=descriptor), *self._environment).serve()
+            _SlotProcess(socket.socket(fileno=descriptor), *self._environment).serve()
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
@@ -265,7 +267,7 @@ def _limit_memory(megabytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-class _Slot:
+class _SlotProcess:
     """One environment process: episodes one after the other, a new environment object each."""
 
     def __init__(self, connection: socket.socket, target: type, config: Any) -> None:

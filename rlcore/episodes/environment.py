@@ -59,8 +59,8 @@ def tool_names(target: type) -> list[str]:
 
 
 def _is_method(target: type, name: str) -> bool:
-    value = getattr(target, name, None)
-    return callable(value) and not inspect.isclass(value)
+    found = inspect.getattr_static(target, name)
+    return inspect.isfunction(found) or isinstance(found, (staticmethod, classmethod))
 
 
 def as_class(target: Any) -> type:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.environments import EnvironmentEpisodes
 from rlcore.episodes.processes import pack
 from rlcore.episodes.setup import EpisodeSetup
@@ -54,11 +57,23 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             tool_format=tool_format,
             offered=_offered(tools, tool_format, config),
             resets=hasattr(target, "reset"),
-            is_single_turn=not (tools or hasattr(target, "reset") or hasattr(target, "step") or spec.play),
+            steps=hasattr(target, "step"),
+            in_lockstep=config.trainer.deterministic,
             system_prompt=config.data.system_prompt,
+            prompt_len=config.data.prompt_len,
+            folder=os.getcwd(),
             play=spec.play or EnvironmentEpisodes,
         )
     )
+
+
+def server_setup(
+    config: Config, plugins: PluginManager, play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource]
+) -> EpisodeSetup:
+    """Return a setup without an environment, for `rlcore serve`."""
+    tool_format = _tool_format(config, plugins)
+    env, model = config.section(EnvConfig), config.model
+    return EpisodeSetup(env, model, None, (), tool_format, OfferedTools(), play, prompt_len=config.data.prompt_len)
 
 
 def _with_key(setup: EpisodeSetup) -> EpisodeSetup:
@@ -94,13 +109,16 @@ def check_environment(config: Config, plugins: PluginManager) -> None:
     """Raise ConfigError for settings of episodes that cannot work together."""
     name = environment_of(config)
     if not name:
+        _check_unused(config)
         return
+    env = config.section(EnvConfig)
+    if env.path is not None and name != "file":
+        raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={name}")
     if config.rollout.tp > 1:
         raise ConfigError(
             f"env={name} with rollout.tp={config.rollout.tp}: the ranks that share a row would have to see each answer "
             "of the environment at the same time; set rollout.tp=1, or leave out env"
         )
-    env = config.section(EnvConfig)
     if env.turn_len > config.rollout.response_len:
         raise ConfigError(
             f"env.turn_len={env.turn_len} is more than rollout.response_len={config.rollout.response_len}, the limit "
@@ -109,3 +127,20 @@ def check_environment(config: Config, plugins: PluginManager) -> None:
     check = plugins.specs(EnvironmentSpec)[name].check
     if check is not None:
         check(config)
+
+
+def _check_unused(config: Config) -> None:
+    """Raise ConfigError for keys `env.*` of a run without an environment: they would do nothing."""
+    env = config.sections.get("env", EnvConfig())
+    for field in fields(EnvConfig):
+        if (value := getattr(env, field.name)) != getattr(EnvConfig(), field.name):
+            raise ConfigError(f"env.{field.name}={value} without an environment does nothing; choose one with env=NAME")
+
+
+def environment_files(config: Config) -> list[tuple[Path, str]]:
+    """Return path and sha256 (hex) of the file named by `env.path`, if there is one."""
+    env = config.sections.get("env", EnvConfig())
+    if env.path is None:
+        return []
+    file = Path(env.path.rpartition(":")[0]).expanduser()
+    return [(file, hashlib.sha256(file.read_bytes()).hexdigest())]

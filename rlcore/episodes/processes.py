@@ -27,6 +27,7 @@ Answer = dict[str, Any] | EnvironmentFailure
 
 _log = logging.getLogger(__name__)
 _SEND_TIMEOUT = 60.0  # seconds until a slot's process runs and has its request
+_PROGRESS_TIMEOUT = 5.0  # seconds between two parts of a request or an answer: this process may come late to them
 _STATUS_TIMEOUT = 1.0  # seconds between the end of a slot's connection and the notice of how its process ended
 _ANSWERS = {
     "reset": {"prompt", "seat"},
@@ -100,7 +101,7 @@ class EnvironmentPool:
             self._server = server = ForkServer(self._environment, self._memory_mb, self._keep_env)
             self._selector = selectors.DefaultSelector()
             self._selector.register(server.control, selectors.EVENT_READ)
-            self._end = weakref.finalize(self, _end, os.getpid(), self._slots, server, self._selector)
+            self._end = weakref.finalize(self, _end, self._slots, server, self._selector)
 
     @property
     def free(self) -> int:
@@ -220,6 +221,7 @@ class EnvironmentPool:
             while slot.outgoing:
                 slot.outgoing = slot.outgoing[slot.connection.send(slot.outgoing) :]
         except BlockingIOError:
+            slot.deadline = max(slot.deadline, time.monotonic() + _PROGRESS_TIMEOUT)
             self._selector.modify(slot.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
             return
         except (BrokenPipeError, ConnectionResetError):  # reading its end says why
@@ -282,6 +284,8 @@ class EnvironmentPool:
             try:
                 part = slot.connection.recv(2**18)
             except BlockingIOError:
+                if slot.incoming:
+                    slot.deadline = max(slot.deadline, time.monotonic() + _PROGRESS_TIMEOUT)
                 return
             except ConnectionResetError:
                 part = b""
@@ -297,7 +301,7 @@ class EnvironmentPool:
             if not slot.call or number != slot.number or length > MOST_REPLY:
                 self._lose(slot, "sent no proper answer")
                 return
-            if len(slot.incoming) == HEADER.size + length:
+            if len(slot.incoming) >= HEADER.size + length:  # more is a fault, and not JSON
                 reply = _reply(slot.incoming[HEADER.size :], slot.call)
                 slot.incoming = bytearray()
                 self._answered(slot, reply)
@@ -378,10 +382,9 @@ def _reply(body: bytearray, method: str) -> dict[str, Any] | None:
     return reply if reply.keys() in ({"error", "traceback", "spent"}, _ANSWERS[method]) else None
 
 
-def _end(owner: int, slots: dict[int, _Slot], server: ForkServer, selector: selectors.BaseSelector) -> None:
-    """End a pool's processes, but not from a copy of the owner that was forked."""
+def _end(slots: dict[int, _Slot], server: ForkServer, selector: selectors.BaseSelector) -> None:
+    """End a pool's processes. In a forked copy of the owner this closes the copy's descriptors only."""
     for slot in slots.values():
         slot.connection.close()
     selector.close()
-    if os.getpid() == owner:
-        server.close()
+    server.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.environment import EnvConfig
@@ -13,6 +13,8 @@ from rlcore.episodes.rendering import TurnRenderer
 from rlcore.protocol import DataProto
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlcore.episodes.setup import EpisodeSetup
 
 CUT = " [...] "
@@ -23,7 +25,7 @@ class Prompts:
     """The rows of one batch. Reads `prompts`, `uid`, `sample_index`, `prompt_text` and all object columns."""
 
     def __init__(self, batch: DataProto, renderer: TurnRenderer, setup: EpisodeSetup) -> None:
-        self._renderer = renderer
+        self._renderer, self._special = renderer, special_tokens(renderer.tokenizer)
         self._encoder = PromptEncoder(renderer.tokenizer, setup.system_prompt, setup.offered)
         self._tokens = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
         self._names = list(zip(map(str, batch.view("uid")), map(int, batch.view("sample_index")), strict=True))
@@ -50,6 +52,23 @@ class Prompts:
         found = {name: values[row] for name, values in self._columns.items()}
         return {"prompt": found.get("prompt_text"), **found}
 
+    def readable(self, message: Mapping[str, Any], env: EnvConfig) -> Message:
+        """Return an environment's message as the policy gets it.
+
+        Its content is plain text of at most `env.observation_len` tokens, with a mark where the rest was.
+        """
+        content, most = plain_text(message["content"], self._special), env.observation_len
+        message = {**message, "content": content}
+        if len(content) <= most:  # a token has at least one character
+            return message
+        tokenizer = self._renderer.tokenizer
+        ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
+        if len(ids) <= most:
+            return message
+        first = {"start": 0, "middle": most // 2, "end": most}[env.observation_cut]
+        kept = [tokenizer.decode(part) for part in (ids[:first], ids[len(ids) - (most - first) :])]
+        return {**message, "content": CUT.join(kept)}
+
     def conversation(self, row: int, opening: str | list[Message] | None) -> Conversation:
         """Return a new conversation about a row.
 
@@ -60,10 +79,11 @@ class Prompts:
         if not opening:
             return Conversation(self._tokens[row], messages, len(messages))
         if isinstance(opening, str):
+            opening = plain_text(opening, self._special)
             last = max(at for at, message in enumerate(messages) if message["role"] == "user")
             messages[last] = {**messages[last], "content": messages[last]["content"] + opening}
         else:
-            messages = list(opening)
+            messages = [{**each, "content": plain_text(each["content"], self._special)} for each in opening]
         return Conversation(tuple(self._renderer.prompt(messages)), messages, len(messages))
 
     def _messages(self, row: int) -> list[Message]:
@@ -72,15 +92,17 @@ class Prompts:
         return [dict(each) for each in self._encoder.messages(messages or self._columns["prompt_text"][row])]
 
 
-def cut_message(message: Mapping[str, Any], renderer: TurnRenderer, env: EnvConfig) -> Message:
-    """Return the message with at most `env.observation_len` tokens of its content, and the mark of a cut."""
-    content, most = message["content"], env.observation_len
-    if len(content) <= most:  # a token has at least one character
-        return dict(message)
-    tokenizer = renderer.tokenizer
-    ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
-    if len(ids) <= most:
-        return dict(message)
-    first = {"start": 0, "middle": most // 2, "end": most}[env.observation_cut]
-    kept = [tokenizer.decode(part) for part in (ids[:first], ids[len(ids) - (most - first) :])]
-    return {**message, "content": CUT.join(kept)}
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of a tokenizer's special tokens."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def plain_text(text: str, special: Sequence[str]) -> str:
+    """Return the text with a space inside of each special token's text, such as <|im_end|>.
+
+    An environment's text could otherwise end its own turn and write the next one, as the policy or as the system.
+    """
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+    return text

@@ -23,7 +23,7 @@ DECODER = json.JSONDecoder()
 CALL_START = re.compile(r'\s*\[?\s*\{\s*"(?:name|function|tool_calls)"\s*:')
 """JSON that begins so is meant as a call, even if it is cut or wrong."""
 WHITE = re.compile(r"\s*")
-REASONING = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 Span = tuple[int, int]
 Found = tuple[Span, Any]
@@ -96,7 +96,7 @@ class LlamaFormat:
 
     def parse(self, text: str, turn: int = 0) -> Turn:
         """See ToolFormat. Several calls are separated by semicolons; other JSON than a call is content."""
-        start = _after_reasoning(text, self.tag)
+        start = _after_reasoning(text, self.tag if self.tag in text else "")
         tag = text.find(self.tag, start)
         if tag >= 0:
             (_, first), *more = _sequence(text, tag + len(self.tag))
@@ -184,7 +184,7 @@ def check_call(call: ToolCall, schemas: Sequence[dict[str, Any]]) -> BadCall | N
         return BadCall(f"Error: unknown tool {call.name[:SHOWN]!r}.{hint} Tools: {tools}", text, call.id)
     schema = _with_null(parameters[call.name])
     if "properties" in schema or not schema:
-        pass
+        schema = {"additionalProperties": False, **schema}
     # An empty registry, so that no reference in a schema is fetched from the network.
     fault = best_match(Draft202012Validator(schema, registry=Registry()).iter_errors(call.arguments))
     if fault is None:
@@ -210,8 +210,9 @@ def _with_null(schema: Any) -> Any:
 
 def _read(text: str, place: int) -> tuple[Any, int]:
     """Return the JSON value that starts at a place of the text, and its end; a ValueError and `place` for a fault."""
-    white = WHITE.match(text, place)
-    start = white.end() if white else place
+    start = _after_white(text, place)
+    if not text.startswith(("{", "["), start):  # before the decoder, whose errors count the lines of the whole text
+        return ValueError("is not valid JSON: no { at its start"), place
     try:
         return DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -228,10 +229,12 @@ def _tagged(text: str, place: int, opening: str, closing: str) -> Iterator[tuple
         if opened["reasoning"] is not None:
             continue
         value, end = _read(text, place)
-        closed = text.find(closing, end)
-        reopened = text.find(opening, end)
-        if closed < 0 or 0 <= reopened < closed:
-            stop = after = reopened if reopened >= 0 else len(text)
+        # A tag that opens again was not closed; a fence cannot, since its opening and closing look alike.
+        reopened = text.find(opening, end) if opening == "<tool_call>" else -1
+        limit = reopened if reopened >= 0 else len(text)
+        closed = text.find(closing, end, limit)
+        if closed < 0:
+            stop = after = limit
             fault = f"is not closed with {closing}"
         else:
             stop, after = closed, closed + len(closing)
@@ -292,8 +295,13 @@ def _unopened_reasoning(text: str, opening: str) -> int:
 
 def _after_reasoning(text: str, opening: str) -> int:
     start = _unopened_reasoning(text, opening)
-    reasoning = REASONING.match(text, start)
+    reasoning = REASONING.match(text, _after_white(text, start))
     return reasoning.end() if reasoning else start
+
+
+def _after_white(text: str, place: int) -> int:
+    white = WHITE.match(text, place)
+    return white.end() if white else place
 
 
 # ---- calls ----

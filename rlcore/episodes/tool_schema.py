@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlcore.episodes.environment import tool_names
 from rlcore.errors import ConfigError
 
-NOT_TOOLS = frozenset({"reset", "step", "score", "get_reward", "close"})
-"""The methods of an environment that the model cannot call."""
 EXAMPLE = '"""What it does.\\n\\nArgs:\\n    name: What the argument is.\\n"""'
 
 TYPES = "give every argument a type hint of int, float, str, bool, list, dict, Literal or a union of them"
@@ -53,18 +52,10 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 def tool_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return a class's tools by name, base classes' first, in the order of their definition.
 
-    Tools are all public methods but `reset`, `step`, `score`, `get_reward` and `close`; static, class and
-    asynchronous methods too. Properties and other attributes are not.
+    Tools are all public methods but those of NOT_TOOLS (`reset`, `step`, ...); static, class and asynchronous methods
+    too, properties not.
     """
-    names = {name: None for base in reversed(cls.__mro__[:-1]) for name in vars(base)}  # a dict keeps the order
-    kinds = (staticmethod, classmethod)
-    return {
-        name: getattr(cls, name)
-        for name in names
-        if not name.startswith("_") and name not in NOT_TOOLS
-        for found in [inspect.getattr_static(cls, name)]
-        if inspect.isfunction(found) or isinstance(found, kinds)
-    }
+    return {name: getattr(cls, name) for name in tool_names(cls)}
 
 
 def schemas_of(tools: type | Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -73,7 +64,10 @@ def schemas_of(tools: type | Callable[..., Any] | Sequence[Callable[..., Any]]) 
     Raises ConfigError as `function_schema` does, and for two functions of one name.
     """
     if isinstance(tools, type):
-        return [function_schema(method) for method in tool_methods(tools).values()]
+        schemas = [function_schema(method) for method in tool_methods(tools).values()]
+        for name, schema in zip(tool_methods(tools), schemas, strict=True):
+            schema["function"]["name"] = name  # the attribute's, which calls go by; a function's may differ
+        return schemas
     functions: Sequence[Any] = tools if isinstance(tools, list | tuple) else [tools]
     schemas = [function_schema(each) for each in functions]
     names = [schema["function"]["name"] for schema in schemas]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlcore import RewardSpec, hookimpl
 from rlcore.rewards.arithmetic import arithmetic
+from rlcore.rewards.code import code, log_isolation
 from rlcore.rewards.environment import environment
 from rlcore.rewards.gsm8k import gsm8k, gsm8k_flexible
 from rlcore.rewards.math import math
@@ -13,11 +14,12 @@ RLCORE_API = 1
 
 @hookimpl
 def rlcore_rewards() -> list[RewardSpec]:
-    """Return the rewards for arithmetic, GSM8K (strict and flexible) and mathematics."""
+    """Return the rewards for arithmetic, GSM8K (strict and flexible), mathematics, programs and episodes."""
     return [
         RewardSpec("arithmetic", arithmetic),
         RewardSpec("environment", environment),
         RewardSpec("gsm8k", gsm8k),
         RewardSpec("gsm8k_flexible", gsm8k_flexible),
         RewardSpec("math", math, imports=("math_verify",)),
+        RewardSpec("code", code, on_start=log_isolation),
     ]

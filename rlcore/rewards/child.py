@@ -1,4 +1,4 @@
-"""The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by sandbox.py.
+"""The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by process.py.
 
 It reads request frames from standard input (8 bytes of length, then the parent's pickle). It answers each with one
 frame (8 bytes of length, then JSON) on its original standard output:

@@ -10,7 +10,7 @@ from typing import Any
 from rlcore.config.schema import RewardConfig
 from rlcore.errors import ConfigError
 from rlcore.rewards.compose import WeightedReward
-from rlcore.rewards.sandbox import FLOAT32_MAX, RewardFailure, RewardProcess
+from rlcore.rewards.process import FLOAT32_MAX, RewardFailure, RewardProcess
 
 _log = logging.getLogger(__name__)
 

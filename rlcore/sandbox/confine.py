@@ -139,6 +139,14 @@ def become(uid: int) -> None:
         raise OSError(error.errno, f"own user: {error.strerror}") from error
 
 
+def give(folder: str, uid: int) -> None:
+    """Make that user the owner of a folder. Only root can."""
+    try:
+        os.chown(folder, uid, uid)
+    except OSError as error:
+        raise OSError(error.errno, f"own user: {error.strerror}") from error
+
+
 def drop_rights() -> None:
     """Give up all capabilities, now and for programs that are started."""
     for number in range(64):

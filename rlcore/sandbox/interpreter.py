@@ -37,16 +37,17 @@ class Interpreter:
     def execute(self, code: str) -> Result:
         """Run code in the session; the value of a last line that is an expression is shown, unless it is None.
 
-        `Result.status` is 0, or 1 when the code raised an exception, whose traceback is in `stderr`. When the process
-        ended, it is the process's status, or None if it was stopped, and `cause` says that the state is lost. Output
-        that threads or processes of earlier code have written since belongs to this result.
+        `Result.status` is 0, or 1 when the code raised an exception, whose traceback is in `stderr`. It is None when
+        the process was stopped or ended by itself, with any status; `cause` says how, and that the state is lost.
+        Output that threads or processes of earlier code have written since belongs to this result.
 
         Raises SandboxError when a process cannot be set up.
         """
         process = self._process = self._process or self._start()
         process.restart_output()
         token = secrets.token_hex(16)
-        process.send(json.dumps({"id": token, "code": code}).encode() + b"\n")
+        text = code.encode(errors="replace")
+        process.send(f"{token}{len(text):016x}".encode() + text)
         in_time = process.pump(time.monotonic() + self.limits.seconds, lambda: b"\n" in process.replies)
         error = _take_reply(process, token)
         if error is None:
@@ -75,13 +76,14 @@ class Interpreter:
         return process
 
     def _lost(self, process: Process, in_time: bool) -> Result:
-        """Say why there was no reply. A process that has not ended yet is killed."""
+        """Say why there was no reply. A process that has not ended yet is killed.
+
+        Its status is none of the code's: an exit in the middle of the code with status 0 is no end of the code.
+        """
         self.close()
-        status, cause = None, f"took longer than {self.limits.seconds:g} s"
-        if in_time:
-            status, cause = process.how_it_ended()
-        cause += "; the session's state is lost"
-        return Result(text_of(process.out), text_of(process.err), status, not in_time, process.cut, cause)
+        how = process.how_it_ended()[1] if in_time else f"took longer than {self.limits.seconds:g} s"
+        cause = f"{how}; the session's state is lost"
+        return Result(text_of(process.out), text_of(process.err), None, not in_time, process.cut, cause)
 
     def __enter__(self) -> Interpreter:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -66,6 +67,12 @@ class Isolation:
         first = f"model-written code runs isolated by {self.mechanism}"
         return [first, *map(str, self.guards), *(f"not possible here: {reason}" for reason in self.refused)]
 
+    def log(self, logger: logging.Logger) -> None:
+        """Log `lines()`, those that say what this machine cannot enforce as warnings."""
+        lacking = {str(guard) for guard in self.guards if not guard.held}
+        for line in self.lines():
+            logger.log(logging.WARNING if line in lacking else logging.INFO, "%s", line)
+
 
 @cache
 def isolation() -> Isolation:
@@ -128,7 +135,8 @@ def _settle(plan: Plan, refused: list[str]) -> Plan | None:
 
 _ATTACKS = """
 import json, os, socket, sys
-port, parent, secret, public, target, memory_mb = json.loads(sys.stdin.read())
+port, path, parent, secret, public, target, memory_mb = json.loads(sys.stdin.read())
+local = ("127.0.0.1", port)
 
 def works(attack):
     try:
@@ -137,12 +145,20 @@ def works(attack):
         return False
     return True
 
+def connect(family, kind, address):
+    with socket.socket(family, kind) as connection:
+        connection.settimeout(2)
+        connection.connect(address)
+        connection.send(b"x")
+
 def write():
     with open(target, "w") as file:
         file.write("x")
 
 print(json.dumps({
-    "connect": works(lambda: socket.create_connection(("127.0.0.1", port), 2).close()),
+    "tcp": works(lambda: connect(socket.AF_INET, socket.SOCK_STREAM, local)),
+    "udp": works(lambda: connect(socket.AF_INET, socket.SOCK_DGRAM, local)),
+    "unix": works(lambda: connect(socket.AF_UNIX, socket.SOCK_STREAM, path)),
     "read secret": works(lambda: open(secret).close()),
     "read public": works(lambda: open(public).close()),
     "write": works(write),
@@ -171,12 +187,19 @@ os._exit(0)
 
 
 def _attack(plan: Plan, refused: tuple[str, ...]) -> Isolation:
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        path = f"{folder}/socket"
+        unix.bind(path)
+        unix.listen()
         secret = Path(folder) / "secret"
         secret.write_text("s")
         secret.chmod(0o600)
         target = Path(tempfile.gettempdir()) / f"rlcore-probe-{os.urandom(8).hex()}"  # a place open to all users
-        given = [listener.getsockname()[1], os.getpid(), str(secret), "/etc/passwd", str(target), _TRY.memory_mb]
+        given = [tcp.getsockname()[1], path, os.getpid(), str(secret), "/etc/passwd", str(target), _TRY.memory_mb]
         result = run_once(plan, _ATTACKS, json.dumps(given), _TRY, {})
         written = target.exists()
         target.unlink(missing_ok=True)
@@ -188,7 +211,7 @@ def _attack(plan: Plan, refused: tuple[str, ...]) -> Isolation:
     bomb = run_once(plan, _BOMB, "", _TRY, {})
     return Isolation(
         plan,
-        network=_network(plan, did["connect"]),
+        network=_network(plan, [kind for kind in ("tcp", "udp", "unix") if did[kind]]),
         files=_files(plan, did["read secret"], did["read public"], written),
         processes=_processes(plan, signalled, bomb),
         memory=_memory(did["allocate"]),
@@ -197,10 +220,10 @@ def _attack(plan: Plan, refused: tuple[str, ...]) -> Isolation:
     )
 
 
-def _network(plan: Plan, connected: bool) -> Guard:
+def _network(plan: Plan, connected: list[str]) -> Guard:
     layers = [] if plan.mechanism == "limits" else ["a network namespace"]
     layers += ["a filter that refuses sockets (seccomp)"] if plan.seccomp else []
-    lacks = "code can connect to this host and to others"
+    lacks = f"code can connect to this host and others ({', '.join(connected)})"
     return Guard("network", not connected, lacks if connected else " and ".join(layers))
 
 

@@ -39,7 +39,7 @@ class Result:
 
     stdout, stderr: text; bytes that are not UTF-8 are replaced.
     status: the exit status, negative for the signal that killed the process; in a session 0, or 1 after an exception;
-    None when the run was stopped.
+    None when the code was stopped, or ended the session's process.
     timed_out: it took longer than `Limits.seconds`.
     cut: `stdout` or `stderr` lacks what came after `Limits.output_kb`.
     cause: in words, what ended it.

@@ -74,7 +74,7 @@ def command_of(plan: Plan, limits: Limits, descriptors: list[int]) -> list[str]:
     inner = [python.program, "-I", "-S", "-X", "utf8", "-c", code, *map(str, descriptors)]
     if not bwrap:
         return inner
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--new-session", "--clearenv"]
     command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
     for path in python.read_only:
         command += ["--ro-bind", path, path]

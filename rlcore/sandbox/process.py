@@ -68,6 +68,8 @@ class Process:
             )
         except OSError as error:
             self._close_pipes()
+            if self._folder is not None:
+                _remove(self._folder)
             raise SandboxError(f"cannot start {command[0]}: {error}") from error
         for descriptor in inherited:
             self._close(descriptor)
@@ -117,9 +119,9 @@ class Process:
         os.set_blocking(descriptor, False)
         self._writes[descriptor] = self._writes.get(descriptor, b"") + data
 
-    def send(self, line: bytes) -> None:
+    def send(self, request: bytes) -> None:
         """Queue a request of a session; `pump` writes it."""
-        self._put(self.requests, line)
+        self._put(self.requests, request)
 
     def pump(self, deadline: float, done: Callable[[], bool] | None = None) -> bool:
         """Move data until `done()`, or until all that runs has ended; False when `deadline` (monotonic) comes first.

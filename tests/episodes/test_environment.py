@@ -62,6 +62,8 @@ def test_tools_are_the_public_methods():
     class Child(Counter):
         done = False
         fail = None
+        pattern = str.upper
+        Nested = dict
 
         def step(self, messages):
             return None

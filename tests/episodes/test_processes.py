@@ -1,6 +1,7 @@
 """Environment processes: every way to fail, what is left running, concurrency. Real processes throughout."""
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from rlcore.episodes import processes
 from rlcore.episodes.child import MOST_REPLY
 from rlcore.episodes.environment import EnvironmentFailure
 from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment, load_from_file, pack
@@ -155,12 +157,14 @@ class Tricks:
         time.sleep(wait)
         return "closed"
 
-    def scribble(self):
-        """Write to every descriptor, the connection too."""
+    def scribble(self, number: int, length: int, body: str):
+        """Write a frame to every descriptor, the connection too, and do not return."""
+        from rlcore.episodes.child import HEADER  # a global of this module is pickled, and this cannot be
+
         for descriptor in range(3, 30):
             with contextlib.suppress(OSError):
-                os.write(descriptor, b"\xff" * 64)
-        return "x"
+                os.write(descriptor, HEADER.pack(number, length) + body.encode())
+        time.sleep(600)
 
     def fork(self):
         """Return twice."""
@@ -187,9 +191,13 @@ class Tricks:
         """End the process between two calls."""
         threading.Timer(0.05, os._exit, (5,)).start()
 
-    def change(self):
-        """Change the process's directory and variables."""
+    def change_folder(self):
+        """Change the process's directory."""
         os.chdir("/")
+        return os.getpid()
+
+    def change_variables(self):
+        """Change the process's variables."""
         os.environ["MINE"] = "1"
         return os.getpid()
 
@@ -201,7 +209,7 @@ class Tricks:
 @pytest.fixture(scope="module")
 def shared():
     """One pool of one process for the tests that need no settings of their own."""
-    with open_pool(Tricks, timeout=1.0) as pool:
+    with open_pool(Tricks, timeout=2.0) as pool:
         yield pool
 
 
@@ -237,28 +245,55 @@ def test_an_exception_of_a_tool_is_an_answer(pool):
 @pytest.mark.parametrize(
     ("tool", "arguments", "cause"),
     [
-        ("hang", {}, r"turn \(tool hang\) gave no answer within 1 s"),
-        ("count", {}, r"turn \(tool count\) gave no answer within 1 s"),
+        ("hang", {}, r"turn \(tool hang\) gave no answer within 2 s"),
+        ("count", {}, r"turn \(tool count\) gave no answer within 2 s"),
         ("end", {"status": 0}, r"turn \(tool end\) ended its process with status 0"),
         ("end", {"status": 3}, r"turn \(tool end\) ended its process with status 3"),
         ("kill", {}, r"turn \(tool kill\) ended its process by SIGKILL \(it may have used more memory"),
         ("leave", {}, "tool 'leave' raised SystemExit: 4"),
-        ("huge", {}, "the answer to turn has 6710.... bytes; the most are 67108864"),
         ("close_all", {"wait": 0.0}, r"turn \(tool close_all\) closed its connection"),
         ("close_all", {"wait": 600.0}, r"turn \(tool close_all\) closed its connection"),
-        ("scribble", {}, r"turn \(tool scribble\) sent no proper answer"),
     ],
 )
 def test_a_failed_call_fails_its_episode_only(pool, tool, arguments, cause):
+    pid = int(use(pool, "pid"))
     failure = use(pool, tool, **arguments)
     assert isinstance(failure, EnvironmentFailure)
     assert re.match(cause, failure.cause), failure.cause
     with pytest.raises(ValueError, match="has failed"):
         pool.turn("e", SAID, [])
     assert pool.free == 0
+    if "process" in cause or "closed" in cause or "no answer" in cause:
+        wait_until(lambda: not alive(pid))
     pool.release("e")
     begin(pool)
     assert use(pool, "add", amount=1) == "1"
+
+
+@pytest.mark.parametrize(
+    ("number", "length", "body"),
+    [
+        (99, 47, '{"error": "x", "traceback": "x", "spent": true}'),
+        (2, MOST_REPLY + 1, ""),
+        (2, 2, "xx"),
+        (2, 2, "{}"),
+        (2, 2, "[]"),
+        (2, 1, "{}"),
+    ],
+)
+def test_a_forged_answer_fails_the_episode(number, length, body):
+    with open_pool(Tricks) as pool:
+        begin(pool)
+        failure = use(pool, "scribble", number=number, length=length, body=body)
+        assert failure.cause == "turn (tool scribble) sent no proper answer"
+
+
+def test_a_huge_answer_fails_the_episode():
+    with open_pool(Tricks) as pool:
+        begin(pool)
+        assert re.match("the answer to turn has 6710.... bytes; the most are 67108864", use(pool, "huge").cause)
+        pool.release("e")
+        begin(pool)
 
 
 def test_memory_over_the_limit_fails_the_episode():
@@ -279,9 +314,11 @@ def test_a_failing_reset_names_its_cause(pool):
     assert "raise LookupError(fail)" in failure.traceback
 
 
-def test_output_and_input_are_not_the_protocol(pool, capfd):
-    assert use(pool, "chatter") == "said"
-    assert use(pool, "read_input") == ""
+def test_output_and_input_are_not_the_protocol(capfd):
+    with open_pool(Tricks) as pool:
+        begin(pool)
+        assert use(pool, "chatter") == "said"
+        assert use(pool, "read_input") == ""
     assert capfd.readouterr().out == ""
 
 
@@ -297,12 +334,21 @@ def test_a_process_that_ends_between_calls_fails_the_next(pool):
     use(pool, "end_later")
     wait_until(lambda: not alive(pid))
     assert pool.poll(0.1) == []
+    pool.turn("e", SAID, [call("pid")])
+    pool.release("e")
+    assert pool.poll(0.1) == [], "a released episode has no answers"
+
+    begin(pool)
+    pool.turn("e", SAID, [call("end_later")])
+    time.sleep(0.3)
+    assert answer(pool)["messages"], "what was sent before the end counts"
     assert use(pool, "add", amount=1).cause == "the environment ended its process with status 5 between two calls"
 
 
-@pytest.mark.parametrize("new_session", [False, True])
-@pytest.mark.parametrize("daemon", [False, True])
-@pytest.mark.parametrize("end", ["release", "kill", "hang"])
+@pytest.mark.parametrize(
+    ("end", "new_session", "daemon"),
+    [*itertools.product(["release", "kill"], [False, True], [False, True]), ("hang", True, True)],
+)
 def test_what_an_episode_started_ends_with_it(pool, new_session, daemon, end):
     started = int(use(pool, "start_process", new_session=new_session, daemon=daemon))
     assert alive(started)
@@ -312,13 +358,12 @@ def test_what_an_episode_started_ends_with_it(pool, new_session, daemon, end):
     wait_until(lambda: pool.poll(0.01) == [] and not alive(started))
 
 
-@pytest.mark.parametrize("trace", ["start_thread", "change"])
+@pytest.mark.parametrize("trace", ["start_thread", "change_folder", "change_variables"])
 def test_an_episode_that_leaves_traces_ends_its_process(pool, trace):
     changed = use(pool, trace)
     pool.release("e")
     begin(pool)
     assert use(pool, "pid") != changed
-    assert "MINE" not in use(pool, "look")
 
 
 class Closing:
@@ -349,14 +394,16 @@ def test_release_closes_the_environment(tmp_path, caplog):
 
 
 def test_closing_the_pool_closes_open_episodes(tmp_path):
-    with open_pool(Closing, processes=3) as pool:
-        for name in "abc":
+    with open_pool(Closing, processes=4) as pool:
+        for name in "abcd":
             pool.reset(name, {"path": str(tmp_path / name)}, 0)
-        answers(pool, 3)
-        pool.turn("c", SAID, [call("wait", seconds=600)])
+        answers(pool, 4)
+        for name, seconds in ("b", 0.0), ("c", 0.6), ("d", 600.0):
+            pool.turn(name, SAID, [call("wait", seconds=seconds)])
+        time.sleep(0.3)  # the answer to b has come, and is not read
         started = time.monotonic()
     assert time.monotonic() - started < 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
 def test_a_hanging_close_is_killed():
@@ -380,7 +427,14 @@ def test_nothing_is_left_when_the_pool_closes():
         started = int(use(pool, "start_process", new_session=True, daemon=True))
         family = {server, started, *descendants(server)}
         assert len(family) >= 4
+        assert os.getsid(server) == server, "Ctrl-C reaches this session"
+        assert len({os.getsid(pid) for pid in family}) >= 4
     assert [pid for pid in family if alive(pid)] == []
+
+
+def is_environment(pid):
+    """Whether a process is a fork server or one of its slots."""
+    return b"rlcore.episodes.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 PARENT = """
@@ -396,23 +450,56 @@ tests.use(pool, "start_process", new_session=True, daemon=True)
 pool.turn("f", tests.SAID, [tests.call("hang")])
 pool.turn("g", tests.SAID, [tests.call("count")])
 pool.poll(0.3)
+{more}
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
+def parent_ready(more=""):
+    """Start a process that owns a pool with open episodes."""
+    script = PARENT.format(folder=str(Path(__file__).parent), more=more)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    return parent
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_parent_is_killed(how):
-    script = PARENT.format(folder=str(Path(__file__).parent))
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
+    with parent_ready() as parent:
         family = descendants(parent.pid)
         assert len(family) >= 5
         parent.send_signal(how)
     wait_until(lambda: not [pid for pid in family if alive(pid)])
+
+
+def test_nothing_is_left_when_a_copy_of_the_parent_lives_on():
+    with parent_ready("import os; copy = os.fork() or time.sleep(20)") as parent:
+        family = descendants(parent.pid)
+        parent.kill()
+        parent.wait()
+        (copy,) = [pid for pid in family if b"test_processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        wait_until(lambda: [pid for pid in family if alive(pid)] == [copy])
+        os.kill(copy, signal.SIGKILL)
+
+
+def test_a_copy_of_the_parent_that_ends_ends_nothing():
+    more = "import os\nif os.fork() == 0:\n    sys.exit()\nos.wait()\ntests.use(pool, 'add', amount=1)"
+    with parent_ready(more) as parent:
+        parent.kill()
+
+
+def test_environments_end_when_parent_and_fork_server_are_killed_at_once():
+    with parent_ready() as parent:
+        environments = [pid for pid in descendants(parent.pid) if is_environment(pid)]
+        assert len(environments) == 4
+        os.kill(parent.pid, signal.SIGSTOP)  # it must not see the end of the fork server
+        os.kill(min(environments), signal.SIGKILL)
+        parent.kill()
+    wait_until(lambda: not [pid for pid in environments if alive(pid)])
 
 
 def test_the_death_of_the_fork_server_fails_episodes_and_is_survived():
@@ -512,6 +599,54 @@ def test_large_rows_and_answers_pass(pool):
 
     with open_pool(Echo) as other:
         assert begin(other, text=text)["prompt"] == text
+
+
+class Large:
+    def reset(self, text, number):
+        return text[0] * number
+
+
+@pytest.mark.parametrize(("given", "returned"), [(1, 2**21), (2**21, 1)])
+def test_a_parent_that_comes_late_gets_its_answers(given, returned, monkeypatch):
+    monkeypatch.setattr(processes, "_SEND_TIMEOUT", 0.3)
+    with open_pool(Large, timeout=0.3) as pool:
+        pool.reset("e", {"text": "x" * given, "number": returned}, 0)
+        got = []
+        while not got:  # it needs many writes or reads
+            time.sleep(0.4)
+            got = pool.poll(0.0)
+        assert got == [("e", {"prompt": "x" * returned, "seat": 0})]
+
+
+def test_the_thread_that_starts_the_pool_may_end():
+    with open_pool(Tricks) as pool:
+        pool.close()
+        thread = threading.Thread(target=pool.start)
+        thread.start()
+        thread.join()
+        time.sleep(0.1)
+        begin(pool)
+        assert use(pool, "add", amount=1) == "1"
+
+
+class BreaksFork:
+    """An environment class that replaces os.fork when it is loaded."""
+
+    def __reduce__(self):
+        def no_fork():
+            raise BlockingIOError(11, "no more processes")
+
+        def load():
+            os.fork = no_fork
+            return type("Env", (), {})
+
+        return load, ()
+
+
+def test_a_process_that_cannot_be_forked_fails_the_episode():
+    environment = PackedEnvironment("mine", cloudpickle.dumps((BreaksFork(), None)))
+    with EnvironmentPool(environment, processes=1, timeout=1, memory_mb=0) as pool:
+        assert begin(pool).cause == "reset cannot be forked: Resource temporarily unavailable"
 
 
 def test_wrong_use_is_an_error(pool):

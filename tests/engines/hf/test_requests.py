@@ -263,3 +263,72 @@ def test_an_error_during_generate_leaves_an_idle_engine(make_rollout, prompts, m
     assert rollout._rows is None
     assert rollout.step() == []
     assert len(rollout.generate(prompts(), Sampling(max_tokens=4))) == 20
+
+
+def conversation(rollout, *, keep: bool, turns: int = 3, rows: int = 6) -> list[tuple]:
+    """Return tokens and log-probs of rows of several turns; some of a turn's rows come later than the others."""
+    known = {str(row): tuple(range(5 + row, 9 + 2 * row)) for row in range(rows)}
+    found = []
+    for turn in range(turns):
+        requests = [
+            Request(
+                name,
+                tokens,
+                int(name) + 100 * turn,
+                Sampling(max_tokens=5 + int(name)),
+                keep=keep,
+                after=name if turn else None,
+            )
+            for name, tokens in known.items()
+        ]
+        done = run(rollout, [(2 * (int(request.id) % 3), request) for request in requests])
+        for name, row in sorted(done.items()):
+            found.append((name, turn, row.tokens, row.log_probs))
+            # The next turn's prompt: everything so far, and an answer of another length for each row.
+            known[name] = (*known[name], *row.tokens, *range(20, 21 + (int(name) + turn) % 4))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral-window", "gemma2"])
+@pytest.mark.parametrize("slots", [64, 2])
+def test_a_row_that_continues_a_kept_one_is_that_of_its_whole_prompt(make_rollout, kind, slots):
+    """Only the new tokens are computed; the keys and values of the others are those of the earlier turns."""
+    rollout = make_rollout(kind, batch_size=slots)
+    want, got = conversation(rollout, keep=False), conversation(rollout, keep=True)
+    assert len(got) == 18
+    for (*name, tokens, log_probs), (*other, fresh, expected) in zip(got, want, strict=True):
+        assert name == other
+        assert tokens == fresh, name
+        torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(expected), atol=NEAR, rtol=0)
+    rollout.forget([str(row) for row in range(6)])
+
+
+def test_a_continued_row_computes_its_new_tokens_only(make_rollout, monkeypatch):
+    rollout = make_rollout()
+    widths = []
+    forward = rollout._forward
+    monkeypatch.setattr(rollout, "_forward", lambda ids, *rest: widths.append(ids.shape[1]) or forward(ids, *rest))
+    first = Request("a", tuple(range(5, 45)), 1, Sampling(max_tokens=8), keep=True)
+    (row,) = run(rollout, [(0, first)]).values()
+    prompt = (*first.prompt, *row.tokens, 9, 10, 11)
+    run(rollout, [(0, Request("a", prompt, 2, Sampling(max_tokens=3), after="a"))])
+    assert widths == [40, 4], "the newest sampled token was never fed, and three are new"
+
+
+def test_kept_rows_hold_the_module_until_they_are_forgotten(make_rollout):
+    """A shared module stays in the state for decoding between turns; new weights make kept rows worthless."""
+    rollout = make_rollout()
+    rollout.hf.train()
+    request = Request("a", (5, 6, 7), 1, Sampling(max_tokens=3), keep=True)
+    run(rollout, [(0, request)])
+    assert not rollout.hf.training
+    rollout.forget(["unknown", "a"])
+    assert rollout.hf.training
+    rollout.hf.eval()
+    run(rollout, [(0, request)])
+    weights = {name: each.detach().clone() for name, each in rollout.hf.named_parameters()}
+    rollout.sync(iter(weights.items()), 1, {name: tuple(each.shape) for name, each in weights.items()})
+    assert not rollout._kept
+    (aborted,) = [rollout.add([request]), rollout.step(), rollout.abort(["a"])][2]
+    assert aborted.reason == "abort"
+    assert not rollout._kept

@@ -1,0 +1,28 @@
+"""The reward of programs: Python code in a response, run isolated against the row's tests."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rlcore.sandbox import Limits, isolation, passed_tests
+
+LIMITS = Limits(seconds=4.0)
+"""The limits of one test."""
+
+SECONDS = 7.0
+"""What all tests of a response may take together: less than `reward.timeout`, whose end is a failure and no score."""
+
+
+def code(prompt: str, response: str, answer: Any) -> float:
+    """Return 1.0 when the response's program passes all tests of the answer, else 0.0.
+
+    `rlcore.sandbox.passed_tests` describes the answers; DataError for any other, which is the data's fault and not a
+    score of zero.
+    """
+    return float(all(passed_tests(response, answer, LIMITS, SECONDS)))
+
+
+def log_isolation() -> None:
+    """Log how programs are isolated on this machine, with a warning for each thing that it cannot enforce."""
+    isolation().log(logging.getLogger(__name__))
