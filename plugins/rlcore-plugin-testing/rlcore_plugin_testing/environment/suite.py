@@ -204,7 +204,7 @@ class EnvironmentSuite(CheckSuite):
             config = self.config
             prompts = held_out_prompts(
                 config.data,
-                self.manager.datasets()[config.data.name],
+                self.manager.datasets()[config.data.name].bound(config),
                 self.tokenizer,
                 PROMPTS,
                 self.setup.offered,
