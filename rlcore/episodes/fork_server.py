@@ -170,12 +170,16 @@ def _signal_name(number: int) -> str:
 
 
 def _variables(keep: Sequence[str]) -> dict[str, str]:
-    """Return the processes' environment variables: a few basic ones, `keep`, this process's import path.
+    """Return the processes' environment variables: those of `basic_variables`, and this process's import path."""
+    return {**basic_variables(keep), "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+def basic_variables(keep: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of environments and agents: a few basic ones, and `keep`.
 
     Everything else is left out, so that tools find no keys or tokens. One thread for numerics: threads reserve address
     space, which the memory limit counts. The hashes of strings are fixed, so that a set has the same order in each run.
     """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     kept = {name: os.environ[name] for name in os.environ if name in _KEPT or name.startswith("LC_") or name in keep}
-    return {**fixed, **kept, "PYTHONPATH": path}
+    return {**fixed, **kept}

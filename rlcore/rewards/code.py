@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,6 @@ score but a failure."""
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _TAGS = ("python", "python3", "py", "")
 _SHAPES = 'a string of Python asserts, or a list of {"stdin": TEXT, "stdout": TEXT}'
-
-_log = logging.getLogger(__name__)
 
 
 def code(prompt: str, response: str, answer: Any) -> float:
@@ -65,11 +62,6 @@ def program_of(response: str) -> str:
     marked = [text for tag, text in found if tag in _TAGS and tag]
     plain = [text for tag, text in found if not tag]
     return [response, *plain, *marked][-1]
-
-
-def log_isolation() -> None:
-    """Log how programs are isolated on this machine, with a warning for each thing that it cannot enforce."""
-    isolation().log(_log)
 
 
 def _passes_asserts(program: str, asserts: str, limits: Limits) -> bool:

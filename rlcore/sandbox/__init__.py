@@ -7,8 +7,8 @@ by the functions of `confine`; `isolation` tries what works here.
 from __future__ import annotations
 
 from rlcore.sandbox.interpreter import Interpreter
-from rlcore.sandbox.isolation import Guard, Isolation, isolation, probe
+from rlcore.sandbox.isolation import Guard, Isolation, isolation, log_isolation, probe
 from rlcore.sandbox.limits import Limits, Result
 from rlcore.sandbox.run import run_python
 
-__all__ = ["Guard", "Interpreter", "Isolation", "Limits", "Result", "isolation", "probe", "run_python"]
+__all__ = ["Guard", "Interpreter", "Isolation", "Limits", "Result", "isolation", "log_isolation", "probe", "run_python"]
