@@ -112,7 +112,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         # model.path has the weights to evaluate, so the run's own folder for the actor is ignored.
         roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
         placement = Placement(plan_pools(config, roles, plugins.train_engines()))
-    dataset = plugins.datasets()[config.data.name]
+    dataset = plugins.datasets()[config.data.name].bound(config)
     episodes = episode_setup(config, plugins)
     tools = NO_TOOLS if episodes is None else episodes.offered
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size, tools)

@@ -55,7 +55,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     """
     checked = checked or preflight(config, plugins)
     algorithm = checked.algorithm
-    dataset = plugins.datasets()[config.data.name]
+    dataset = plugins.datasets()[config.data.name].bound(config)
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
     episodes = episode_setup(config, plugins)
@@ -138,7 +138,8 @@ def _loaders(
                 f"data set {settings.name!r} of {name!r} is not installed.{did_you_mean(settings.name, known)} "
                 f"Installed: {', '.join(known)}"
             )
-        loaders[name] = PromptLoader(settings, known[settings.name], tokenizer, seed=config.trainer.seed, tools=tools)
+        dataset = known[settings.name].bound(config)
+        loaders[name] = PromptLoader(settings, dataset, tokenizer, seed=config.trainer.seed, tools=tools)
     loaders["train"].check_rows(algorithm.check_row)
     return loaders
 

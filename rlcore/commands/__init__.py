@@ -6,6 +6,7 @@ SUMMARIES = {
     "config": "compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]",
     "plugins": "list the installed plugins with their origin and faults",
     "new-plugin": "write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]",
+    "serve": "answer agents as OpenAI's API does: rlcore serve RUN_OR_MODEL [--port PORT] [OVERRIDE ...]",
     "samples": "show a run's samples and their rewards: rlcore samples RUN [--step N]",
 }
 """`rlcore --help` shows these without importing a command."""

@@ -21,7 +21,7 @@ def run(line: CommandLine) -> int:
     from rlcore.preflight import preflight
 
     require_plugins(Path(target), line.plugins)
-    config = line.compose(overrides, base={**(line.saved() or {}), **_base(target)})
+    config = line.compose(overrides, base={**(line.saved() or {}), **target_values(target)})
     preflight(config, line.plugins, "evaluate")
     from rlcore.evaluate import evaluate
 
@@ -29,7 +29,7 @@ def run(line: CommandLine) -> int:
     return 0
 
 
-def _base(target: str) -> dict[str, Any]:
+def target_values(target: str) -> dict[str, Any]:
     """Return the saved config of a run folder, or for a model folder a config with that model."""
     from rlcore.config.files import read_values
 

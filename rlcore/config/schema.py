@@ -166,7 +166,9 @@ class TrainerConfig:
     eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
     eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
     deterministic: bool = option(
-        False, "choose deterministic kernels on a GPU, so that a resumed run goes on bit for bit; slower"
+        False,
+        "choose deterministic kernels on a GPU, and let the turns of episodes wait for one another, so that a resumed "
+        "run goes on bit for bit; slower",
     )
     checkpoint_every: int = option(0, "steps between checkpoints; 0: only at the end and when interrupted", min=0)
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0 for all", min=0, incidental=True)

@@ -261,6 +261,9 @@ class EpisodeSource(Protocol):
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the rows of the batch's episodes, with the columns of `rlcore.episodes.rows`."""
 
+    def waited(self) -> float:
+        """Return the seconds since the last call in which the engine had no row to decode."""
+
     def close(self) -> None:
         """End all processes."""
 

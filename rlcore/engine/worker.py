@@ -195,7 +195,9 @@ class _GeneratingWorker(Worker):
         if episodes.key not in self._episodes:
             self._episodes[episodes.key] = episodes.open(engine)
         source = self._episodes[episodes.key]
-        return self._sample("rollout", batch, sampling, source.play, exact=engine.exact and source.is_exact)
+        out = self._sample("rollout", batch, sampling, source.play, exact=engine.exact and source.is_exact)
+        self._seconds["env_wait"] = self._seconds.get("env_wait", 0.0) + source.waited()
+        return out
 
     def _ready_to_sample(self) -> RolloutEngine:
         """Return the rollout engine with the newest weights. Raises DataError for a role that does not generate."""

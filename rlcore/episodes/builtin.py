@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore import Config, ConfigError, EnvironmentSpec, ToolFormatSpec, hookimpl
 from rlcore.config.environment import EnvConfig
@@ -16,6 +16,10 @@ from rlcore.config.schema import option
 from rlcore.episodes.environment import EnvironmentFailure, ToolError
 from rlcore.errors import SandboxError
 from rlcore.sandbox import Interpreter, Limits, isolation, log_isolation
+
+if TYPE_CHECKING:
+    from rlcore.engine.rollout import EpisodeSource, RolloutEngine
+    from rlcore.episodes.setup import EpisodeSetup
 
 RLCORE_API = 1
 
@@ -170,6 +174,21 @@ def _check_mcp(config: Config) -> None:
     check_command(config)
 
 
+def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
+    from rlcore.episodes.agents import AgentEpisodes
+
+    return AgentEpisodes(setup, engine)
+
+
+def _check_agent(config: Config) -> None:
+    from rlcore.episodes.serve_options import require_server
+
+    require_server("env=agent")
+    from rlcore.episodes.agents import check_command
+
+    check_command(config.section(EnvConfig))
+
+
 @hookimpl
 def rlcore_environments() -> list[EnvironmentSpec]:
     """Return the built-in environments."""
@@ -181,6 +200,7 @@ def rlcore_environments() -> list[EnvironmentSpec]:
         ),
         EnvironmentSpec("file", load=_load_file),
         EnvironmentSpec("mcp", load=_load_mcp, scores=False, check=_check_mcp),
+        EnvironmentSpec("agent", play=_play_agents, scores=True, check=_check_agent),
     ]
 
 

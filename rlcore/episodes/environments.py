@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +10,16 @@ from typing import Any
 from rlcore.engine.rollout import Finished, Request, RolloutEngine, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.environment import EnvironmentFailure
+from rlcore.episodes.failures import failed_row, plays_again
 from rlcore.episodes.processes import EnvironmentPool
 from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow, episode_columns
 from rlcore.episodes.setup import EpisodeSetup
-from rlcore.episodes.source import answer_requests
+from rlcore.episodes.source import LONGEST_WAIT, answer_requests
 from rlcore.episodes.tool_calls import BadCall, ToolCall, check_call
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
-
-log = logging.getLogger(__name__)
 
 
 class EnvironmentEpisodes:
@@ -32,7 +30,7 @@ class EnvironmentEpisodes:
         self.is_exact = not (setup.tools or setup.resets or setup.steps)
         self.renderer: TurnRenderer = setup.renderer()
         self._pool: EnvironmentPool | None = None
-        self.seconds = {"busy": 0.0, "idle": 0.0}
+        self._waited = 0.0
 
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """See EpisodeSource."""
@@ -41,16 +39,19 @@ class EnvironmentEpisodes:
             self._pool.start()
         played = _Batch(self.setup, self.renderer, self._pool, Prompts(batch, self.renderer, self.setup), sampling)
         try:
-            busy, idle = answer_requests(self.engine, played)
+            self._waited += answer_requests(self.engine, played)
         finally:
             played.release()
             self.engine.forget(played.kept)
-        self.seconds["busy"] += busy
-        self.seconds["idle"] += idle
         rows = played.rows()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
         return out
+
+    def waited(self) -> float:
+        """See EpisodeSource."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def close(self) -> None:
         """See EpisodeSource."""
@@ -111,6 +112,7 @@ class _Batch:
         self._waiting = deque(sorted(episodes, key=lambda each: prompts.order(each.row)))
         self._open: dict[str, _Episode] = {}
         self._ready: list[Request] = []
+        self._in_lockstep, self._decoding = setup.in_lockstep, 0
         self._keeps, self._kept = bool(setup.tools or setup.steps), set[str]()
         self._rows: dict[int, list[EpisodeRow]] = {}
 
@@ -120,14 +122,31 @@ class _Batch:
         return not (self._waiting or self._open)
 
     def poll(self, wait: float) -> Sequence[Request]:
-        """See RequestSource."""
+        """See RequestSource.
+
+        In lockstep no turn begins before all turns under way have ended, and their environments have answered.
+        """
+        if not self._in_lockstep:
+            self._work(0.0 if self._ready else wait)
+        elif not self._decoding:
+            while len(self._ready) < len(self._open) or (self._waiting and self._pool.free > 0):
+                self._work(LONGEST_WAIT)
+            self._ready.sort(key=lambda request: self._prompts.order(self._open[_episode_of(request.id)].row))
+        else:
+            return []
+        ready, self._ready = self._ready, []
+        self._decoding += len(ready)
+        return ready
+
+    def _work(self, wait: float) -> None:
+        """Begin episodes that have a place, and go on with those whose environment has answered."""
         while self._waiting and self._pool.free > 0:
             episode = self._waiting.popleft()
             self._open[episode.id] = episode
             self._pool.reset(episode.id, self._prompts.columns(episode.row), episode.key & (2**63 - 1))
             if not self._resets:
                 self._begin(episode, 0, None)
-        for name, answer in self._pool.poll(0.0 if self._ready else wait):
+        for name, answer in self._pool.poll(0.0 if self._ready and not self._in_lockstep else wait):
             episode = self._open[name]
             if isinstance(answer, EnvironmentFailure):
                 self._failed(episode, answer)
@@ -137,12 +156,11 @@ class _Batch:
                 self._reset(episode, answer)
             else:
                 self._answered(episode, answer)
-        ready, self._ready = self._ready, []
-        return ready
 
     def take(self, row: Finished) -> None:
         """See RequestSource."""
-        episode = self._open[row.id.partition(".")[0]]
+        self._decoding -= 1
+        episode = self._open[_episode_of(row.id)]
         conversation = episode.conversations[episode.seat]
         message = self._renderer.message_of(row.tokens)
         conversation.sample(row, message)
@@ -271,17 +289,19 @@ class _Batch:
         """Play the episode again, with the same seed, or give it up."""
         self._leave(episode)
         episode.again()
-        if episode.attempts <= self._env.retries:
-            log.info("episode %s failed and is played again: %s", self._prompts.name(episode.row), failure)
+        if plays_again(self._prompts.name(episode.row), failure, episode.attempts, self._env):
             self._waiting.appendleft(episode)
             return
-        error = {"cause": str(failure), "traceback": failure.traceback, "attempts": episode.attempts}
         empty = self._prompts.conversation(episode.row, None)
-        self._rows[episode.row] = [EpisodeRow(episode.row, 0, empty, "failed", error=error)]
+        self._rows[episode.row] = [failed_row(episode.row, empty, failure, episode.attempts)]
 
     def _leave(self, episode: _Episode) -> None:
         del self._open[episode.id]
         self._pool.release(episode.id)
+
+
+def _episode_of(request: str) -> str:
+    return request.partition(".")[0]
 
 
 def _as_json(call: ToolCall | BadCall) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config import Config
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.environments import EnvironmentEpisodes
 from rlcore.episodes.processes import pack
 from rlcore.episodes.setup import EpisodeSetup
@@ -56,10 +58,22 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             offered=_offered(tools, tool_format, config),
             resets=hasattr(target, "reset"),
             steps=hasattr(target, "step"),
+            in_lockstep=config.trainer.deterministic,
             system_prompt=config.data.system_prompt,
+            prompt_len=config.data.prompt_len,
+            folder=os.getcwd(),
             play=spec.play or EnvironmentEpisodes,
         )
     )
+
+
+def server_setup(
+    config: Config, plugins: PluginManager, play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource]
+) -> EpisodeSetup:
+    """Return a setup without an environment, for `rlcore serve`."""
+    tool_format = _tool_format(config, plugins)
+    env, model = config.section(EnvConfig), config.model
+    return EpisodeSetup(env, model, None, (), tool_format, OfferedTools(), play, prompt_len=config.data.prompt_len)
 
 
 def _with_key(setup: EpisodeSetup) -> EpisodeSetup:

@@ -21,8 +21,10 @@ from rlcore.model_folder import model_path
 class EpisodeSetup:
     """The environment of a run, the tools that it offers, and how the model's turns are read.
 
-    `tools`: OpenAI function JSON. `resets`, `steps`: the environment's class has the method of that name. `play` makes
-    the source of episodes for an engine. `environment` is None where that needs none. `key` is equal for equal setups.
+    `tools`: OpenAI function JSON. `resets`, `steps`: the environment's class has the method of that name.
+    `in_lockstep`: all turns that decode together end before the next ones begin, so that the environment's speed
+    changes no bit of a log-prob. `play` makes the source of episodes for an engine. `environment` is None where that
+    needs none. `prompt_len`: most tokens of a prompt. `folder`: in which agents run. `key` is equal for equal setups.
     """
 
     env: EnvConfig
@@ -34,7 +36,10 @@ class EpisodeSetup:
     play: Callable[[EpisodeSetup, RolloutEngine], EpisodeSource]
     resets: bool = True
     steps: bool = True
+    in_lockstep: bool = False
     system_prompt: str | None = None
+    prompt_len: int = 512
+    folder: str = ""
     key: str = ""
 
     @property

@@ -26,26 +26,23 @@ class RequestSource(Protocol):
         """Take the answer to a request."""
 
 
-def answer_requests(engine: RolloutEngine, source: RequestSource) -> tuple[float, float]:
-    """Decode the requests of `source` until it is done.
+def answer_requests(engine: RolloutEngine, source: RequestSource) -> float:
+    """Decode the requests of `source` until it is done; return the seconds in which there was no row to decode.
 
-    Rows whose answer is awaited elsewhere take no slot of the engine. Returns the seconds in which the engine had rows
-    to decode, and the seconds in which it had none. After an error the engine is idle.
+    Rows whose answer is awaited elsewhere take no slot of the engine. After an error the engine is idle.
     """
-    busy = idle = 0.0
+    idle = 0.0
     try:
         while not source.done:
             start = time.perf_counter()
             waits = not engine.in_flight
             if requests := source.poll(LONGEST_WAIT if waits else 0.0):
                 engine.add(requests)
-            polled = time.perf_counter()
+            if waits:
+                idle += time.perf_counter() - start
             for row in engine.step():
                 source.take(row)
-            ended = time.perf_counter()
-            idle += polled - start if waits else 0.0
-            busy += ended - start if not waits else ended - polled
     except BaseException:
         engine.abort(list(engine.in_flight))
         raise
-    return busy, idle
+    return idle

@@ -7,7 +7,8 @@ config groups, `rlcore plugins` and the reference page follow from the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.config.environment import EnvConfig
@@ -79,15 +80,24 @@ class RewardSpec:
 
 
 @dataclass(frozen=True)
-class DatasetSpec:
+class DatasetSpec(Generic[C]):
     """A data set. `load(config, split)` with split "train" or "eval" returns a sequence of dict rows.
 
     Rows have at least the prompt column (`config.prompt_key`); `reward` names the matching reward function.
+    config_class: the data set's own config, a frozen dataclass of fields made by `option`; its keys are `data.NAME.*`,
+    and the call is then `load(config, split, own=...)`. None: it has no keys.
     """
 
     name: str
-    load: Callable[[schema.DataConfig, str], Any]
+    load: Callable[..., Any]
     reward: str
+    config_class: type[C] | None = None
+
+    def bound(self, config: schema.Config) -> DatasetSpec[C]:
+        """Return a copy whose `load(config, split)` gives the run's own section of the config to this one's."""
+        if self.config_class is None:
+            return self
+        return replace(self, load=partial(self.load, own=config.section(self.config_class)))
 
 
 @dataclass(frozen=True)

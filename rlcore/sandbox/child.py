@@ -202,21 +202,39 @@ def _reap() -> tuple[int, int]:
 
 
 def _descendants() -> list[int]:
-    """Return all processes below this one, by the parents that /proc names."""
+    """Return all processes below this one."""
+    own = os.getpid()
+    quick = os.path.exists(f"/proc/{own}/task/{own}/children")  # not in every kernel
+    parents = {} if quick else _all_children()
+    found = _children(own) if quick else parents.get(own, [])
+    for pid in found:  # grows while it is read
+        found.extend(_children(pid) if quick else parents.get(pid, []))
+    return found
+
+
+def _children(parent: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{task}/children", "rb") as file:
+                found.extend(map(int, file.read().split()))
+    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        pass
+    return found
+
+
+def _all_children() -> dict[int, list[int]]:
+    """Return the children of each process of this machine."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 continue
-            if state not in b"ZX":
-                children.setdefault(int(parent), []).append(int(name))
-    found = children.get(os.getpid(), [])
-    for pid in found:  # grows while it is read
-        found.extend(children.get(pid, []))
-    return found
+            children.setdefault(parent, []).append(int(name))
+    return children
 
 
 def _kill_descendants(uid: int | None, all_that_is: bool) -> None:
@@ -226,6 +244,8 @@ def _kill_descendants(uid: int | None, all_that_is: bool) -> None:
     """
     while True:
         if all_that_is:
+            if os.getpid() > 9:  # bwrap's command is the second process of its namespace
+                raise OSError("bwrap: it made no process namespace, so its processes cannot be told from others")
             try:
                 os.kill(-1, 9)
             except ProcessLookupError:

@@ -68,6 +68,8 @@ class Process:
             )
         except OSError as error:
             self._close_pipes()
+            if self._folder is not None:
+                _remove(self._folder)
             raise SandboxError(f"cannot start {command[0]}: {error}") from error
         for descriptor in inherited:
             self._close(descriptor)

@@ -59,7 +59,7 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
         (
             ["trian"],
             "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
-            "train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
+            "serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plugins", "test", "grpo", "--set", "a=b"], "pip install rlcore-plugin-testing"),
         (["plugins", "tset", "grpo"], "unknown words 'tset grpo': rlcore plugins takes none"),
@@ -156,7 +156,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train eval config plugins new-plugin samples plan"),
+        ("rlcore ", "train eval config plugins new-plugin serve samples plan"),
         ("rlcore pl", "plugins plan"),
         ("rlcore plugins ", "test"),
         ("rlcore train algo=gr", "algo=grpo"),

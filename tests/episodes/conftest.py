@@ -1,12 +1,16 @@
-"""Tokenizers with the chat templates of model families, written for these tests (templates/)."""
+"""Tokenizers with the chat templates of model families, written for these tests (templates/), and servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -73,3 +77,95 @@ def tokenizer_of() -> Callable[[str], Any]:
 @pytest.fixture
 def add_schema() -> dict[str, Any]:
     return ADD
+
+
+# ---- servers ----
+
+
+class Serving:
+    """A server over the tiny model, whose engine decodes in a thread of its own."""
+
+    def __init__(self, engine: Any, *, env: dict[str, Any] | None = None, limits: dict[str, Any], **options: Any):
+        from rlcore.config.environment import EnvConfig
+        from rlcore.data.chat import OfferedTools
+        from rlcore.engine.rollout import Sampling
+        from rlcore.episodes.call_queue import CallQueue
+        from rlcore.episodes.server import Server, ServerOptions
+        from rlcore.episodes.sessions import Limits, Renderers
+        from rlcore.episodes.setup import EpisodeSetup
+        from rlcore.episodes.tool_calls import FORMATS
+
+        keys = EnvConfig(**(env or {}))
+        setup = EpisodeSetup(keys, ModelConfig(), None, (), FORMATS["hermes"], OfferedTools(), play=None)
+        self.engine, self.calls = engine, CallQueue(engine)
+        sampling = Sampling(**{"max_tokens": 120, "seed": 3, **limits.pop("sampling", {})})
+        given = Limits(**{"sampling": sampling, "prompt_len": 1000, "fixed": False, **limits})
+        self.server = Server(ServerOptions(**{"model": "tiny", **options}), self.calls, Renderers(setup), given, seed=3)
+        self.failure: BaseException | None = None
+        self.clients: list[Any] = []
+
+    def __enter__(self) -> Serving:
+        self.server.start()
+        self.thread = threading.Thread(target=self._decode)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+        self.thread.join(30)
+        assert not self.engine.in_flight
+        assert self.failure is None
+
+    def _decode(self) -> None:
+        from rlcore.episodes.source import answer_requests
+
+        try:
+            answer_requests(self.engine, self.calls)
+        except BaseException as error:
+            self.failure = error
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def session(self, **body: Any) -> str:
+        return str(self.post("/sessions", body).json()["session_id"])
+
+    def rows(self, session: str) -> list[dict[str, Any]]:
+        return list(self.get(f"/sessions/{session}").json()["rows"])
+
+    def base(self, session: str = "") -> str:
+        return f"{self.url}/sessions/{session}/v1" if session else f"{self.url}/v1"
+
+    def client(self, session: str = "", **options: Any) -> Any:
+        import openai
+
+        client = openai.OpenAI(base_url=self.base(session), api_key="none", max_retries=0, timeout=60, **options)
+        self.clients.append(client)
+        return client
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Iterator[Any]:
+    """The rollout engine hf with the tiny model, on one thread's worth of rows."""
+    from rlcore.engines.hf.rollout import HFRollout
+
+    engine = HFRollout(ModelConfig(), batch_size=32, device=torch.device("cpu"), shared=None)
+    engine.version = 0
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def serving(tiny_engine: Any) -> Iterator[Callable[..., Serving]]:
+    """A function that starts a server; keywords are those of ServerOptions, `limits` and `env`."""
+    with ExitStack() as stack:
+        yield lambda limits=None, **options: stack.enter_context(Serving(tiny_engine, limits=limits or {}, **options))

@@ -57,13 +57,21 @@ def play(engine):
     """Play a batch in a world of worlds.py, or in a class, and return the rows."""
     opened = []
 
-    def run(world, batch, *, sampling=SAMPLING, **keys):
+    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, **keys):
         env = EnvConfig(name="test", **{"concurrency": 8, "timeout": 20.0, "memory_mb": 0, **keys})
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
         has = [hasattr(target, name) for name in ("reset", "step")]
         setup = EpisodeSetup(
-            env, MODEL, pack("test", target), tools, EveryAnswer(), OfferedTools(), EnvironmentEpisodes, *has
+            env,
+            MODEL,
+            pack("test", target),
+            tools,
+            EveryAnswer(),
+            OfferedTools(),
+            EnvironmentEpisodes,
+            *has,
+            in_lockstep,
         )
         source = setup.open(engine)
         opened.append(source)
@@ -161,6 +169,16 @@ def test_rows_depend_neither_on_concurrency_nor_on_the_speed_of_the_environment(
     assert tokens(moved) == [tokens(want)[row] for row in order]
     other = play("Rounds", batch, sampling=replace(SAMPLING, seed=4))
     assert tokens(other, "prompts") != tokens(want, "prompts"), "the environment gets the seed too"
+
+
+@pytest.mark.parametrize("concurrency", [8, 3])
+def test_in_lockstep_the_log_probs_are_equal_to_the_last_bit(play, concurrency):
+    """However long each answer of the environment takes."""
+    quick, slow = (
+        play(world, batch_of(), in_lockstep=True, concurrency=concurrency) for world in ("Rounds", "SlowRounds")
+    )
+    assert tokens(quick) == tokens(slow) == tokens(play("Rounds", batch_of()))
+    assert torch.equal(quick["rollout_log_probs"].values, slow["rollout_log_probs"].values)
 
 
 @pytest.mark.parametrize(

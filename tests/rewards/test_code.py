@@ -13,10 +13,10 @@ from rlcore.config.schema import RewardConfig
 from rlcore.errors import DataError
 from rlcore.plugins.specs import RewardSpec
 from rlcore.rewards import code as module
-from rlcore.rewards.code import code, passed_tests, program_of
+from rlcore.rewards.code import code
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.scoring import Rewards
-from rlcore.sandbox import Limits, isolation
+from rlcore.sandbox import Limits, isolation, passed_tests, program_of
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
@@ -147,7 +147,7 @@ print("47110" + "815" in text)
     ],
 )
 def test_a_wrong_answer_column_is_an_error(answer, words):
-    with pytest.raises(DataError, match="reward code: ") as caught:
+    with pytest.raises(DataError, match="tests of a program: ") as caught:
         code("p", ADD, answer)
     assert words in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_in_the_reward_process():
         rewards.close()
     assert scored.totals == [1.0, 0.0, 1.0, 0.0]
     assert [bool(failure) for failure in scored.failures] == [False, False, False, True]
-    assert "DataError: reward code: the answer is '7' (int)" in scored.failures[3]["cause"]
+    assert "DataError: tests of a program: the answer is '7' (int)" in scored.failures[3]["cause"]
 
 
 def test_environment_of_the_run_is_not_there(monkeypatch):

@@ -1,0 +1,77 @@
+"""`rlcore serve`: an OpenAI-compatible server over a run's newest checkpoint, or over a model folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlcore import CommandSpec, Config, ConfigError, hookimpl
+from rlcore.commands import SUMMARIES
+from rlcore.commands.eval import target_values
+from rlcore.commands.line import CommandLine
+from rlcore.episodes.serve_options import add_options, server_options
+
+if TYPE_CHECKING:
+    from rlcore.episodes.server import ServerOptions
+    from rlcore.plugins import PluginManager
+
+RLCORE_API = 1
+
+
+def run(line: CommandLine) -> int:
+    """Serve the run or model folder given as the first word until Ctrl-C or SIGTERM."""
+    if not line.overrides or "=" in line.overrides[0]:
+        raise ConfigError("the first word must be a run or model folder: rlcore serve RUN_OR_MODEL [OVERRIDE ...]")
+    target, *overrides = line.overrides
+    options = server_options(line.options, target)
+    from rlcore.config.environment import EnvConfig
+    from rlcore.folder import require_plugins
+    from rlcore.preflight import preflight
+
+    require_plugins(Path(target), line.plugins)
+    # The server's thread and the engine share one process, whatever the run had.
+    base = {**(line.saved() or {}), **target_values(target)}
+    config = line.compose(["cluster=in_process", *overrides], base=base)
+    if config.cluster.executor != "in_process":
+        raise ConfigError(f"cluster.executor={config.cluster.executor}: rlcore serve runs in one process, in_process")
+    config = replace(config, algorithm="", model=replace(config.model, path=_weights(config, Path(target))))
+    # The environment of a run plays nothing here; only its keys of the model's turns count.
+    preflight(replace(config, sections={**config.sections, "env": EnvConfig()}), line.plugins, "evaluate")
+    _serve(config, line.plugins, options, Path(target))
+    return 0
+
+
+def _weights(config: Config, target: Path) -> str:
+    """Return the folder of the weights: a model folder's own, or those of the run's newest checkpoint."""
+    from rlcore.checkpoint import checkpoints
+    from rlcore.errors import CheckpointError
+    from rlcore.folder import CONFIG
+
+    if not (target / CONFIG).is_file():
+        return config.model.path
+    if found := checkpoints(target / "checkpoints"):
+        return str((found[-1] / "actor" / "model").resolve())
+    raise CheckpointError(f"the run {target} has no checkpoint to serve; train longer, or give a model folder")
+
+
+def _serve(config: Config, plugins: PluginManager, options: ServerOptions, target: Path) -> None:
+    from rlcore.episodes.from_config import server_setup
+    from rlcore.episodes.standalone import Standalone, no_prompts
+    from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
+    from rlcore.roles.settings import evaluated_roles, with_settings
+    from rlcore.run import open_run
+
+    declared = evaluated_roles(None)
+    config = restrict_to_roles(config, declared)
+    roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
+    placement = Placement(plan_pools(config, roles, plugins.train_engines()))
+    setup: Any = server_setup(config, plugins, Standalone(options, CommandLine.show))
+    with open_run(config, target.resolve(), plugins, roles, [], placement=placement) as started:
+        started.actor.rollout(no_prompts(), setup)
+
+
+@hookimpl
+def rlcore_commands() -> CommandSpec:
+    """Register `rlcore serve`."""
+    return CommandSpec("serve", SUMMARIES["serve"], run=run, options=add_options, usage="RUN_OR_MODEL")

@@ -1,0 +1,106 @@
+"""Requests of a server's calls, brought from its event loop to the engine's thread, and the answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Sequence
+
+from rlcore.engine.rollout import Finished, Request, RolloutEngine
+from rlcore.episodes.openai_format import RequestError
+
+Item = list[Request] | set[str] | None
+"""Requests to sample; ids of requests that nobody waits for any more; None wakes the engine's thread."""
+
+
+class CallQueue:
+    """A RequestSource whose requests come from coroutines of another thread.
+
+    `answers` belongs to the event loop's thread; `done`, `poll`, `take` and `fail` to the engine's.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Finished]]] = {}
+        self._ended = False
+
+    async def answers(self, requests: Sequence[Request]) -> list[Finished]:
+        """Have requests sampled, and return their rows. RequestError, status 503, once the queue has ended.
+
+        A caller that is cancelled has its requests aborted.
+        """
+        if self._ended:
+            raise _ending()
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            self._waiting[request.id] = loop, future
+        self._items.put(list(requests))
+        try:
+            return await asyncio.gather(*futures)
+        except BaseException:
+            self._items.put({request.id for request in requests})
+            raise
+
+    def end(self) -> None:
+        """Take no more requests, and end `answer_requests` when those under way are answered. For any thread."""
+        self._ended = True
+        self._items.put(None)
+
+    def begin(self) -> None:
+        """Take requests again after `end`."""
+        self._ended = False
+
+    # ---- the engine's thread ----
+
+    @property
+    def done(self) -> bool:
+        """See RequestSource."""
+        return self._ended and not self._waiting and not self._engine.in_flight
+
+    def poll(self, wait: float) -> Sequence[Request]:
+        """See RequestSource."""
+        new: list[Request] = []
+        try:
+            item = self._items.get(timeout=wait) if wait else self._items.get_nowait()
+            while True:
+                if isinstance(item, list):
+                    new += item
+                elif item:
+                    new = [each for each in new if each.id not in item]
+                    self._abort(item)
+                item = self._items.get_nowait()
+        except queue.Empty:
+            return new
+
+    def take(self, row: Finished) -> None:
+        """See RequestSource."""
+        loop, future = self._waiting.pop(row.id)
+        loop.call_soon_threadsafe(_answer, future, row)
+
+    def fail(self, error: RequestError) -> None:
+        """Answer everything that waits with an error; the engine is idle."""
+        self.poll(0.0)
+        while self._waiting:
+            _, (loop, future) = self._waiting.popitem()
+            loop.call_soon_threadsafe(_answer, future, error)
+
+    def _abort(self, ids: set[str]) -> None:
+        for each in ids:
+            self._waiting.pop(each, None)
+        if decoding := ids & set(self._engine.in_flight):
+            self._engine.abort(decoding)
+
+
+def _ending() -> RequestError:
+    return RequestError(503, "the server is ending", code="server_ending")
+
+
+def _answer(future: asyncio.Future[Finished], result: Finished | RequestError) -> None:
+    if future.done():  # its caller was cancelled
+        return
+    if isinstance(result, RequestError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
