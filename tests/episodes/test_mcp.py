@@ -1,5 +1,6 @@
 """Tools of MCP servers: a server made with the package `mcp`, and correct and broken ones written by hand."""
 
+import json
 import os
 import sys
 import time
@@ -213,7 +214,8 @@ def test_a_server_that_does_not_end_is_killed():
     client.close()
 
 
-def test_servers_get_neither_secrets_nor_this_process_import_path(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", [None, "mine"])
+def test_servers_get_neither_secrets_nor_this_process_import_path(tmp_path, monkeypatch, path):
     (tmp_path / "here.py").write_text(
         "import json, os, sys; sys.argv[1] = 'structured'\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
@@ -224,10 +226,10 @@ def test_servers_get_neither_secrets_nor_this_process_import_path(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("GIVEN", "yes")
-    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setenv("PYTHONPATH", path) if path else monkeypatch.delenv("PYTHONPATH", raising=False)
     tools = load("python here.py x", "env.keep_env=[GIVEN]")
-    shown = f'[{{"WANDB_API_KEY": null, "GIVEN": "yes", "PYTHONPATH": "mine"}}, "{sys.executable}"]'
-    assert tools.tool_schemas[0]["function"]["description"] == shown
+    shown = [{"WANDB_API_KEY": None, "GIVEN": "yes", "PYTHONPATH": path}, sys.executable]
+    assert json.loads(tools.tool_schemas[0]["function"]["description"]) == shown
     # Also in an episode's process, which compares the tools with these.
     with EnvironmentPool(pack("mcp", tools), processes=1, timeout=30, memory_mb=0, keep_env=["GIVEN"]) as pool:
         pool.reset("a", {}, 0)
