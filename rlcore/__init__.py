@@ -1,8 +1,8 @@
 """rlcore: post-training of language models with reinforcement learning.
 
 A plugin may import the names below and `rlcore.ops`. One that brings an engine also imports `rlcore.engine`, one with
-workers of its own `rlcore.workers`, and one that plans placements `rlcore.planning`. Each name is imported at its first
-use, so `import rlcore` itself loads neither torch nor ray.
+workers of its own `rlcore.workers`, one with an environment `rlcore.episodes`, and one that plans placements
+`rlcore.planning`. Each name is imported at its first use, so `import rlcore` itself loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.commands.line import CommandLine
-    from rlcore.config import Config, option
+    from rlcore.config import Config, DataConfig, option
     from rlcore.errors import (
         CheckpointError,
         ConfigError,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         "Config",
         "ConfigError",
         "CriticHandle",
+        "DataConfig",
         "DataError",
         "DataProto",
         "PluginError",
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "rlcore.commands.line": ["CommandLine"],
-    "rlcore.config": ["Config", "option"],
+    "rlcore.config": ["Config", "DataConfig", "option"],
     "rlcore.errors": [
         "CheckpointError",
         "ConfigError",

@@ -1,7 +1,7 @@
 """A guessing game for the tiny model, as a plugin file: `-p benchmarks/episodes/guess.py data=guess env=guess`.
 
 A number from 0 to 99 is hidden. After a wrong guess the environment answers with the way to it from there, such as
-`10+47=`; three guesses are allowed. Nothing in the prompt tells the number, so a first guess is right once in a hundred
+`10+47=`; four guesses are allowed. Nothing in the prompt tells the number, so a first guess is right once in a hundred
 times, and a policy wins by using the answers.
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rlcore import DatasetSpec, EnvironmentSpec, hookimpl
-from rlcore.config.schema import DataConfig
+from rlcore import DataConfig, DatasetSpec, EnvironmentSpec, hookimpl
 from rlcore.episodes import Observation
 
 RLCORE_API = 1
 
 LARGEST = 99
-GUESSES = 3
+GUESSES = 4
 HELD_OUT = 12
 """Numbers that no training episode hides."""
 REPEATS = 20

@@ -13,8 +13,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from rlcore import DataError
-from rlcore.config.schema import DataConfig
+from rlcore import DataConfig, DataError
 from rlcore_plugin_reasoning_gym.config import TasksConfig
 
 GENERATE = "rlcore_plugin_reasoning_gym.generate"

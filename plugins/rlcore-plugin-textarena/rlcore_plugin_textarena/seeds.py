@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rlcore.config.schema import DataConfig
+from rlcore import DataConfig
 from rlcore_plugin_textarena.config import SeedsConfig
 
 SEEDS = 2**31
