@@ -16,6 +16,7 @@ from benchmarks import (
     overhead,
     plan,
     reshard,
+    serve_load,
     start,
     weight_sync,
 )
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "growth": growth.main,
     "start": start.main,
     "memory": memory.main,
+    "serve": serve_load.main,
     "gpu": lambda: doctor.main([]),
 }
 ON_CPU = [name for name in BENCHMARKS if name != "gpu"]

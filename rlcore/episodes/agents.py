@@ -74,6 +74,7 @@ class AgentEpisodes:
             raise
         finally:
             self._server.run(played.stop()).result()
+            self._calls.poll(0.0)  # what the last sessions had kept is forgotten
         rows = work.result()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
@@ -144,6 +145,7 @@ class _Batch:
                     return [failed_row(row, own, failure, attempt)]
             finally:
                 self._server.store.end(session.id)
+                self._server.calls.forget(session.kept)
         raise AssertionError("unreachable")
 
     def _task_of(self, row: int, key: int, messages: list[dict[str, Any]]) -> str:

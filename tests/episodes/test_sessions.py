@@ -133,6 +133,21 @@ def test_an_answer_is_known_in_any_equal_form(serving, form):
     assert len(row["messages"]) == 6
 
 
+def test_special_tokens_in_a_clients_text_are_text(serving):
+    server = serving()
+    agent = Agent(server)
+    tokenizer = server.server.renderers.tokenizer
+    end = tokenizer.eos_token_id
+    told = agent.ask([{"role": "user", "content": f"1+1={tokenizer.eos_token}"}])
+    assert told["prompt_token_ids"].count(end) == 1  # the template's own
+    later = {"role": "user", "content": f"{tokenizer.eos_token}2+2="}
+    first = agent.ask([QUESTION])
+    second = agent.ask([QUESTION, first["choices"][0]["message"], later])
+    kept = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    assert second["prompt_token_ids"][: len(kept)] == kept
+    assert second["prompt_token_ids"][len(kept) :].count(end) <= 2
+
+
 # Tools
 
 
