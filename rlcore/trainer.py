@@ -30,7 +30,8 @@ from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_m
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
-from rlcore.plugins import Algorithm, PluginManager
+from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
+from rlcore.plugins.specs import environment_of
 from rlcore.preflight import Preflight, preflight
 from rlcore.rewards.compose import WeightedReward, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
@@ -111,9 +112,11 @@ class _Preparation(ExitStack):
         for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
         installed = plugins.rewards()
-        for reward in rewards:
-            if reward.name in installed and (on_start := installed[reward.name].on_start) is not None:
-                on_start()
+        starts = [installed[reward.name].on_start for reward in rewards if reward.name in installed]
+        if name := environment_of(config):
+            starts.append(plugins.specs(EnvironmentSpec)[name].on_start)
+        for on_start in dict.fromkeys(each for each in starts if each is not None):
+            on_start()
 
 
 def _loaders(

@@ -114,6 +114,8 @@ def check_environment(config: Config, plugins: PluginManager) -> None:
     env = config.section(EnvConfig)
     if env.path is not None and name != "file":
         raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={name}")
+    if env.mcp is not None and name != "mcp":
+        raise ConfigError(f"env.mcp={env.mcp!r} is read by env=mcp only, not by env={name}")
     if config.rollout.tp > 1:
         raise ConfigError(
             f"env={name} with rollout.tp={config.rollout.tp}: the ranks that share a row would have to see each answer "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,17 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.assets import TINY
-from rlcore.config import ModelConfig
+from rlcore.config import ModelConfig, compose
 from rlcore.config.environment import EnvConfig
-from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder, load_tokenizer
 from rlcore.engine.rollout import Sampling
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.episodes.builtin import SingleTurn
 from rlcore.episodes.environments import EnvironmentEpisodes
+from rlcore.episodes.mcp import load_tools
 from rlcore.episodes.processes import load_from_file, pack
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.tool_calls import BadCall, ToolCall, Turn
 from rlcore.episodes.tool_schema import schemas_of
+from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
 MODEL = ModelConfig(path=str(TINY))
@@ -54,7 +57,7 @@ def play(engine):
     """Play a batch in a world of worlds.py, or in a class, and return the rows."""
     opened = []
 
-    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, **keys):
+    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, offered=NO_TOOLS, **keys):
         env = EnvConfig(name="test", **{"concurrency": 8, "timeout": 20.0, "memory_mb": 0, **keys})
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
@@ -65,7 +68,7 @@ def play(engine):
             pack("test", target),
             tools,
             EveryAnswer(),
-            OfferedTools(),
+            offered,
             EnvironmentEpisodes,
             *has,
             in_lockstep,
@@ -308,6 +311,25 @@ def test_tools_are_called_and_their_errors_answered(play):
         assert json.loads(first["content"]) == 2 * int(number)
 
 
+def test_the_tools_of_an_mcp_server_are_called(play):
+    plugins = PluginManager.load()
+    command = f'env.mcp="{sys.executable} {WORLDS.with_name("mcp_server.py")}"'
+    tools = load_tools(compose(["algo=grpo", "env=mcp", command], plugins))
+    out = play(tools, batch_of(1, 2), max_turns=2, concurrency=2, timeout=60.0)
+    assert all(error is None for error in out["episode_error"])
+    for messages, errors in zip(out["episode_messages"], out["tool_errors"], strict=True):
+        numbers = re.findall(r"\d+", messages[0]["content"])[:1]
+        assert messages[1]["content"] == (str(2 * int(numbers[0])) if numbers else "Error: write a number")
+        assert int(errors) == sum(each["content"].startswith("Error") for each in messages)
+
+
 def test_a_tool_can_say_that_the_episode_failed(play):
     out = play("Broken", batch_of(1, 1), retries=0)
     assert "no backend" in out["episode_error"][0]["cause"]
+
+
+def test_messages_in_place_of_the_prompt_show_the_tools_too(play):
+    offered = OfferedTools(instructions="Call double.")
+    out = play("Opens", batch_of(1, 1), offered=offered)
+    text = load_tokenizer(MODEL).decode(out["prompts"][0])
+    assert text == "<|system|>Be brief.\n\nCall double.<|end|><|user|>Double 3.<|end|><|assistant|>"
