@@ -21,6 +21,7 @@ from benchmarks import (
     weight_sync,
 )
 from benchmarks.against_trl import others
+from benchmarks.episodes import learning as episodes
 from benchmarks.gpu import doctor
 
 BENCHMARKS = {
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "growth": growth.main,
     "start": start.main,
     "memory": memory.main,
+    "episodes": episodes.main,
     "serve": serve_load.main,
     "gpu": lambda: doctor.main([]),
 }

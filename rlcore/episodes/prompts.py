@@ -83,7 +83,8 @@ class Prompts:
             last = max(at for at, message in enumerate(messages) if message["role"] == "user")
             messages[last] = {**messages[last], "content": messages[last]["content"] + opening}
         else:
-            messages = [{**each, "content": plain_text(each["content"], self._special)} for each in opening]
+            own = [{**each, "content": plain_text(each["content"], self._special)} for each in opening]
+            messages = self._encoder.messages(own)  # with the tools' instructions, as the row's own prompt
         return Conversation(tuple(self._renderer.prompt(messages)), messages, len(messages))
 
     def _messages(self, row: int) -> list[Message]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig, compose
 from rlcore.config.environment import EnvConfig
-from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder, load_tokenizer
 from rlcore.engine.rollout import Sampling
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.episodes.builtin import SingleTurn
@@ -57,7 +57,7 @@ def play(engine):
     """Play a batch in a world of worlds.py, or in a class, and return the rows."""
     opened = []
 
-    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, **keys):
+    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, offered=NO_TOOLS, **keys):
         env = EnvConfig(name="test", **{"concurrency": 8, "timeout": 20.0, "memory_mb": 0, **keys})
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
@@ -68,7 +68,7 @@ def play(engine):
             pack("test", target),
             tools,
             EveryAnswer(),
-            OfferedTools(),
+            offered,
             EnvironmentEpisodes,
             *has,
             in_lockstep,
@@ -326,3 +326,10 @@ def test_the_tools_of_an_mcp_server_are_called(play):
 def test_a_tool_can_say_that_the_episode_failed(play):
     out = play("Broken", batch_of(1, 1), retries=0)
     assert "no backend" in out["episode_error"][0]["cause"]
+
+
+def test_messages_in_place_of_the_prompt_show_the_tools_too(play):
+    offered = OfferedTools(instructions="Call double.")
+    out = play("Opens", batch_of(1, 1), offered=offered)
+    text = load_tokenizer(MODEL).decode(out["prompts"][0])
+    assert text == "<|system|>Be brief.\n\nCall double.<|end|><|user|>Double 3.<|end|><|assistant|>"

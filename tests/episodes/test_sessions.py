@@ -117,7 +117,7 @@ FORMS = {
     "as it was": lambda message: message,
     "as a client's model_dump": lambda message: {**message, "refusal": None, "annotations": None, "audio": None},
     "with parts": lambda message: {**message, "content": [{"type": "text", "text": message["content"] or ""}]},
-    "stripped": lambda message: {**message, "content": (message["content"] or "").strip()},
+    "with whitespace around": lambda message: {**message, "content": f" {message['content']}\n"},
     "only what it needs": lambda message: {name: message[name] for name in ("role", "content")},
 }
 

@@ -137,3 +137,11 @@ class Broken:
             number: the number
         """
         raise EnvironmentFailure("no backend")
+
+
+class Opens(Tools):
+    """Has messages of its own in place of the row's prompt."""
+
+    def reset(self, prompt):
+        super().reset(prompt)
+        return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Double 3."}]
