@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,8 @@ spec.loader.exec_module(fixtures)
 test_sound = conformance("env=sound", plugins=[str(FILE)])
 test_single_turn = conformance("env=single_turn")
 test_calculator = conformance("env=calculator")
+AGENT = f"{sys.executable} {FILE.with_name('small_agent.py')}"
+test_agent = pytest.mark.slow(conformance("env=agent", f'env.command="{AGENT}"', "env.timeout=60"))
 test_python = pytest.mark.slow(conformance("env=python"))
 
 

@@ -17,7 +17,7 @@ SCRIPT_VERSION = 10**6
 
 
 class ScriptedEngine(RolloutEngine):
-    """Answers each request with a text: `text(id, turn)` for turn number `turn` (from 0) of the conversation `id`.
+    """Answers each request with a text: `text(request, turn)` for turn number `turn` (from 0) of its conversation.
 
     A turn ends with `end_id`, or after `max_tokens` tokens. Log-probs are numbers that depend on the request's noise
     key and the token's number. A step answers up to `slots` requests.
@@ -26,7 +26,7 @@ class ScriptedEngine(RolloutEngine):
     version = SCRIPT_VERSION
     description = "given texts"
 
-    def __init__(self, tokenizer: Any, end_id: int, text: Callable[[str, int], str], slots: int = 3) -> None:
+    def __init__(self, tokenizer: Any, end_id: int, text: Callable[[Request, int], str], slots: int = 3) -> None:
         self.tokenizer = tokenizer
         self._end_id, self._text, self._slots = end_id, text, slots
         self._queue: dict[str, Request] = {}
@@ -61,7 +61,7 @@ class ScriptedEngine(RolloutEngine):
         return [self._answer(request) for request in now]
 
     def _answer(self, request: Request) -> Finished:
-        text = self._text(request.id, self._turns[request.id][1])
+        text = self._text(request, self._turns[request.id][1])
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self._end_id]
         tokens = tuple(ids[: request.sampling.max_tokens])
         draw = random.Random(request.key)

@@ -6,9 +6,12 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 from typing import Any
 
 from rlcore_plugin_testing.environment import killed
@@ -18,6 +21,8 @@ from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 
 PATIENCE = 10.0
 """Seconds until processes must have ended."""
+APART_SECONDS = 300.0
+"""Seconds for all questions about a class in a process of its own."""
 SHOWN = 3
 """Episodes whose environments are looked at in a process of their own."""
 
@@ -29,14 +34,15 @@ class Interrupted(Exception):
 def failures(suite: EnvironmentSuite) -> str:
     """A failed episode is played again with the same seed, or left out with its cause; it never gets a score."""
     plain, dead = suite.plain(), 0
+    others = set(descendants())
 
     def kill_once(turns: int) -> None:
         nonlocal dead
         if turns >= len(plain.turns) // 3 and not dead:
-            dead = kill_environments()
+            dead = kill_environments(others)
 
     def kill_always(turns: int) -> None:
-        kill_environments()
+        kill_environments(others)
 
     with suite.source(retries=1) as play:
         again = play(interrupt=kill_once)
@@ -127,13 +133,30 @@ def _apart(suite: EnvironmentSuite, question: str) -> Any:
     if not calls:
         raise NotApplicable("its episodes made no calls of an environment")
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, "-Pm", "rlcore_plugin_testing.environment.apart", question],
-        input=pickle.dumps((environment.imports, environment.data, calls)),
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(suite.temporary), "PYTHONHASHSEED": "0"},
-        check=False,
-    )
-    if done.returncode:
-        raise CheckFailed(f"its class cannot be played in a process of its own: {done.stderr.decode()[-400:]}")
-    return json.loads(done.stdout)
+    # Files, not pipes: a process that the class leaves running would hold a pipe open.
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        pickle.dump((environment.imports, environment.data, calls), given)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-Pm", "rlcore_plugin_testing.environment.apart", question],
+            stdin=given,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(suite.temporary), "PYTHONHASHSEED": "0"},
+        )
+        try:
+            status = process.wait(APART_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"{len(calls)} episodes of its class take longer than {APART_SECONDS:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if status:
+        raise CheckFailed(f"its class cannot be played in a process of its own: {texts[1][-400:]}")
+    return json.loads(texts[0])

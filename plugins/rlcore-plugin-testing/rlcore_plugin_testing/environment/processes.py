@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,20 +51,22 @@ def descendants(root: int | None = None) -> list[Process]:
     return found
 
 
-def environment_processes() -> list[Process]:
-    """Return the processes that play episodes: the children of the one that has loaded the environment."""
+def kill_environments(others: Collection[Process] = ()) -> int:
+    """Kill the processes that play episodes, and return their number.
+
+    These are the children of the one that has loaded the environment. Where none has, as with agents, they are all
+    descendants of this process but `others`.
+    """
     found = descendants()
     loaded = {process.pid for process in found if CHILD in process.command}
-    return [process for process in found if process.pid in loaded and process.parent in loaded]
-
-
-def kill_environments() -> int:
-    """Kill the processes that play episodes, and return their number."""
-    found = environment_processes()
-    for process in found:
+    if loaded:
+        killed = [process for process in found if process.pid in loaded and process.parent in loaded]
+    else:
+        killed = [process for process in found if process not in others]
+    for process in killed:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    return len(found)
+    return len(killed)
 
 
 def left_running(processes: Iterable[Process], patience: float) -> list[Process]:

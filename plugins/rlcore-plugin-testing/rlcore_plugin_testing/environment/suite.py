@@ -254,11 +254,19 @@ class EnvironmentSuite(CheckSuite):
     def scripted_engine(self, batch: DataProto) -> ScriptedEngine:
         """Return an engine that answers the requests of a batch's episodes by the script."""
         rows = data_rows(batch)
+        prompts = [tuple(tokens.tolist()) for tokens in batch["prompts"].to_list()]
+        by_name = sorted(range(len(rows)), key=lambda row: (rows[row]["uid"], rows[row]["sample_index"]))
 
-        def text(request: str, turn: int) -> str:
-            number = request.partition(".")[0]
-            row = rows[int(number)] if number.isdigit() and int(number) < len(rows) else rows[0]
-            return self.writer.text(row, turn)
+        def row_of(request: Request) -> int:
+            """Return the row of a request: by its id, or, for requests of agents, the first with its prompt."""
+            number = request.id.partition(".")[0]
+            if number.isdigit() and int(number) < len(rows):
+                return int(number)
+            same = [row for row in by_name if request.prompt[: len(prompts[row])] == prompts[row]]
+            return (same or by_name)[0]
+
+        def text(request: Request, turn: int) -> str:
+            return self.writer.text(rows[row_of(request)], turn)
 
         return ScriptedEngine(self.tokenizer, min(self.renderer.end_ids), text)
 
