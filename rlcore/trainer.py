@@ -20,7 +20,7 @@ from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import NO_TOOLS, load_tokenizer
+from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
@@ -124,7 +124,7 @@ def _loaders(
 ) -> dict[str, PromptLoader]:
     """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
-    tools = NO_TOOLS if episodes is None else episodes.offered
+    tools = None if episodes is None else episodes.offered
     further = algorithm.data(config)
     if "train" in further:
         raise ConfigError(
@@ -302,7 +302,12 @@ class Trainer:
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
         metrics.update(opened.data)
         if self._is_time_to_evaluate(self.step):
-            self._evaluate()
+            try:
+                self._evaluate()
+            except EpisodesError:
+                self.trackers.log(self.step, metrics)
+                self._save()
+                raise
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))

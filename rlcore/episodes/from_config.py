@@ -59,6 +59,7 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             resets=hasattr(target, "reset"),
             steps=hasattr(target, "step"),
             in_lockstep=config.trainer.deterministic,
+            needs_score=_rewards_scores(config, plugins),
             system_prompt=config.data.system_prompt,
             prompt_len=config.data.prompt_len,
             folder=os.getcwd(),
@@ -103,6 +104,12 @@ def _offered(tools: Sequence[dict[str, Any]], tool_format: ToolFormat, config: C
 def default_reward(config: Config, plugins: PluginManager, dataset: DatasetSpec) -> str:
     """Return the name of the reward of a run that chooses none: the environment's if it scores, else the data set's."""
     return ENVIRONMENT_REWARD if has_scores(config, plugins) else dataset.reward
+
+
+def _rewards_scores(config: Config, plugins: PluginManager) -> bool:
+    """Whether the environment's score is the reward, or part of it."""
+    chosen = config.reward.functions
+    return config.reward.path is None and (ENVIRONMENT_REWARD in chosen if chosen else has_scores(config, plugins))
 
 
 def check_environment(config: Config, plugins: PluginManager) -> None:
