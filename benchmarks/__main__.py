@@ -16,10 +16,12 @@ from benchmarks import (
     overhead,
     plan,
     reshard,
+    serve_load,
     start,
     weight_sync,
 )
 from benchmarks.against_trl import others
+from benchmarks.episodes import learning as episodes
 from benchmarks.gpu import doctor
 
 BENCHMARKS = {
@@ -39,6 +41,8 @@ BENCHMARKS = {
     "growth": growth.main,
     "start": start.main,
     "memory": memory.main,
+    "episodes": episodes.main,
+    "serve": serve_load.main,
     "gpu": lambda: doctor.main([]),
 }
 ON_CPU = [name for name in BENCHMARKS if name != "gpu"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
-from rlcore.data.chat import NO_TOOLS, load_tokenizer
+from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
@@ -55,7 +55,10 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     scores = batch["scores"].numpy()
     # A failed reward has a made-up score, which may pass.
     right = (scores >= config.reward.pass_score) & ~batch["reward_error"].numpy()
-    prompt = group_index(batch["uid"]).numpy()
+    names = list(batch["uid"])
+    if "branch" in batch:  # branches of an episode, such as the seats of a game, count apart
+        names = [f"{uid} {branch}" for uid, branch in zip(names, batch["branch"].tolist(), strict=True)]
+    prompt = group_index(names).numpy()
     correct = np.bincount(prompt, weights=right).astype(int)
     # Fewer than `eval_samples` where an episode failed, more where one has several branches.
     sampled = np.bincount(prompt)
@@ -67,6 +70,8 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
         "eval/reward_errors": float(batch["reward_error"].sum()),
         "eval/samples": float(len(batch)),
     }
+    if "episode" in batch:
+        metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
     k = 1
     while samples > 1 and k <= samples:
         found = [pass_at_k(int(n), int(c), k) for n, c in zip(sampled, correct, strict=True) if n >= k]
@@ -114,10 +119,12 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
         placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     dataset = plugins.datasets()[config.data.name].bound(config)
     episodes = episode_setup(config, plugins)
-    tools = NO_TOOLS if episodes is None else episodes.offered
+    tools = None if episodes is None else episodes.offered
     prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size, tools)
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
+    if episodes is not None:
+        episodes.check()
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():

@@ -20,7 +20,7 @@ from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import NO_TOOLS, load_tokenizer
+from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
@@ -30,7 +30,8 @@ from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_m
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
-from rlcore.plugins import Algorithm, PluginManager
+from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
+from rlcore.plugins.specs import environment_of
 from rlcore.preflight import Preflight, preflight
 from rlcore.rewards.compose import WeightedReward, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
@@ -111,9 +112,11 @@ class _Preparation(ExitStack):
         for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
         installed = plugins.rewards()
-        for reward in rewards:
-            if reward.name in installed and (on_start := installed[reward.name].on_start) is not None:
-                on_start()
+        starts = [installed[reward.name].on_start for reward in rewards if reward.name in installed]
+        if name := environment_of(config):
+            starts.append(plugins.specs(EnvironmentSpec)[name].on_start)
+        for on_start in dict.fromkeys(each for each in starts if each is not None):
+            on_start()
 
 
 def _loaders(
@@ -121,7 +124,7 @@ def _loaders(
 ) -> dict[str, PromptLoader]:
     """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
-    tools = NO_TOOLS if episodes is None else episodes.offered
+    tools = None if episodes is None else episodes.offered
     further = algorithm.data(config)
     if "train" in further:
         raise ConfigError(
@@ -299,7 +302,12 @@ class Trainer:
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
         metrics.update(opened.data)
         if self._is_time_to_evaluate(self.step):
-            self._evaluate()
+            try:
+                self._evaluate()
+            except EpisodesError:
+                self.trackers.log(self.step, metrics)
+                self._save()
+                raise
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.episodes import throughput
 from benchmarks.report import Bar, Figure, write
 
 SEEDS = (0, 1, 2)
@@ -29,7 +30,7 @@ GUESS = (
     "data.batch_size=8",
     "data.eval_size=240",
     "trainer.total_steps=400",
-    "trainer.eval_every=0",
+    "trainer.eval_every=400",
 )
 """The guessing game of guess.py: `rlcore train` with these words."""
 
@@ -46,7 +47,7 @@ DIVISORS = (
     "algo.kl_coef=0",
     "data.batch_size=8",
     "trainer.total_steps=100",
-    "trainer.eval_every=0",
+    "trainer.eval_every=100",
 )
 """The greatest common divisor of two numbers up to 99, in reasoning-gym's words. Without `min_tokens` the tiny model
 answers such long prompts with nothing, and no answer is ever right."""
@@ -97,4 +98,11 @@ def main() -> bool:
         "answer and the frequent answers."
     )
     measured = [figure for name, done in runs.items() for figure in figures(name, done)]
-    return write("episodes", "make bench B=episodes", measured, bars(*runs.values()), notes)
+    speed, held, how = throughput.measure()
+    return write(
+        "episodes",
+        "make bench B=episodes",
+        [*measured, *speed],
+        [*bars(*runs.values()), *held],
+        f"{notes} Speed: {how}.",
+    )

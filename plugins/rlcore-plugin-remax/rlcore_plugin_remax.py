@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -86,10 +87,12 @@ class ReMax(Algorithm):
         # record=False: the step's reward and length metrics cover only the samples.
         baseline = run.reward(greedy, record=False)["scores"]
         run.log({"remax/greedy_score": float(baseline.mean())})
-        by_prompt = dict(zip(greedy["uid"], baseline.tolist(), strict=True))
+        by_prompt: dict[str, list[float]] = {}
+        for uid, score in zip(greedy["uid"], baseline.tolist(), strict=True):
+            by_prompt.setdefault(uid, []).append(score)
         # A prompt whose greedy episode failed has no baseline; its samples are left out.
-        batch = batch[torch.tensor([uid in by_prompt for uid in batch["uid"]])]
-        batch["remax_baseline"] = torch.tensor([by_prompt[uid] for uid in batch["uid"]])
+        batch = batch[torch.tensor([uid in by_prompt for uid in batch["uid"]], dtype=torch.bool)]
+        batch["remax_baseline"] = torch.tensor([fmean(by_prompt[uid]) for uid in batch["uid"]])
         reads = ["scores", "remax_baseline", "response_mask"]
         if self.config.kl_coef > 0:
             batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))

@@ -5,7 +5,7 @@ SUMMARIES = {
     "eval": "measure a run or a model on held-out prompts: rlcore eval RUN_OR_MODEL [OVERRIDE ...]",
     "config": "compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]",
     "plugins": "list the installed plugins with their origin and faults",
-    "new-plugin": "write a new algorithm's distribution: rlcore new-plugin NAME [--dir DIR]",
+    "new-plugin": "write a new plugin's distribution: rlcore new-plugin NAME [--kind KIND] [--dir DIR]",
     "serve": "answer agents as OpenAI's API does: rlcore serve RUN_OR_MODEL [--port PORT] [OVERRIDE ...]",
     "samples": "show a run's samples and their rewards: rlcore samples RUN [--step N]",
 }

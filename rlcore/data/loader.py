@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,12 @@ from rlcore.protocol.glossary import fields
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TAKEN = ("prompt", "response", *fields())
+EPISODES = (
+    *("episode", "branch", "turns", "turn_ends", "turn_rewards", "tool_calls", "tool_errors", "stop_reason"),
+    *("episode_messages", "episode_score", "episode_row", "episode_error"),
+)
+"""Column names that are reserved in a run with an environment."""
+TAKEN = ("prompt", "response", *(name for name in fields() if name not in EPISODES))
 """Reserved column names: reward functions or the core already give them a meaning."""
 
 
@@ -50,16 +56,17 @@ class PromptSplit:
         dataset: DatasetSpec,
         tokenizer: PreTrainedTokenizerBase,
         split: str,
-        tools: OfferedTools,
+        tools: OfferedTools | None,
     ) -> None:
         self._config = config
+        self._taken = TAKEN if tools is None else (*TAKEN, *EPISODES)
         self._where = f"data={dataset.name}, split {split!r}"
         self.rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
         if len(self.rows) == 0:
             raise DataError(f"{self._where}: the data set has no rows")
         self.overlong = 0
         self._has_messages = False
-        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools))
+        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS))
         self.columns = self._other_columns()
         if not self.prompts:
             raise DataError(
@@ -98,7 +105,7 @@ class PromptSplit:
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
         others = [name for name in names if name not in (self._config.prompt_key, self._config.answer_key)]
-        taken = [name for name in others if name in TAKEN]
+        taken = [name for name in others if name in self._taken]
         if taken:
             raise DataError(
                 f"{self._where}: rlcore reserves the column name {taken[0]!r}; rename or drop the column, or name it "
@@ -156,7 +163,7 @@ class PromptLoader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,
-        tools: OfferedTools = NO_TOOLS,
+        tools: OfferedTools | None = None,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -199,11 +206,11 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, with a digest of the training prompts."""
-        return {"epoch": self.epoch, "position": self._position, "digest": self._digest()}
+        return {"epoch": self.epoch, "position": self._position, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; CheckpointError when the prompts or their order have changed."""
-        if state["digest"] != self._digest():
+        if state["digest"] != self._digest:
             raise CheckpointError(
                 "the training prompts differ from the checkpoint's: the data, the tokenizer, the chat template or the "
                 "seed has changed. Restore them, or start a new run."
@@ -228,6 +235,7 @@ class PromptLoader:
                 f"set it to {total} or less, or set data.drop_last=false"
             )
 
+    @cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self._seed} {self._config.shuffle}".encode())
         for prompt in self._prompts:
@@ -240,7 +248,7 @@ def held_out_prompts(
     dataset: DatasetSpec,
     tokenizer: PreTrainedTokenizerBase,
     limit: int = 0,
-    tools: OfferedTools = NO_TOOLS,
+    tools: OfferedTools | None = None,
 ) -> DataProto:
     """Return `PromptLoader.held_out(limit)` without reading the training split."""
     split = PromptSplit(config, dataset, tokenizer, "eval", tools)

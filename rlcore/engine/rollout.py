@@ -252,8 +252,9 @@ class RolloutEngine(ABC):
 class EpisodeSource(Protocol):
     """Plays the episodes of batches in one sampling process, with the engine that it was made for.
 
-    `is_exact`: requests come in the order of `generate`, so that log-probs do not depend on the environment's speed.
-    Otherwise only the tokens do not: the log-probs of a row differ by rounding with the rows beside it.
+    `is_exact`: the requests of the last batch came in an order that does not depend on the environment's speed, so
+    its log-probs do not either. Otherwise only the tokens do not: the log-probs of a row differ by rounding with the
+    rows beside it.
     """
 
     is_exact: bool

@@ -186,16 +186,16 @@ class _GeneratingWorker(Worker):
     def generate(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """Return the response columns of RolloutEngine.generate for the rows of this rank's generating replica."""
         engine = self._ready_to_sample()
-        return self._sample("generate", batch, sampling, engine.generate, exact=engine.exact)
+        return self._sample("generate", batch, sampling, engine.generate, exact=lambda: engine.exact)
 
-    @register(Dispatch.ALL_MICRO_DP_3D, reads=("prompts", "uid", "sample_index", "episode_row"))
+    @register(Dispatch.ALL_MICRO_DP_3D, reads=("prompts", "prompt_text", "uid", "sample_index", "episode_row"))
     def rollout_episodes(self, batch: DataProto, sampling: Sampling, episodes: Episodes) -> DataProto:
         """Return the rows of the episodes of this rank's rows: as many as their branches."""
         engine = self._ready_to_sample()
         if episodes.key not in self._episodes:
             self._episodes[episodes.key] = episodes.open(engine)
         source = self._episodes[episodes.key]
-        out = self._sample("rollout", batch, sampling, source.play, exact=engine.exact and source.is_exact)
+        out = self._sample("rollout", batch, sampling, source.play, exact=lambda: engine.exact and source.is_exact)
         self._seconds["env_wait"] = self._seconds.get("env_wait", 0.0) + source.waited()
         return out
 
@@ -224,9 +224,12 @@ class _GeneratingWorker(Worker):
         sampling: Sampling,
         sample: Callable[[DataProto, Sampling], DataProto],
         *,
-        exact: bool,
+        exact: Callable[[], bool],
     ) -> DataProto:
-        """Return the rows of `sample`, with the column `exact_log_probs`; then let the engine sleep."""
+        """Return the rows of `sample`, with the column `exact_log_probs`; then let the engine sleep.
+
+        `exact` tells after the call whether the engine's log-probs may replace the train engine's.
+        """
         assert self.rollout is not None
         try:
             with self._timed("generate"), self._fits(call, [batch], sampling_remedies(self.setup)):
@@ -236,7 +239,7 @@ class _GeneratingWorker(Worker):
             if not self.rollout.in_flight:
                 self.rollout.sleep()
         # `log_probs` uses the role's temperature; at another one the numbers would differ.
-        same = exact and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
+        same = exact() and sampling.is_plain and sampling.temperature == self.setup.rollout.temperature
         out["exact_log_probs"] = torch.full((len(out),), same, dtype=torch.bool)
         return out
 

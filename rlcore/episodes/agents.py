@@ -74,6 +74,7 @@ class AgentEpisodes:
             raise
         finally:
             self._server.run(played.stop()).result()
+            self._calls.poll(0.0)  # what the last sessions had kept is forgotten
         rows = work.result()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
@@ -133,22 +134,26 @@ class _Batch:
             session = Session(secrets.token_hex(16), key, self._limits, self._server.renderers, own.prompt)
             self._server.store.add(session)
             try:
-                await self._run_agent(session, self._task_of(row, key, own.messages))
+                await self._run_agent(session, self._task_of(row, own.messages))
                 rows = session.rows(row)
                 if not rows:
                     refused = f"; the last one was refused: {session.refused}" if session.refused else ""
                     raise EnvironmentFailure(f"the agent ended without an answered request{refused}")
+                if session.reward is None and self._setup.needs_score:
+                    raise EnvironmentFailure("the agent ended without posting a reward, which is the episode's")
                 return rows
             except EnvironmentFailure as failure:
                 if not plays_again(self._prompts.name(row), failure, attempt, self._env):
                     return [failed_row(row, own, failure, attempt)]
             finally:
                 self._server.store.end(session.id)
+                self._server.calls.forget(session.kept)
         raise AssertionError("unreachable")
 
-    def _task_of(self, row: int, key: int, messages: list[dict[str, Any]]) -> str:
+    def _task_of(self, row: int, messages: list[dict[str, Any]]) -> str:
         """Return the JSON that the agent gets: the row's columns, `messages` and `seed`."""
-        task = {**self._prompts.columns(row), "messages": messages, "seed": key & (2**63 - 1)}
+        seed = self._prompts.seed(row, self._limits.sampling)
+        task = {**self._prompts.columns(row), "messages": messages, "seed": seed}
         return json.dumps(task, default=_plain)
 
     async def _run_agent(self, session: Session, task: str) -> None:

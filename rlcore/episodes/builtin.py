@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore import Config, ConfigError, EnvironmentSpec, ToolFormatSpec, hookimpl
 from rlcore.config.environment import EnvConfig
+from rlcore.config.schema import option
+from rlcore.episodes.environment import EnvironmentFailure, ToolError
+from rlcore.errors import SandboxError
+from rlcore.sandbox import Interpreter, Limits, isolation, log_isolation
 
 if TYPE_CHECKING:
     from rlcore.engine.rollout import EpisodeSource, RolloutEngine
@@ -46,6 +51,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 _LONGEST = 200
+_MARGIN = 5.0  # seconds
 _LARGEST_POWER = 1000
 
 
@@ -85,13 +91,29 @@ def _number(value: int | float) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+@dataclass(frozen=True)
+class PythonConfig:
+    """The limits of the code that the policy runs."""
+
+    seconds: float = option(10.0, "seconds that one call may take; then the interpreter's state is lost", min=0.1)
+    memory_mb: int = option(512, "address space of each process of the code, in MiB", min=64)
+    processes: int = option(16, "most processes and threads of the code at a time", min=1)
+    output_kb: int = option(64, "most output of one call, in KiB, of each of the two streams; the rest is cut", min=1)
+
+
 class Python:
     """A Python interpreter for the policy, isolated from this machine (docs/sandbox.md). It keeps its variables."""
 
-    def __init__(self) -> None:
-        from rlcore.sandbox import Interpreter
+    def __init__(self, config: PythonConfig) -> None:
+        limits = Limits(
+            config.seconds, memory_mb=config.memory_mb, processes=config.processes, output_kb=config.output_kb
+        )
+        self._interpreter = Interpreter(limits)
 
-        self._interpreter = Interpreter()
+    @staticmethod
+    def prepare_process() -> None:
+        """Try once what this machine can enforce, for all episodes' processes."""
+        isolation()
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last expression.
@@ -99,8 +121,15 @@ class Python:
         Args:
             code: the code; variables of earlier calls are kept
         """
-        result = self._interpreter.execute(code)
-        text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip(), result.cause) if part)
+        try:
+            result = self._interpreter.execute(code)
+        except SandboxError as error:
+            raise EnvironmentFailure(str(error)) from error
+        cut = "(the output was longer; the rest is left out)" if result.cut else ""
+        lost = f"Error: {result.cause}" if result.status is None else ""
+        text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip(), cut, lost) if part)
+        if not result.ok:
+            raise ToolError(text)
         return text or "(no output)"
 
     def close(self) -> None:
@@ -124,6 +153,27 @@ def _loaded(path: str, changed: int) -> Any:
     return load_from_file(path)[0]
 
 
+def _check_python(config: Config) -> None:
+    seconds, timeout = config.section(PythonConfig).seconds, config.section(EnvConfig).timeout
+    if timeout < seconds + _MARGIN:
+        raise ConfigError(
+            f"env.timeout={timeout:g} is less than env.python.seconds={seconds:g} and {_MARGIN:g} s to start the "
+            "interpreter: code that takes too long would fail its episode, and not be answered; raise env.timeout"
+        )
+
+
+def _load_mcp(config: Config) -> Any:
+    from rlcore.episodes.mcp import load_tools
+
+    return load_tools(config)
+
+
+def _check_mcp(config: Config) -> None:
+    from rlcore.episodes.mcp import check_command
+
+    check_command(config)
+
+
 def _play_agents(setup: EpisodeSetup, engine: RolloutEngine) -> EpisodeSource:
     from rlcore.episodes.agents import AgentEpisodes
 
@@ -145,8 +195,11 @@ def rlcore_environments() -> list[EnvironmentSpec]:
     return [
         EnvironmentSpec("single_turn", SingleTurn),
         EnvironmentSpec("calculator", Calculator),
-        EnvironmentSpec("python", Python),
+        EnvironmentSpec(
+            "python", Python, config_class=PythonConfig, check=_check_python, on_start=log_isolation, scores=False
+        ),
         EnvironmentSpec("file", load=_load_file),
+        EnvironmentSpec("mcp", load=_load_mcp, scores=False, check=_check_mcp),
         EnvironmentSpec("agent", play=_play_agents, scores=True, check=_check_agent),
     ]
 

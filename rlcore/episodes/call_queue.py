@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rlcore.engine.rollout import Finished, Request, RolloutEngine
 from rlcore.episodes.openai_format import RequestError
 
-Item = list[Request] | set[str] | None
-"""Requests to sample; ids of requests that nobody waits for any more; None wakes the engine's thread."""
+Item = Callable[[list[Request]], None]
+"""Called in the engine's thread with the list of new requests."""
 
 
 class CallQueue:
     """A RequestSource whose requests come from coroutines of another thread.
 
-    `answers` belongs to the event loop's thread; `done`, `poll`, `take` and `fail` to the engine's.
+    `answers` and `forget` belong to the event loop's thread; `done`, `poll`, `take` and `fail` to the engine's.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -36,17 +36,21 @@ class CallQueue:
         futures = [loop.create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._waiting[request.id] = loop, future
-        self._items.put(list(requests))
+        self._items.put(lambda new: new.extend(requests))
         try:
             return await asyncio.gather(*futures)
         except BaseException:
-            self._items.put({request.id for request in requests})
+            self._items.put(lambda new: self._abort({request.id for request in requests}, new))
             raise
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Have the engine drop what it keeps of requests; see RolloutEngine.forget."""
+        self._items.put(lambda new: self._engine.forget(ids))
 
     def end(self) -> None:
         """Take no more requests, and end `answer_requests` when those under way are answered. For any thread."""
         self._ended = True
-        self._items.put(None)
+        self._items.put(lambda new: None)  # wakes the engine's thread
 
     def begin(self) -> None:
         """Take requests again after `end`."""
@@ -57,7 +61,7 @@ class CallQueue:
     @property
     def done(self) -> bool:
         """See RequestSource."""
-        return self._ended and not self._waiting and not self._engine.in_flight
+        return self._ended and self._items.empty() and not self._waiting and not self._engine.in_flight
 
     def poll(self, wait: float) -> Sequence[Request]:
         """See RequestSource."""
@@ -65,11 +69,7 @@ class CallQueue:
         try:
             item = self._items.get(timeout=wait) if wait else self._items.get_nowait()
             while True:
-                if isinstance(item, list):
-                    new += item
-                elif item:
-                    new = [each for each in new if each.id not in item]
-                    self._abort(item)
+                item(new)
                 item = self._items.get_nowait()
         except queue.Empty:
             return new
@@ -86,9 +86,11 @@ class CallQueue:
             _, (loop, future) = self._waiting.popitem()
             loop.call_soon_threadsafe(_answer, future, error)
 
-    def _abort(self, ids: set[str]) -> None:
+    def _abort(self, ids: set[str], new: list[Request]) -> None:
+        """Take requests out that nobody waits for any more."""
         for each in ids:
             self._waiting.pop(each, None)
+        new[:] = [each for each in new if each.id not in ids]
         if decoding := ids & set(self._engine.in_flight):
             self._engine.abort(decoding)
 

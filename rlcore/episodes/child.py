@@ -1,10 +1,10 @@
 """The process that forks environment processes: `python -m rlcore.episodes.child CONTROL_FD PARENT_PID MEMORY_MB`.
 
 Standard input is the parent's pickle of (modules to import, cloudpickle of (class or functions, config)). The process
-loads it once, and answers on the control socket with one frame: {} or {"error": ..., "traceback": ...}. Then each
-command on that socket is COMMAND: FORK with a slot's number and one end of its own socket pair, or KILL with its
-number. Each notice is NOTICE: FORKED with the slot's number and process id, REFUSED with an errno, or ENDED with the
-slot's exit code (a signal is negative).
+loads it once, calls the class's `prepare_process()` if there is one, and answers on the control socket with one frame:
+{} or {"error": ..., "traceback": ...}. Then each command on that socket is COMMAND: FORK with a slot's number and one
+end of its own socket pair, or KILL with its number. Each notice is NOTICE: FORKED with the slot's number and process
+id, REFUSED with an errno, or ENDED with the slot's exit code (a signal is negative).
 
 A slot's process reads requests, frames of the parent's pickle of (method, arguments), and answers each with a frame of
 JSON: the parent never unpickles bytes from a process that ran a model's calls. A frame is HEADER (the request's number,
@@ -82,7 +82,10 @@ def _load(imports: tuple[str, ...], data: bytes) -> tuple[type, Any]:
     if b"numpy" in data:  # imported within a function, it would be imported after an episode was seeded
         importlib.import_module("numpy")
     target, config = pickle.loads(data)
-    return as_class(target), config
+    target = as_class(target)
+    if hasattr(target, "prepare_process"):
+        target.prepare_process()
+    return target, config
 
 
 def _check_room(memory_mb: int) -> None:
@@ -172,7 +175,8 @@ class _ForkServer:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() != server:
                 os._exit(1)
-            _limit_memory(self._memory_mb)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            limit_memory(self._memory_mb)
             _SlotProcess(socket.socket(fileno=descriptor), *self._environment).serve()
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -258,13 +262,13 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _limit_memory(megabytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def limit_memory(megabytes: int, pid: int = 0) -> None:
+    """Limit the address space of a process, 0 for this one; 0 megabytes for no limit. Only Linux has this."""
     if megabytes and sys.platform == "linux":  # macOS does not enforce RLIMIT_AS and may refuse to set it
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        hard = resource.prlimit(pid, resource.RLIMIT_AS)[1]
         wanted = megabytes * 2**20
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 class _SlotProcess:

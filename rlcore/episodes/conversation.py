@@ -38,12 +38,14 @@ class Conversation:
     """One branch of an episode: a prompt and the spans after it.
 
     `messages`: the whole conversation as chat messages, the prompt's first; `asked`: the number of the prompt's own.
+    `ended`: whether the policy's newest turn has its end token.
     """
 
     prompt: tuple[int, ...]
     messages: list[Message] = field(default_factory=list)
     asked: int = 0
     spans: list[Span] = field(default_factory=list)
+    ended: bool = True
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -69,6 +71,7 @@ class Conversation:
         """Append a turn of the policy."""
         self.spans.append(Span(tuple(row.tokens), tuple(row.log_probs), row.weights_version))
         self.messages.append(message)
+        self.ended = row.reason == "end"
 
     def reward(self, value: float) -> None:
         """Add to the reward of the policy's newest turn."""

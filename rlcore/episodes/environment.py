@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncio import Runner
 
-NOT_TOOLS = frozenset({"reset", "step", "score", "get_reward", "close"})
+NOT_TOOLS = frozenset({"reset", "step", "score", "get_reward", "close", "prepare_process"})
 FLOAT32_MAX = 3.4028234663852886e38
 _LONGEST = 2000  # characters of an error's message or of a traceback's tail
 
@@ -52,10 +52,24 @@ class EnvironmentFailure(Exception):
         self.traceback = traceback
 
 
+class ToolError(Exception):
+    """A tool's call failed: the model gets the text as it is, and the call counts as a tool error."""
+
+
 def tool_names(target: type) -> list[str]:
-    """Return the names of a class's tools, in the order of their definition: its public methods but NOT_TOOLS."""
+    """Return the names of a class's tools, in the order of their definition: its public methods but NOT_TOOLS.
+
+    A class with an attribute `tool_schemas`, a list of OpenAI function JSON, has the tools of that list instead.
+    """
+    if hasattr(target, "tool_schemas"):
+        return [schema["function"]["name"] for schema in target.tool_schemas]
     names = dict.fromkeys(name for base in reversed(target.__mro__) for name in vars(base))
     return [name for name in names if not name.startswith("_") and name not in NOT_TOOLS and _is_method(target, name)]
+
+
+def dispatches(target: type) -> bool:
+    """Whether the class's method `call_tool(name, arguments)` gets all calls, in place of the method of their name."""
+    return hasattr(target, "tool_schemas") and hasattr(target, "call_tool")
 
 
 def _is_method(target: type, name: str) -> bool:
@@ -88,8 +102,8 @@ class EpisodeEnvironment:
     """One episode of an environment class.
 
     Every fault of the user's class raises EnvironmentFailure, with the method's name. Only a tool's exception does
-    not: the model sees its text. A copy of the process that the environment forks ends when it returns from the user's
-    code, so that it answers nothing.
+    not: the model sees a ToolError's text, and others as "Error: TypeName: message". A copy of the process that the
+    environment forks ends when it returns from the user's code, so that it answers nothing.
     """
 
     def __init__(self, target: type, config: Any = None) -> None:
@@ -97,6 +111,7 @@ class EpisodeEnvironment:
         self._target = target
         self._arguments = () if config is None else (config,)
         self._tools = frozenset(tool_names(target))
+        self._dispatches = dispatches(target)
         self._seats: int = getattr(target, "seats", 1)
         self._object: Any = None
         self._seat = 0
@@ -202,7 +217,7 @@ class EpisodeEnvironment:
             return f"Error: unknown tool {name!r}; the tools are {', '.join(sorted(self._tools)) or 'none'}", True
         result, error = self._call(f"tool {name!r}", self._use, name, call["arguments"])
         if error is not None:
-            return f"Error: {error}", True
+            return error, True
         if isinstance(result, str):
             return result, False
         try:
@@ -213,13 +228,17 @@ class EpisodeEnvironment:
             ) from None
 
     def _use(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
-        """Return a tool's result, or the text of its exception."""
+        """Return a tool's result, or the text that answers a call that failed."""
         try:
+            if self._dispatches:
+                return self._settle(self._object.call_tool, name, dict(arguments)), None
             return self._settle(getattr(self._object, name), **arguments), None
         except (EnvironmentFailure, MemoryError):
             raise
+        except ToolError as error:
+            return None, str(error)
         except Exception as error:
-            return None, describe(error)[0]
+            return None, f"Error: {describe(error)[0]}"
 
     def _scores(self) -> list[float] | None:
         name = next((name for name in ("score", "get_reward") if hasattr(self._object, name)), None)
@@ -243,7 +262,8 @@ class EpisodeEnvironment:
         try:
             return self._settle(function, *arguments, **named)
         except EnvironmentFailure as failure:
-            raise EnvironmentFailure(f"{what} failed: {failure}", describe(failure)[1]) from failure
+            trace = failure.traceback or describe(failure)[1]
+            raise EnvironmentFailure(f"{what} failed: {failure}", trace) from failure
         except BaseException as error:  # SystemExit too
             text, trace = describe(error)
             raise EnvironmentFailure(f"{what} raised {text}", trace) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlcore.episodes.rows import EpisodeRow, episode_columns
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.source import LONGEST_WAIT, answer_requests
 from rlcore.episodes.tool_calls import BadCall, ToolCall, check_call
+from rlcore.errors import DataError
 from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
@@ -27,7 +28,8 @@ class EnvironmentEpisodes:
 
     def __init__(self, setup: EpisodeSetup, engine: RolloutEngine) -> None:
         self.setup, self.engine = setup, engine
-        self.is_exact = not (setup.tools or setup.resets or setup.steps)
+        self.is_exact = False
+        self._answers_in_order = not (setup.tools or setup.resets or setup.steps)
         self.renderer: TurnRenderer = setup.renderer()
         self._pool: EnvironmentPool | None = None
         self._waited = 0.0
@@ -35,14 +37,17 @@ class EnvironmentEpisodes:
     def play(self, batch: DataProto, sampling: Sampling) -> DataProto:
         """See EpisodeSource."""
         if self._pool is None:
-            self._pool = self.setup.pool(self.setup.env.concurrency)
-            self._pool.start()
-        played = _Batch(self.setup, self.renderer, self._pool, Prompts(batch, self.renderer, self.setup), sampling)
+            pool = self.setup.pool(self.setup.env.concurrency)
+            pool.start()
+            self._pool = pool
+        prompts = Prompts(batch, self.renderer, self.setup)
+        played = _Batch(self.setup, self.renderer, self._pool, prompts, sampling, self.engine.forget)
         try:
             self._waited += answer_requests(self.engine, played)
         finally:
             played.release()
-            self.engine.forget(played.kept)
+        in_order = self._answers_in_order and len(batch) <= self.setup.env.concurrency and not played.retries
+        self.is_exact = in_order or self.setup.in_lockstep
         rows = played.rows()
         out = episode_columns(rows, self.engine.tokenizer)
         out["episode_row"] = batch.view("episode_row")[[each.row for each in rows]]
@@ -65,7 +70,7 @@ class _Episode:
     """An episode under way.
 
     `begun`: the environment has answered `reset`. `turn`: a turn for it that came earlier. `seat`: the conversation
-    that has the turn. `ended`: its last turn has its end token.
+    that has the turn.
     """
 
     row: int
@@ -75,7 +80,6 @@ class _Episode:
     attempts: int = 0
     seat: int = 0
     conversations: dict[int, Conversation] = field(default_factory=dict)
-    ended: bool = False
     tool_calls: int = 0
     tool_errors: int = 0
     stop_reason: str = ""
@@ -84,6 +88,10 @@ class _Episode:
     def id(self) -> str:
         """Its name in the pool."""
         return str(self.row)
+
+    def request_id(self, seat: int) -> str:
+        """Return the name of a seat's requests in the engine, another one in each attempt."""
+        return f"{self.row}.{seat}.{self.attempts}"
 
     @property
     def turns(self) -> int:
@@ -102,8 +110,15 @@ class _Batch:
     """The episodes of one batch: a RequestSource. `rows()` are the result."""
 
     def __init__(
-        self, setup: EpisodeSetup, renderer: TurnRenderer, pool: EnvironmentPool, prompts: Prompts, sampling: Sampling
+        self,
+        setup: EpisodeSetup,
+        renderer: TurnRenderer,
+        pool: EnvironmentPool,
+        prompts: Prompts,
+        sampling: Sampling,
+        forget: Callable[[Collection[str]], None],
     ) -> None:
+        """`forget` drops the keys and values that the engine has kept of requests."""
         self._env, self._format, self._tools = setup.env, setup.tool_format, setup.tools
         self._resets, self._steps = setup.resets, setup.steps
         self._renderer, self._pool, self._prompts, self._sampling = renderer, pool, prompts, sampling
@@ -113,13 +128,17 @@ class _Batch:
         self._open: dict[str, _Episode] = {}
         self._ready: list[Request] = []
         self._in_lockstep, self._decoding = setup.in_lockstep, 0
-        self._keeps, self._kept = bool(setup.tools or setup.steps), set[str]()
+        self._keeps, self._forget = bool(setup.tools or setup.steps), forget
+        self._needs_score = setup.needs_score
+        self._in_engine: set[str] = set()
+        self._stale: set[str] = set()  # requests in the engine whose attempt has failed
+        self.retries = 0
         self._rows: dict[int, list[EpisodeRow]] = {}
 
     @property
     def done(self) -> bool:
         """See RequestSource."""
-        return not (self._waiting or self._open)
+        return not (self._waiting or self._open or self._stale)
 
     def poll(self, wait: float) -> Sequence[Request]:
         """See RequestSource.
@@ -131,11 +150,12 @@ class _Batch:
         elif not self._decoding:
             while len(self._ready) < len(self._open) or (self._waiting and self._pool.free > 0):
                 self._work(LONGEST_WAIT)
-            self._ready.sort(key=lambda request: self._prompts.order(self._open[_episode_of(request.id)].row))
+            self._ready.sort(key=lambda request: self._prompts.order(int(_episode_of(request.id))))
         else:
             return []
         ready, self._ready = self._ready, []
         self._decoding += len(ready)
+        self._in_engine.update(request.id for request in ready)
         return ready
 
     def _work(self, wait: float) -> None:
@@ -143,28 +163,41 @@ class _Batch:
         while self._waiting and self._pool.free > 0:
             episode = self._waiting.popleft()
             self._open[episode.id] = episode
-            self._pool.reset(episode.id, self._prompts.columns(episode.row), episode.key & (2**63 - 1))
+            self._pool.reset(
+                episode.id, self._prompts.columns(episode.row), self._prompts.seed(episode.row, self._sampling)
+            )
             if not self._resets:
                 self._begin(episode, 0, None)
         for name, answer in self._pool.poll(0.0 if self._ready and not self._in_lockstep else wait):
-            episode = self._open[name]
             if isinstance(answer, EnvironmentFailure):
-                self._failed(episode, answer)
-            elif episode.stop_reason:
-                self._close(episode, answer["scores"])
-            elif not episode.begun:
-                self._reset(episode, answer)
-            else:
-                self._answered(episode, answer)
+                self._failed(self._open[name], answer)
+                continue
+            try:
+                self._go_on(self._open[name], answer)
+            except DataError as error:  # messages that the chat template refuses, or too long a prompt
+                self._failed(self._open[name], EnvironmentFailure(str(error)))
+
+    def _go_on(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        """Go on with an environment's answer."""
+        if not episode.begun:
+            self._reset(episode, answer)
+        elif episode.stop_reason:
+            self._close(episode, answer["scores"])
+        else:
+            self._answered(episode, answer)
 
     def take(self, row: Finished) -> None:
         """See RequestSource."""
         self._decoding -= 1
+        self._in_engine.remove(row.id)
+        if row.id in self._stale:
+            self._stale.remove(row.id)
+            self._forget([row.id])
+            return
         episode = self._open[_episode_of(row.id)]
         conversation = episode.conversations[episode.seat]
         message = self._renderer.message_of(row.tokens)
         conversation.sample(row, message)
-        episode.ended = row.reason == "end"
         if row.reason == "length" and conversation.length >= self._sampling.max_tokens:
             self._stop(episode, "length")
             return
@@ -177,16 +210,10 @@ class _Batch:
         """Return the rows of all episodes, in the order of the batch."""
         return [row for _, own in sorted(self._rows.items()) for row in own]
 
-    @property
-    def kept(self) -> set[str]:
-        """The requests of which the engine may have kept keys and values."""
-        return self._kept
-
     def release(self) -> None:
-        """Free the processes of episodes that did not end."""
-        for name in self._open:
-            self._pool.release(name)
-        self._open = {}
+        """Free the processes of episodes that did not end, and what the engine has kept of them."""
+        for episode in list(self._open.values()):
+            self._leave(episode)
 
     def _calls(self, text: str, turn: int) -> list[ToolCall | BadCall]:
         if not self._tools:
@@ -197,7 +224,9 @@ class _Batch:
     def _reset(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
         """Begin with the environment's answer to `reset`; without one of its own the first turn is under way."""
         episode.begun = True
-        if self._resets:
+        if episode.stop_reason:
+            self._pool.finish(episode.id)
+        elif self._resets:
             self._begin(episode, answer["seat"], answer["prompt"])
         elif episode.turn is not None:
             self._give(episode)
@@ -222,10 +251,9 @@ class _Batch:
         left = self._sampling.max_tokens - conversation.length
         limit = min(left, self._env.turn_len or left)
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=min(self._sampling.min_tokens, limit))
-        name = f"{episode.id}.{episode.seat}"
+        name = episode.request_id(episode.seat)
         keep = self._keeps and turn + 1 < self._env.max_turns
         after = name if conversation.turns else None
-        self._kept.add(name)
         self._ready.append(Request(name, conversation.tokens, key, sampling, keep=keep, after=after))
 
     def _answered(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
@@ -255,9 +283,8 @@ class _Batch:
             self._failed(episode, EnvironmentFailure(cause))
             return
         conversation = episode.conversations[seat]
-        ended = episode.ended if seat == episode.seat else True
         episode.seat = seat
-        tokens = self._renderer.continuation(conversation.messages, messages, ended=ended)
+        tokens = self._renderer.continuation(conversation.messages, messages, ended=conversation.ended)
         if conversation.length + len(tokens) >= self._sampling.max_tokens:
             conversation.extend((), messages)
             self._stop(episode, "length")
@@ -266,11 +293,15 @@ class _Batch:
         self._ask(episode)
 
     def _stop(self, episode: _Episode, reason: str) -> None:
-        """End an episode whose environment has not ended it, and ask for its score."""
+        """End an episode whose environment has not ended it, and ask for its score, once the environment has begun."""
         episode.stop_reason = reason
-        self._pool.finish(episode.id)
+        if episode.begun:
+            self._pool.finish(episode.id)
 
     def _close(self, episode: _Episode, scores: Sequence[float] | None) -> None:
+        if scores is None and self._needs_score:
+            self._failed(episode, EnvironmentFailure("the episode has no score, which is its reward"))
+            return
         self._leave(episode)
         self._rows[episode.row] = [
             EpisodeRow(
@@ -288,8 +319,12 @@ class _Batch:
     def _failed(self, episode: _Episode, failure: EnvironmentFailure) -> None:
         """Play the episode again, with the same seed, or give it up."""
         self._leave(episode)
+        names = {episode.request_id(seat) for seat in episode.conversations}
+        self._ready = [request for request in self._ready if request.id not in names]
+        self._stale |= names & self._in_engine
         episode.again()
         if plays_again(self._prompts.name(episode.row), failure, episode.attempts, self._env):
+            self.retries += 1
             self._waiting.appendleft(episode)
             return
         empty = self._prompts.conversation(episode.row, None)
@@ -298,6 +333,7 @@ class _Batch:
     def _leave(self, episode: _Episode) -> None:
         del self._open[episode.id]
         self._pool.release(episode.id)
+        self._forget([episode.request_id(seat) for seat in episode.conversations])
 
 
 def _episode_of(request: str) -> str:

@@ -59,6 +59,7 @@ def episode_setup(config: Config, plugins: PluginManager) -> EpisodeSetup | None
             resets=hasattr(target, "reset"),
             steps=hasattr(target, "step"),
             in_lockstep=config.trainer.deterministic,
+            needs_score=_rewards_scores(config, plugins),
             system_prompt=config.data.system_prompt,
             prompt_len=config.data.prompt_len,
             folder=os.getcwd(),
@@ -105,6 +106,12 @@ def default_reward(config: Config, plugins: PluginManager, dataset: DatasetSpec)
     return ENVIRONMENT_REWARD if has_scores(config, plugins) else dataset.reward
 
 
+def _rewards_scores(config: Config, plugins: PluginManager) -> bool:
+    """Whether the environment's score is the reward, or part of it."""
+    chosen = config.reward.functions
+    return config.reward.path is None and (ENVIRONMENT_REWARD in chosen if chosen else has_scores(config, plugins))
+
+
 def check_environment(config: Config, plugins: PluginManager) -> None:
     """Raise ConfigError for settings of episodes that cannot work together."""
     name = environment_of(config)
@@ -114,6 +121,8 @@ def check_environment(config: Config, plugins: PluginManager) -> None:
     env = config.section(EnvConfig)
     if env.path is not None and name != "file":
         raise ConfigError(f"env.path={env.path} is read by env=file only, not by env={name}")
+    if env.mcp is not None and name != "mcp":
+        raise ConfigError(f"env.mcp={env.mcp!r} is read by env=mcp only, not by env={name}")
     if config.rollout.tp > 1:
         raise ConfigError(
             f"env={name} with rollout.tp={config.rollout.tp}: the ranks that share a row would have to see each answer "

@@ -10,6 +10,8 @@ from rlcore.data.chat import PromptEncoder
 from rlcore.engine.rollout import Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.rendering import TurnRenderer
+from rlcore.errors import DataError
+from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class Prompts:
     """The rows of one batch. Reads `prompts`, `uid`, `sample_index`, `prompt_text` and all object columns."""
 
     def __init__(self, batch: DataProto, renderer: TurnRenderer, setup: EpisodeSetup) -> None:
+        self._prompt_len = setup.prompt_len
         self._renderer, self._special = renderer, special_tokens(renderer.tokenizer)
         self._encoder = PromptEncoder(renderer.tokenizer, setup.system_prompt, setup.offered)
         self._tokens = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
@@ -38,9 +41,17 @@ class Prompts:
         """Return the noise key of a row: that of `generate`."""
         return sampling.key(*self._names[row])
 
-    def order(self, row: int) -> tuple[int, tuple[int, ...]]:
+    def seed(self, row: int, sampling: Sampling) -> int:
+        """Return the environment's seed, 0 to 2**63 - 1: the same for all samples of a prompt in a step.
+
+        So a group's episodes begin alike, and differ by what the policy does.
+        """
+        uid, _ = self._names[row]
+        return noise_key(sampling.seed, sampling.step, sampling.purpose, "environment", uid) & (2**63 - 1)
+
+    def order(self, row: int) -> tuple[int, tuple[int, ...], int]:
         """Return a sort key: rows with equal prompts are neighbours."""
-        return len(self._tokens[row]), self._tokens[row]
+        return len(self._tokens[row]), self._tokens[row], row
 
     def name(self, row: int) -> str:
         """Return the row's name in messages."""
@@ -57,9 +68,9 @@ class Prompts:
 
         Its content is plain text of at most `env.observation_len` tokens, with a mark where the rest was.
         """
-        content, most = plain_text(message["content"], self._special), env.observation_len
+        content, most = plain_text(message["content"] or "", self._special), env.observation_len
         message = {**message, "content": content}
-        if len(content) <= most:  # a token has at least one character
+        if len(content.encode()) <= most:  # a token has at least one byte
             return message
         tokenizer = self._renderer.tokenizer
         ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
@@ -80,11 +91,20 @@ class Prompts:
             return Conversation(self._tokens[row], messages, len(messages))
         if isinstance(opening, str):
             opening = plain_text(opening, self._special)
-            last = max(at for at, message in enumerate(messages) if message["role"] == "user")
+            last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=None)
+            if last is None:
+                raise DataError("the environment adds text to the prompt's last user message, but the prompt has none")
             messages[last] = {**messages[last], "content": messages[last]["content"] + opening}
         else:
-            messages = [{**each, "content": plain_text(each["content"], self._special)} for each in opening]
-        return Conversation(tuple(self._renderer.prompt(messages)), messages, len(messages))
+            own = [{**each, "content": plain_text(each["content"] or "", self._special)} for each in opening]
+            messages = self._encoder.messages(own)  # with the tools' instructions, as the row's own prompt
+        tokens = self._renderer.prompt(messages)
+        if len(tokens) > self._prompt_len:
+            raise DataError(
+                f"the environment made a prompt of {len(tokens)} tokens, more than data.prompt_len={self._prompt_len}; "
+                "raise it, or shorten what `reset` returns"
+            )
+        return Conversation(tuple(tokens), messages, len(messages))
 
     def _messages(self, row: int) -> list[Message]:
         given = self._columns.get("prompt_messages")

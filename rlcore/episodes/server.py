@@ -39,6 +39,7 @@ IMPLICIT = "default"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SWEEP = 5.0  # seconds between looks for idle sessions
 _START_TIMEOUT = 30.0
+_KEEP_ALIVE = 120  # seconds; longer than clients keep an idle connection, so that none is closed under a new request
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=_KEEP_ALIVE,
         )
         self._http = uvicorn.Server(config)
         ready: Future[None] = Future()

@@ -15,6 +15,7 @@ from rlcore.data.chat import OfferedTools, PromptEncoder
 from rlcore.engine.rollout import Finished, Request, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.openai_format import Call, Choice, RequestError, read_message
+from rlcore.episodes.prompts import plain_text, special_tokens
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow
 from rlcore.episodes.tool_calls import BadCall, ToolCall
@@ -54,6 +55,7 @@ class Renderers:
     def __init__(self, setup: EpisodeSetup) -> None:
         self.plain = setup.renderer()
         self.tokenizer = self.plain.tokenizer
+        self.special = special_tokens(self.tokenizer)
         self.tool_format = setup.tool_format
         self._shows_tools = setup.env.tools != "off"
         self._made: OrderedDict[str, tuple[TurnRenderer, str]] = OrderedDict()
@@ -78,11 +80,13 @@ class Renderers:
 class Answer:
     """A node of the tree: a conversation up to an answer of the policy.
 
-    `digest` names the conversation's messages in the client's form. `order`: the number of the answer among those to
-    the same prompt. `ended`: its tokens end with an end token. `text` and `tokens`: of a completion, to continue it.
+    `request`: its id in the engine. `digest` names the conversation's messages in the client's form. `order`: the
+    number of the answer among those to the same prompt. `ended`: its tokens end with an end token. `text` and
+    `tokens`: of a completion, to continue it.
     """
 
     conversation: Conversation
+    request: str
     digest: bytes
     order: int
     ended: bool
@@ -114,6 +118,8 @@ class Session:
     `key` determines the noise of all its answers. An answer's noise is named by its whole prompt in tokens and by its
     number among the answers to that prompt, so it does not depend on the order of calls that run at the same time. The
     first answer to `own_prompt`, with the run's sampling, draws the noise of `key` itself, as `generate` does.
+
+    `kept`: requests of which the engine may keep keys and values; only in a run, where sessions end soon.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class Session:
         self.pending = 0
         self.active = time.monotonic()
         self.held = 0
+        self.keeps, self.kept = limits.fixed and limits.max_turns > 1, list[str]()
         self._renderers, self._own_prompt = renderers, own_prompt
         self._answers: list[Answer] = []
         self._known: dict[bytes, Answer] = {}
@@ -164,10 +171,12 @@ class Session:
         self._asked[name] = order + call.choices
         self._turns += call.choices
         self.calls += 1
+        after = None if parent is None or not self.keeps else parent.request
         requests = [
-            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling)
+            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling, keep=self.keeps, after=after)
             for at, key in enumerate(self._keys(call, name, order, prompt, sampling))
         ]
+        self.kept += [request.id for request in requests if request.keep]
         self.pending += 1
         return Pending(call, parent, branch, digest, order, renderer, requests, prompt)
 
@@ -217,6 +226,9 @@ class Session:
         digests = [_digest(b"", json.dumps(call.tools))]
         for message in messages:
             digests.append(_digest(digests[-1], _written(message)))
+        # A client's text cannot end a turn or begin another.
+        special = self._renderers.special
+        messages = [{**each, "content": plain_text(each["content"], special)} for each in messages]
         for end in range(len(messages), 0, -1):
             known = self._known.get(digests[end])
             if known is not None:
@@ -345,6 +357,7 @@ class Session:
             ]
         answer = Answer(
             conversation=branch,
+            request=row.id,
             digest=_digest(pending.digest, _written(read_message(shown))),
             order=order,
             ended=row.reason == "end",

@@ -24,7 +24,8 @@ class EpisodeSetup:
     `tools`: OpenAI function JSON. `resets`, `steps`: the environment's class has the method of that name.
     `in_lockstep`: all turns that decode together end before the next ones begin, so that the environment's speed
     changes no bit of a log-prob. `play` makes the source of episodes for an engine. `environment` is None where that
-    needs none. `prompt_len`: most tokens of a prompt. `folder`: in which agents run. `key` is equal for equal setups.
+    needs none. `prompt_len`: most tokens of a prompt. `folder`: in which agents run.
+    `needs_score`: an episode without a score has failed, as the score is its reward. `key` is equal for equal setups.
     """
 
     env: EnvConfig
@@ -37,6 +38,7 @@ class EpisodeSetup:
     resets: bool = True
     steps: bool = True
     in_lockstep: bool = False
+    needs_score: bool = False
     system_prompt: str | None = None
     prompt_len: int = 512
     folder: str = ""

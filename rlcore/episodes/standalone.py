@@ -79,7 +79,7 @@ class _Answering:
         return out
 
     def waited(self) -> float:
-        """See EpisodeSource: nobody asks."""
+        """See EpisodeSource."""
         return 0.0
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlcore.episodes.environment import tool_names
+from rlcore.episodes.environment import NOT_TOOLS, dispatches, tool_names
 from rlcore.errors import ConfigError
 
 EXAMPLE = '"""What it does.\\n\\nArgs:\\n    name: What the argument is.\\n"""'
@@ -61,8 +61,14 @@ def tool_methods(cls: type) -> dict[str, Callable[..., Any]]:
 def schemas_of(tools: type | Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """Return the schemas of an environment class's tools, of one function, or of a list or tuple of functions.
 
-    Raises ConfigError as `function_schema` does, and for two functions of one name.
+    A class with an attribute `tool_schemas` states them itself: a list of OpenAI function JSON, in place of type hints.
+    Calls go to the methods of those names, or all to `call_tool(name, arguments)` if the class has that method; the
+    names may then be any.
+
+    Raises ConfigError as `function_schema` does, for two functions of one name, and for a broken `tool_schemas`.
     """
+    if isinstance(tools, type) and hasattr(tools, "tool_schemas"):
+        return given_schemas(tools.tool_schemas, f"{tools.__name__}.tool_schemas", None if dispatches(tools) else tools)
     if isinstance(tools, type):
         schemas = [function_schema(method) for method in tool_methods(tools).values()]
         for name, schema in zip(tool_methods(tools), schemas, strict=True):
@@ -74,3 +80,48 @@ def schemas_of(tools: type | Callable[..., Any] | Sequence[Callable[..., Any]]) 
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two tools are called {twice[0]!r}; each tool needs a name of its own")
     return schemas
+
+
+def given_schemas(schemas: Any, where: str, methods_of: type | None = None) -> list[dict[str, Any]]:
+    """Return schemas that were written by hand or come from elsewhere; ConfigError, with `where`, for broken ones.
+
+    Each is OpenAI function JSON whose parameters are the JSON schema of an object. `methods_of`: a class that needs a
+    method of each name.
+    """
+    if not isinstance(schemas, list | tuple):
+        raise ConfigError(f"{where} is a {type(schemas).__name__}; it must be a list of OpenAI function JSON")
+    names = []
+    for schema in schemas:
+        name = _checked_name(schema, where)
+        if name in names:
+            raise ConfigError(f"{where}: two tools are called {name!r}; each tool needs a name of its own")
+        names.append(name)
+        if methods_of is None:
+            continue
+        if name in NOT_TOOLS or name.startswith("_") or not callable(getattr(methods_of, name, None)):
+            raise ConfigError(
+                f"{where}: {methods_of.__name__} has no method {name!r} that can be a tool; write one, or a method "
+                "call_tool(name, arguments) for all of them"
+            )
+    return [dict(schema) for schema in schemas]
+
+
+def _checked_name(schema: Any, where: str) -> str:
+    """Return the name in a schema; ConfigError if it is not OpenAI function JSON."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    function = schema.get("function") if isinstance(schema, dict) and schema.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        form = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+        raise ConfigError(f"{where} holds {schema!r:.200}; each entry must be {form}")
+    if not isinstance(function.get("description", ""), str):
+        raise ConfigError(f"{where}: the description of {name!r} is not text")
+    parameters = function.get("parameters", {"type": "object"})
+    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+        raise ConfigError(f"{where}: the parameters of {name!r} are no JSON schema of an object: {parameters!r:.200}")
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ConfigError(f"{where}: the parameters of {name!r} are no JSON schema: {error.message}") from error
+    return name

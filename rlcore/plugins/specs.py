@@ -193,6 +193,7 @@ class EnvironmentSpec(Generic[C]):
     `score` or `get_reward`.
     imports: modules that an environment's process imports before its first episode.
     check: raises ConfigError for a config that cannot work; called before anything starts.
+    on_start: called once in the driver when a run with this environment starts, to log what it should know.
     """
 
     name: str
@@ -203,6 +204,7 @@ class EnvironmentSpec(Generic[C]):
     scores: bool | None = None
     imports: tuple[str, ...] = ()
     check: Callable[[schema.Config], None] | None = None
+    on_start: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rlcore import RewardSpec, hookimpl
 from rlcore.rewards.arithmetic import arithmetic
-from rlcore.rewards.code import code, log_isolation
+from rlcore.rewards.code import code
 from rlcore.rewards.environment import environment
 from rlcore.rewards.gsm8k import gsm8k, gsm8k_flexible
 from rlcore.rewards.math import math
+from rlcore.sandbox import log_isolation
 
 RLCORE_API = 1
 

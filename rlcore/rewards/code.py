@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from rlcore.sandbox import Limits, isolation, passed_tests
+from rlcore.sandbox import Limits, passed_tests
 
 LIMITS = Limits(seconds=4.0)
 """The limits of one test."""
@@ -21,8 +20,3 @@ def code(prompt: str, response: str, answer: Any) -> float:
     score of zero.
     """
     return float(all(passed_tests(response, answer, LIMITS, SECONDS)))
-
-
-def log_isolation() -> None:
-    """Log how programs are isolated on this machine, with a warning for each thing that it cannot enforce."""
-    isolation().log(logging.getLogger(__name__))

@@ -252,7 +252,7 @@ class PolicyHandle(RoleHandle):
 
         Each branch of an episode is a row, with the columns of `generate`, those of episodes (docs/glossary.md), and
         the other columns of its prompt's row. Failed episodes are left out, and counted in the step's metrics. Waits
-        for the episodes. `environment`: another setup, from `rlcore.episodes.episode_setup`.
+        for the episodes. `environment`: another setup, from `rlcore.episodes.from_config.episode_setup`.
 
         Raises EpisodesError when more than `env.max_failures` of the episodes failed, and DataError in a run without an
         environment.
@@ -265,7 +265,8 @@ class PolicyHandle(RoleHandle):
         batch = self._numbered(prompts)
         sent = batch.select(["prompts", "sample_index"], list(batch.non_tensor_batch.keys()), [])
         sent["episode_row"] = torch.arange(len(batch))
-        return self._counts.kept(batch, self._call("rollout_episodes", sent, options, setup), setup.max_failures)
+        played = self._call("rollout_episodes", sent, options, setup)
+        return self._counts.kept(batch, played, setup.max_failures, self._clock.calls)
 
     def _numbered(self, prompts: DataProto) -> DataProto:
         """Return a copy with the column `sample_index`."""

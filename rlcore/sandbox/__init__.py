@@ -7,7 +7,7 @@ by the functions of `confine`; `isolation` tries what works here.
 from __future__ import annotations
 
 from rlcore.sandbox.interpreter import Interpreter
-from rlcore.sandbox.isolation import Guard, Isolation, isolation, probe
+from rlcore.sandbox.isolation import Guard, Isolation, isolation, log_isolation, probe
 from rlcore.sandbox.limits import Limits, Result
 from rlcore.sandbox.programs import passed_tests, program_of
 from rlcore.sandbox.run import run_python
@@ -19,6 +19,7 @@ __all__ = [
     "Limits",
     "Result",
     "isolation",
+    "log_isolation",
     "passed_tests",
     "probe",
     "program_of",

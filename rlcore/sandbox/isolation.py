@@ -74,6 +74,11 @@ class Isolation:
             logger.log(logging.WARNING if line in lacking else logging.INFO, "%s", line)
 
 
+def log_isolation() -> None:
+    """Log how code is isolated on this machine, with a warning for each thing that it cannot enforce."""
+    isolation().log(logging.getLogger(__name__))
+
+
 @cache
 def isolation() -> Isolation:
     """Return the best isolation of this machine. The first call of a process tries it, for some tenths of a second."""

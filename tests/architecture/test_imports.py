@@ -32,8 +32,10 @@ ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
 
 KIT = ROOT / "plugins" / "rlcore-plugin-testing"
 KIT_USES = {
-    *("assets", "checkpoint", "preflight", "trainer", "config", "data.arithmetic", "data.chat"),
-    *("engine.update.loss_accumulator", "engine.update.microbatch", "plugins"),
+    *("assets", "checkpoint", "preflight", "trainer", "config", "data.arithmetic", "data.chat", "data.loader"),
+    *("engine.update.loss_accumulator", "engine.update.microbatch", "plugins", "plugins.local", "plugins.specs"),
+    *("episodes.environment", "episodes.from_config", "episodes.processes", "episodes.prompts"),
+    *("episodes.rendering", "episodes.setup", "episodes.tool_calls"),
     *("protocol.dataproto", "protocol.row_groups", "roles.handles", "roles.metrics"),
 }
 """The modules of the core that the conformance suites use beside the public names (docs/decisions/0025)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "rlcore"
 MOST = 14_300
-MOST_OF_EPISODES = 5_000
+MOST_OF_EPISODES = 5_600
 EPISODES = ("episodes", "sandbox")
 NOT_CODE = {
     tokenize.COMMENT,

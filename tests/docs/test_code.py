@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     reader = Reader(tmp_path, monkeypatch)
+    with reader.background:
+        follow(reader, page, tmp_path)
+
+
+def follow(reader: Reader, page: Path, tmp_path: Path) -> None:
+    """Run a page's blocks in their order."""
     for language, options, text in blocks(page):
         if "file" in options:
             reader.write(options["file"], text)
@@ -81,6 +88,7 @@ class Reader:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
+        self.background = ExitStack()
         self.names: dict[str, object] = {"__name__": "__docs__"}
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(folder)
@@ -105,7 +113,9 @@ class Reader:
         while "=" in words[0]:
             self.monkeypatch.setenv(*words.pop(0).split("=", 1))
         program, *rest = words
-        if program == "rlcore" and rest[:2] == ["plugins", "test"]:
+        if rest[-1:] == ["&"]:
+            self._start([f"{program}.cli", *rest[:-1]])
+        elif program == "rlcore" and rest[:2] == ["plugins", "test"]:
             self._run_apart(["rlcore.cli", *rest])  # it kills a run and starts a Ray, which must find the plugin
         elif program == "rlcore":
             assert main(small(rest)) == 0, line
@@ -126,6 +136,14 @@ class Reader:
         for path in (self.folder / "site", project):
             self.monkeypatch.syspath_prepend(path)
         self.monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (project, self.folder / "site"))))
+
+    def _start(self, words: list[str]) -> None:
+        """Start a server, which says on its first line that it listens; it ends with the page."""
+        server = subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True)
+        self.background.callback(server.communicate, timeout=60)
+        self.background.callback(server.terminate)
+        assert server.stdout is not None
+        assert "http://" in server.stdout.readline()
 
     def _run_apart(self, words: list[str]) -> None:
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)

@@ -58,6 +58,7 @@ def play(tiny_engine, tmp_path, monkeypatch):
         opened.append(source)
         out = source.play(batch, sampling)
         assert not tiny_engine.in_flight
+        assert not tiny_engine._kept
         assert not source._server.store.sessions
         source.close()
         return out

@@ -3,11 +3,19 @@
 import random
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from rlcore.episodes.environment import EnvironmentFailure, EpisodeEnvironment, Observation, as_class, tool_names
+from rlcore.episodes.environment import (
+    EnvironmentFailure,
+    EpisodeEnvironment,
+    Observation,
+    ToolError,
+    as_class,
+    tool_names,
+)
 
 SAID = {"role": "assistant", "content": "said"}
 
@@ -372,3 +380,54 @@ def test_the_process_of_environments_imports_little():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+class Dispatched:
+    """Tools that the class states itself, with names that no method can have."""
+
+    tool_schemas: ClassVar = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in ("get-time", "score", "fail")
+    ]
+
+    def call_tool(self, name, arguments):
+        if name == "fail":
+            raise ToolError("the text as it is")
+        return [name, arguments]
+
+    def helper(self):
+        raise AssertionError
+
+
+def test_a_class_can_state_its_tools_and_dispatch_their_calls():
+    assert tool_names(Dispatched) == ["get-time", "score", "fail"]
+    environment = begun(Dispatched)
+    calls = [call("get-time", zone="utc"), call("score"), call("fail"), call("helper"), call("call_tool")]
+    answer = environment.turn(SAID, calls)
+    texts = [each["content"] for each in answer["messages"]]
+    assert texts[:3] == ['["get-time", {"zone": "utc"}]', '["score", {}]', "the text as it is"]
+    assert [text[:20] for text in texts[3:]] == ["Error: unknown tool "] * 2
+    assert answer["tool_errors"] == 3
+
+
+def test_stated_tools_without_a_dispatcher_are_methods():
+    class Stated:
+        tool_schemas: ClassVar = [{"type": "function", "function": {"name": "add"}}]
+
+        def add(self, a, b):
+            return a + b
+
+        def helper(self):
+            raise AssertionError
+
+    answer = begun(Stated).turn(SAID, [call("add", a=1, b=2), call("helper")])
+    assert [each["content"] for each in answer["messages"]] == ["3", "Error: unknown tool 'helper'; the tools are add"]
+
+
+def test_a_failure_keeps_the_traceback_that_it_brings():
+    def step(self, messages):
+        raise EnvironmentFailure("the simulator is down", "its last words")
+
+    with pytest.raises(EnvironmentFailure, match="step failed: the simulator is down") as raised:
+        begun(environment_with(step=step)).turn(SAID, [])
+    assert raised.value.traceback == "its last words"

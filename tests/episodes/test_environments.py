@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,17 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.assets import TINY
-from rlcore.config import ModelConfig
+from rlcore.config import ModelConfig, compose
 from rlcore.config.environment import EnvConfig
-from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder, load_tokenizer
 from rlcore.engine.rollout import Sampling
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.episodes.builtin import SingleTurn
 from rlcore.episodes.environments import EnvironmentEpisodes
+from rlcore.episodes.mcp import load_tools
 from rlcore.episodes.processes import load_from_file, pack
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.tool_calls import BadCall, ToolCall, Turn
 from rlcore.episodes.tool_schema import schemas_of
+from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
 MODEL = ModelConfig(path=str(TINY))
@@ -54,7 +57,17 @@ def play(engine):
     """Play a batch in a world of worlds.py, or in a class, and return the rows."""
     opened = []
 
-    def run(world, batch, *, sampling=SAMPLING, in_lockstep=False, **keys):
+    def run(
+        world,
+        batch,
+        *,
+        sampling=SAMPLING,
+        in_lockstep=False,
+        offered=NO_TOOLS,
+        needs_score=False,
+        prompt_len=512,
+        **keys,
+    ):
         env = EnvConfig(name="test", **{"concurrency": 8, "timeout": 20.0, "memory_mb": 0, **keys})
         target = load_from_file(f"{WORLDS}:{world}")[0] if isinstance(world, str) else world
         tools = tuple(schemas_of(target))
@@ -65,10 +78,12 @@ def play(engine):
             pack("test", target),
             tools,
             EveryAnswer(),
-            OfferedTools(),
+            offered,
             EnvironmentEpisodes,
             *has,
             in_lockstep,
+            needs_score,
+            prompt_len=prompt_len,
         )
         source = setup.open(engine)
         opened.append(source)
@@ -168,6 +183,51 @@ def test_rows_depend_neither_on_concurrency_nor_on_the_speed_of_the_environment(
     assert tokens(other, "prompts") != tokens(want, "prompts"), "the environment gets the seed too"
 
 
+@pytest.mark.parametrize("in_lockstep", [False, True])
+@pytest.mark.parametrize("limit", [2, 120])
+def test_an_environment_may_start_after_the_first_turn(play, limit, in_lockstep):
+    """Also after a turn that has reached the limit of the whole episode."""
+    out = play("SlowStart", batch_of(), in_lockstep=in_lockstep, sampling=replace(SAMPLING, max_tokens=limit))
+    assert set(out["stop_reason"]) <= {"done", "length"}
+    assert out["episode_score"].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("in_lockstep", [False, True])
+@pytest.mark.parametrize("concurrency", [2, 8])
+def test_an_environment_that_cannot_start_leaves_an_idle_engine(play, engine, concurrency, in_lockstep):
+    """Its first turn is in the engine already; the turn of the retry is another request."""
+    out = play("BadStart", batch_of(), concurrency=concurrency, in_lockstep=in_lockstep)
+    assert ["no licence" in error["cause"] for error in out["episode_error"]] == [True] * 8
+    assert not engine._kept
+
+
+def test_ended_episodes_keep_no_keys_and_values(play, engine, monkeypatch):
+    kept, step = [], engine.step
+    monkeypatch.setattr(engine, "step", lambda: (step(), kept.append(len(engine._kept)))[0])
+    play("Rounds", batch_of(), concurrency=2)
+    assert 0 < max(kept) <= 2
+    assert not engine._kept
+
+
+def test_an_episode_without_the_score_that_is_its_reward_has_failed(play):
+    out = play("Unscored", batch_of(), needs_score=True, retries=0)
+    assert ["no score" in error["cause"] for error in out["episode_error"]] == [True] * 8
+    assert [error is None for error in play("Unscored", batch_of())["episode_error"]] == [True] * 8
+
+
+def test_a_prompt_of_the_environment_has_the_limit_of_prompts(play):
+    out = play("Rounds", batch_of(1, 1), retries=0, prompt_len=12)
+    assert "more than data.prompt_len=12" in out["episode_error"][0]["cause"]
+
+
+def test_a_cut_turn_of_any_seat_gets_its_end(play):
+    """Each turn is one token long, and the other seat answers before the seat goes on."""
+    out = play("Talk", batch_of(1, 1), turn_len=1)
+    for row in out["responses"].to_list():
+        assert int(row[1]) == load_tokenizer(MODEL).eos_token_id
+    assert out["turns"].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("concurrency", [8, 3])
 def test_in_lockstep_the_log_probs_are_equal_to_the_last_bit(play, concurrency):
     """However long each answer of the environment takes."""
@@ -183,13 +243,13 @@ def test_in_lockstep_the_log_probs_are_equal_to_the_last_bit(play, concurrency):
     [
         ("Half", "RuntimeError: the simulator is down"),
         ("Dies", "status 3"),
-        ("Hangs", "0.5 s"),
+        ("Hangs", "2 s"),
     ],
 )
 def test_a_failed_episode_is_retried_and_then_told_without_a_score(play, world, cause):
     """Prompts begin with 1, 2, 3, 4: the even ones fail. The others are as without them."""
     batch = batch_of()
-    out = play(world, batch, retries=1, timeout=0.5)
+    out = play(world, batch, retries=1, timeout=2.0)
     failed = [error is not None for error in out["episode_error"]]
     assert failed == [False, False, True, True] * 2
     for error, score, reason in zip(out["episode_error"], out["episode_score"], out["stop_reason"], strict=True):
@@ -229,7 +289,7 @@ class FailsOnce(Rounds):
     batch = batch_of()
     target = load_from_file(f"{file}:FailsOnce")[0]
     out = play(target, batch)
-    assert len(list(mark.iterdir())) == 8
+    assert len(list(mark.iterdir())) == 4, "the two samples of a prompt have one seed"
     assert all(error is None for error in out["episode_error"])
     assert tokens(out) == tokens(play("Rounds", batch))
 
@@ -308,6 +368,25 @@ def test_tools_are_called_and_their_errors_answered(play):
         assert json.loads(first["content"]) == 2 * int(number)
 
 
+def test_the_tools_of_an_mcp_server_are_called(play):
+    plugins = PluginManager.load()
+    command = f'env.mcp="{sys.executable} {WORLDS.with_name("mcp_server.py")}"'
+    tools = load_tools(compose(["algo=grpo", "env=mcp", command], plugins))
+    out = play(tools, batch_of(1, 2), max_turns=2, concurrency=2, timeout=60.0)
+    assert all(error is None for error in out["episode_error"])
+    for messages, errors in zip(out["episode_messages"], out["tool_errors"], strict=True):
+        numbers = re.findall(r"\d+", messages[0]["content"])[:1]
+        assert messages[1]["content"] == (str(2 * int(numbers[0])) if numbers else "Error: write a number")
+        assert int(errors) == sum(each["content"].startswith("Error") for each in messages)
+
+
 def test_a_tool_can_say_that_the_episode_failed(play):
     out = play("Broken", batch_of(1, 1), retries=0)
     assert "no backend" in out["episode_error"][0]["cause"]
+
+
+def test_messages_in_place_of_the_prompt_show_the_tools_too(play):
+    offered = OfferedTools(instructions="Call double.")
+    out = play("Opens", batch_of(1, 1), offered=offered)
+    text = load_tokenizer(MODEL).decode(out["prompts"][0])
+    assert text == "<|system|>Be brief.\n\nCall double.<|end|><|user|>Double 3.<|end|><|assistant|>"

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import pickle
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import cloudpickle
 import pytest
@@ -391,6 +393,33 @@ def test_release_closes_the_environment(tmp_path, caplog):
         assert (tmp_path / "1").exists()
     assert "the environment of a released episode: close raised OSError: the disk is full" in caplog.text
     assert caplog.text.count("released episode") == 1
+
+
+class Prepared:
+    """Says how often, and in which process, it was prepared."""
+
+    prepared: ClassVar = []
+
+    @classmethod
+    def prepare_process(cls):
+        cls.prepared.append(os.getpid())
+
+    def where(self) -> list:
+        """Return the processes: those of the preparations, and this one's parent."""
+        return [*self.prepared, os.getppid()]
+
+
+def test_a_class_is_prepared_once_for_all_episodes():
+    with open_pool(Prepared, processes=2) as pool:
+        for name in "ab":
+            pool.reset(name, {}, 1)
+        answers(pool, 2)
+        for name in "ab":
+            pool.turn(name, SAID, [call("where"), call("prepare_process")])
+        for reply in answers(pool, 2).values():
+            first, second = json.loads(reply["messages"][0]["content"])
+            assert first == second
+            assert reply["messages"][1]["content"].startswith("Error: unknown tool 'prepare_process'")
 
 
 def test_closing_the_pool_closes_open_episodes(tmp_path):

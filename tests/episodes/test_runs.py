@@ -36,7 +36,7 @@ def run(folder: Path, *overrides: str, base=HERE, plugins: PluginManager | None 
 def numbers(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # The sampler's log-probs of a row depend by rounding on the rows beside it, and so on the environment's speed.
-    left = ("time/", "timeline/", "throughput/", "episodes/", "rollout/")
+    left = ("time/", "timeline/", "throughput/", "episodes/", "rollout/", "eval/failed")
     return [{name: value for name, value in row.items() if not name.startswith(left)} for row in rows]
 
 

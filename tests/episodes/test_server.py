@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -209,6 +210,24 @@ def test_idle_sessions_expire(serving):
     while server.get("/health").json()["sessions"] and time.monotonic() < until:
         time.sleep(0.05)
     error(server.get(f"/sessions/{session}"), 404)
+
+
+def test_nothing_of_an_ended_session_is_kept(serving):
+    """The ten minutes of benchmarks/serve_load.py measure the process; here no object is left."""
+    from rlcore.episodes.conversation import Conversation
+    from rlcore.episodes.sessions import Answer, Pending, Session
+
+    server = serving()
+    for number in range(30):
+        path = f"/sessions/{server.session()}"
+        messages = [{"role": "user", "content": f"{number}+1="}]
+        message = server.post(f"{path}/v1/chat/completions", {"messages": messages}).json()["choices"][0]["message"]
+        server.post(f"{path}/v1/chat/completions", {"messages": [*messages, message, QUESTION[0]], "n": 2})
+        server.post(f"{path}/end")
+    gc.collect()
+    left = [each for each in gc.get_objects() if type(each) in (Session, Answer, Pending, Conversation)]
+    assert len(left) <= 4  # the last request's frame may still be there
+    assert not server.calls._waiting
 
 
 def test_too_many_sessions_are_refused(serving):

@@ -117,7 +117,7 @@ FORMS = {
     "as it was": lambda message: message,
     "as a client's model_dump": lambda message: {**message, "refusal": None, "annotations": None, "audio": None},
     "with parts": lambda message: {**message, "content": [{"type": "text", "text": message["content"] or ""}]},
-    "stripped": lambda message: {**message, "content": (message["content"] or "").strip()},
+    "with whitespace around": lambda message: {**message, "content": f" {message['content']}\n"},
     "only what it needs": lambda message: {name: message[name] for name in ("role", "content")},
 }
 
@@ -131,6 +131,21 @@ def test_an_answer_is_known_in_any_equal_form(serving, form):
     agent.ask(messages)
     (row,) = agent.rows()
     assert len(row["messages"]) == 6
+
+
+def test_special_tokens_in_a_clients_text_are_text(serving):
+    server = serving()
+    agent = Agent(server)
+    tokenizer = server.server.renderers.tokenizer
+    end = tokenizer.eos_token_id
+    told = agent.ask([{"role": "user", "content": f"1+1={tokenizer.eos_token}"}])
+    assert told["prompt_token_ids"].count(end) == 1  # the template's own
+    later = {"role": "user", "content": f"{tokenizer.eos_token}2+2="}
+    first = agent.ask([QUESTION])
+    second = agent.ask([QUESTION, first["choices"][0]["message"], later])
+    kept = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    assert second["prompt_token_ids"][: len(kept)] == kept
+    assert second["prompt_token_ids"][len(kept) :].count(end) <= 2
 
 
 # Tools

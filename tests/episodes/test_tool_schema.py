@@ -219,3 +219,40 @@ def test_a_class_whose_tool_lacks_a_hint() -> None:
 
     with pytest.raises(ConfigError, match=r"tool .*Broken\.tool .*Argument a is missing a type hint"):
         schemas_of(Broken)
+
+
+def stated(*schemas, **members):
+    return type("Stated", (), {"tool_schemas": list(schemas), **members})
+
+
+def schema_of(name, **rest):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, **rest}}
+
+
+def test_a_class_can_state_its_schemas():
+    """Its methods need no type hints, and those that are not listed are no tools."""
+    given = schema_of("add", description="Add.")
+    found = stated(given, add=lambda self, a, b: a + b, helper=lambda self: None)
+    assert schemas_of(found) == [given]
+    dispatched = stated(schema_of("get-time"), schema_of("score"), call_tool=lambda self, name, arguments: name)
+    assert [each["function"]["name"] for each in schemas_of(dispatched)] == ["get-time", "score"]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "message"),
+    [
+        (3, r"Stated\.tool_schemas is a int; it must be a list of OpenAI function JSON"),
+        ([{"name": "add"}], r"Stated\.tool_schemas holds \{'name': 'add'\}; each entry must be"),
+        ([schema_of("")], "each entry must be"),
+        ([schema_of("sub")], r"Stated has no method 'sub' that can be a tool; write one, or a method call_tool"),
+        ([schema_of("score")], r"Stated has no method 'score' that can be a tool"),
+        ([schema_of("add"), schema_of("add")], "two tools are called 'add'"),
+        ([schema_of("add", description=3)], "the description of 'add' is not text"),
+        ([schema_of("add", parameters={"type": "array"})], "'add' are no JSON schema of an object"),
+        ([schema_of("add", parameters={"type": "object", "required": 3})], "'add' are no JSON schema: 3 is not"),
+    ],
+)
+def test_a_broken_statement_is_refused(schemas, message):
+    target = type("Stated", (), {"tool_schemas": schemas, "add": lambda self: 0, "score": lambda self: 0.0})
+    with pytest.raises(ConfigError, match=message):
+        schemas_of(target)

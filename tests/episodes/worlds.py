@@ -137,3 +137,39 @@ class Broken:
             number: the number
         """
         raise EnvironmentFailure("no backend")
+
+
+class Opens(Tools):
+    """Has messages of its own in place of the row's prompt."""
+
+    def reset(self, prompt):
+        super().reset(prompt)
+        return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Double 3."}]
+
+
+class SlowStart:
+    """It takes longer to start than the policy's first turn; it has no method `reset`."""
+
+    def __init__(self):
+        time.sleep(0.5)
+
+    def step(self, messages):
+        return None
+
+    def score(self):
+        return 1.0
+
+
+class BadStart(SlowStart):
+    """It cannot start, and says so only after the policy's first turn began."""
+
+    def __init__(self):
+        time.sleep(0.05)
+        raise RuntimeError("no licence")
+
+
+class Unscored:
+    """Has no score."""
+
+    def step(self, messages):
+        return None

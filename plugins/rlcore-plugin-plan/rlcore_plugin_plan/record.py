@@ -196,7 +196,7 @@ def _rows(config: Any, split: str) -> list[dict[str, str]]:
     return rows
 
 
-_MADE_UP = DatasetSpec("plan", _rows, reward="")
+_MADE_UP: DatasetSpec[Any] = DatasetSpec("plan", _rows, reward="")
 
 
 def _batches(value: Any) -> Iterator[DataProto]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rlcore import CommandLine, CommandSpec, ConfigError, hookimpl
 
@@ -17,6 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `rlcore plugins test`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="config of the suite's runs")
+    parser.add_argument("--script", metavar="FILE.py:NAME", help="script of an environment's episodes: NAME(row, turn)")
     parser.add_argument("words", nargs="*", metavar="NAME", help="the plugin: NAME or GROUP=NAME")
 
 
@@ -31,7 +34,9 @@ def run(line: CommandLine) -> int:
     (name,) = options.words
     with (
         TemporaryDirectory(prefix="rlcore-test-") as folder,
-        open_suite(name, Path(folder), settings=options.set, plugins=options.plugin) as suite,
+        open_suite(
+            name, Path(folder), settings=options.set, plugins=options.plugin, script=_script(options.script)
+        ) as suite,
     ):
         results = []
         for result in suite.results():
@@ -46,6 +51,16 @@ def run(line: CommandLine) -> int:
         seconds = sum(result.seconds for result in results)
         line.show(f"{name}: {', '.join(f'{count} {word}' for word, count in counts.items())}, in {seconds:.0f} s")
     return 1 if failed else 0
+
+
+def _script(reference: str | None) -> Callable[..., Any] | None:
+    """Load the function FILE.py:NAME."""
+    if reference is None:
+        return None
+    from rlcore.plugins.local import load_name
+
+    script: Callable[..., Any] = load_name(reference, "script", "function", callable, "Write a function.")[0]
+    return script
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,19 @@ def rlcore_suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     made: dict[tuple[Any, ...], CheckSuite] = {}
     with ExitStack() as stack:
 
-        def suite(target: str, settings: Sequence[str] = (), plugins: Sequence[str] = ()) -> CheckSuite:
-            key = (target, *settings, None, *plugins)
+        def suite(
+            target: str,
+            settings: Sequence[str] = (),
+            plugins: Sequence[str] = (),
+            script: Callable[..., Any] | None = None,
+            rows: Sequence[Mapping[str, Any]] = (),
+        ) -> CheckSuite:
+            key = (target, *settings, None, *plugins, script, repr(rows))
             if key not in made:
                 folder = tmp_path_factory.mktemp(f"conformance-{target.replace('=', '-')}")
-                made[key] = stack.enter_context(open_suite(target, folder, settings=settings, plugins=plugins))
+                made[key] = stack.enter_context(
+                    open_suite(target, folder, settings=settings, plugins=plugins, script=script, rows=rows)
+                )
             return made[key]
 
         yield suite

@@ -10,6 +10,8 @@ from typing import Any
 from rlcore import PluginError, PluginManager, did_you_mean
 from rlcore_plugin_testing.algorithm import checks as algorithm_checks
 from rlcore_plugin_testing.algorithm.suite import AlgorithmSuite
+from rlcore_plugin_testing.environment import checks as environment_checks
+from rlcore_plugin_testing.environment.suite import EnvironmentSuite
 from rlcore_plugin_testing.report import CheckSuite
 from rlcore_plugin_testing.rollout_engine import checks as rollout_engine_checks
 from rlcore_plugin_testing.rollout_engine.suite import RolloutEngineSuite
@@ -29,6 +31,7 @@ SUITES = (
     SuiteEntry(AlgorithmSuite, algorithm_checks.CHECKS),
     SuiteEntry(TrainEngineSuite, train_engine_checks.CHECKS),
     SuiteEntry(RolloutEngineSuite, rollout_engine_checks.CHECKS),
+    SuiteEntry(EnvironmentSuite, environment_checks.CHECKS),
 )
 
 
@@ -65,11 +68,19 @@ def open_suite(
     settings: Sequence[str] = (),
     plugins: Sequence[str] = (),
     only: str | None = None,
+    script: Callable[..., Any] | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> CheckSuite:
     """Return the suite over a plugin, a context manager that writes into `folder`; see `find_suite` for `target`.
 
-    only: the name of the one check that will run; all by default.
+    only: the name of the one check that will run; all by default. script, rows: see `conformance`. Raises PluginError
+    as `find_suite` does, and for a script or rows of a plugin that is not an environment.
     """
     entry, name = find_suite(target, plugins)
     checks = entry.checks if only is None else {only: entry.checks[only]}
-    return entry.suite(name, folder, checks, settings=settings, plugins=plugins)
+    own: dict[str, Any] = {}
+    if script is not None or rows:
+        if entry.suite is not EnvironmentSuite:
+            raise PluginError(f"script and rows are for environments; {name!r} is a plugin of kind {entry.suite.noun}")
+        own = {"script": script, "rows": rows}
+    return entry.suite(name, folder, checks, settings=settings, plugins=plugins, **own)

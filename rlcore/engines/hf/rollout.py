@@ -146,7 +146,7 @@ class HFRollout(RolloutEngine):
             rows = 0 if self._rows is None else len(self._rows.rows)
             requests = self._admitted(self.slots, rows, len(self._waiting))
             known = [request for request in requests if request.after in self._kept]
-            logits += [self._continue(known)] if known else []
+            logits += [self._continue(part) for part in self._continued_parts(known)]
             new = [request for request in requests if request.after not in self._kept] if known else requests
             logits += [self._prefill(part, longest) for part, longest in prefill_parts(new)]
             self.forget([request.after for request in known if request.after is not None])
@@ -307,6 +307,23 @@ class HFRollout(RolloutEngine):
         logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
         placed = index.to(self.device)
         return logits[placed], cache, placed, lengths[index]
+
+    def _continued_parts(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Divide requests that continue kept rows among forwards of at most `PREFILL_TOKENS` new tokens."""
+
+        def new_tokens(request: Request) -> int:
+            kept = self._kept[request.after or ""].length
+            return max(1, len(known_tokens(request)) - kept)
+
+        part: list[Request] = []
+        # Neighbours of similar length: a row with fewer new tokens than its part's most computes some again.
+        for request in sorted(requests, key=new_tokens, reverse=True):
+            if part and (len(part) + 1) * new_tokens(part[0]) > PREFILL_TOKENS:
+                yield part
+                part = []
+            part.append(request)
+        if part:
+            yield part
 
     def _continue(self, requests: Sequence[Request]) -> Tensor:
         """Let rows join that continue kept ones: only their new tokens are computed. Returns the next logits."""
