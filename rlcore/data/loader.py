@@ -56,7 +56,7 @@ class PromptSplit:
         dataset: DatasetSpec,
         tokenizer: PreTrainedTokenizerBase,
         split: str,
-        tools: OfferedTools | None,
+        tools: OfferedTools | None = None,
     ) -> None:
         self._config = config
         self._taken = TAKEN if tools is None else (*TAKEN, *EPISODES)

@@ -90,7 +90,7 @@ def no_prompts() -> DataProto:
     """Return a batch without rows for `play`."""
     return DataProto.from_dict(
         {"prompts": Ragged.from_list([], dtype=torch.int64), "sample_index": torch.zeros(0, dtype=torch.int64)},
-        {"uid": []},
+        {"uid": [], "prompt_text": []},
     )
 
 
