@@ -110,7 +110,7 @@ def test_players():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"game": "Tic"}, "'Tic' is not a game; textarena has 2048-v0"),
+        ({"game": "Tic"}, "'Tic' is not a game of textarena; there are 2048-v0"),
         ({"game": "Wordle-v0"}, "Wordle-v0 downloads word lists"),
         ({"game": "Debate-v0"}, "asks a language model behind an API"),
         ({"players": 3}, "cannot start with players=3"),
@@ -143,7 +143,7 @@ def run(plugins, folder: Path, *overrides: str) -> list[dict[str, float]]:
     given = ["experiment=quickstart", "tracker=none", "cluster=in_process", "data=textarena", "env=textarena"]
     small = ["data.batch_size=2", "algo.group_size=4", "env.turn_len=4", "rollout.response_len=1200"]
     fast = ["trainer.total_steps=2", "trainer.eval_every=0", "env.concurrency=2", f"run.dir={folder}"]
-    train(compose([*given, *small, *fast, *overrides], plugins), plugins)
+    train(compose([*given, *small, *fast, "data.prompt_len=1024", *overrides], plugins), plugins)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
