@@ -173,7 +173,7 @@ def test_a_roles_handle_has_its_rollout_settings(make, plugins, tmp_path):
     config = make("roles.actor.rollout={response_len: 3}")
     rewards = resolve(config.reward, "arithmetic", plugins.rewards())
     with open_run(config, tmp_path, plugins, resolve_roles({"actor": ROLES["actor"]}, config), rewards) as run:
-        assert (run.actor.rollout.response_len, run.config.rollout.response_len) == (3, 5)
+        assert (run.actor.rollout_config.response_len, run.config.rollout.response_len) == (3, 5)
 
 
 def test_a_bf16_teacher_holds_its_weights_in_bf16_and_an_fp32_student_its_own(make, plugins, tmp_path):
