@@ -12,17 +12,14 @@ import torch
 from rlcore.episodes.conversation import Conversation
 from rlcore.protocol import DataProto, Ragged
 
-STOP_REASONS = ("end", "done", "turns", "length", "failed")
-"""end: the policy ended its answer, and nobody answered it. done: the environment ended the episode. turns:
-env.max_turns. length: rollout.response_len. failed: the environment failed."""
-
 
 @dataclass
 class EpisodeRow:
     """One branch of an episode.
 
-    `row`: of the batch that asked for the episode. `branch`: its number among the episode's. `error`: None, or cause,
-    traceback and attempts of a failed episode, whose conversation is empty.
+    `row`: of the batch that asked for the episode. `branch`: its number among the episode's. `stop_reason`: as in
+    docs/glossary.md, or "failed". `error`: None, or cause, traceback and attempts of a failed episode, whose
+    conversation is empty.
     """
 
     row: int

@@ -90,7 +90,13 @@ _FIELDS = (
         "",
         "whether `rollout_log_probs` equal those that the train engine would compute with `weights_version`",
     ),
-    Field("episode", _OBJECT, None, "str", "identifies the episode, `UID/SAMPLE_INDEX`; its branches are rows of it"),
+    Field(
+        "episode",
+        _OBJECT,
+        None,
+        "str",
+        "identifies the episode, `UID/SAMPLE_INDEX`, with the call's number from a step's second call on",
+    ),
     Field("branch", _DENSE, torch.int64, "index", "number of the row among the branches of its episode, from 0"),
     Field("turns", _DENSE, torch.int64, "turn", "turns that the policy sampled in the row"),
     Field(
