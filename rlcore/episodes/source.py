@@ -10,6 +10,10 @@ from rlcore.engine.rollout import Finished, Request, RolloutEngine
 
 LONGEST_WAIT = 0.5
 """Seconds that an idle engine waits for requests at a time."""
+FOLLOWS_WITHIN = 0.002
+"""Seconds within which a request belongs to those before it: environments that were called together answer so."""
+LONGEST_GATHERING = 0.02
+"""Seconds that requests which are there wait for those that follow, at most."""
 
 
 class RequestSource(Protocol):
@@ -36,7 +40,10 @@ def answer_requests(engine: RolloutEngine, source: RequestSource) -> float:
         while not source.done:
             start = time.perf_counter()
             waits = not engine.in_flight
-            if requests := source.poll(LONGEST_WAIT if waits else 0.0):
+            requests = list(source.poll(LONGEST_WAIT if waits else 0.0))
+            if waits and requests:
+                requests += _those_that_follow(source)
+            if requests:
                 engine.add(requests)
             if waits:
                 idle += time.perf_counter() - start
@@ -46,3 +53,15 @@ def answer_requests(engine: RolloutEngine, source: RequestSource) -> float:
         engine.abort(list(engine.in_flight))
         raise
     return idle
+
+
+def _those_that_follow(source: RequestSource) -> list[Request]:
+    """Return the requests that come shortly after others.
+
+    Rows that begin together share a forward, and end together; a row that is late has one of its own in each turn.
+    """
+    found: list[Request] = []
+    until = time.perf_counter() + LONGEST_GATHERING
+    while time.perf_counter() < until and (late := source.poll(FOLLOWS_WITHIN)):
+        found += late
+    return found

@@ -93,9 +93,9 @@ class BufferedLayer(CacheLayerMixin):
         """
         for name, parts in zip(("keys", "values"), zip(*rows, strict=True), strict=True):
             heads, _, size = parts[0].shape
-            buffer = parts[0].new_zeros(len(rows), heads, self._capacity(room), size)
+            buffer = parts[0].new_empty(len(rows), heads, self._capacity(room), size)
             for row, part in enumerate(parts):
-                buffer[row, :, columns - part.shape[1] : columns] = part
+                _put(buffer[row : row + 1], part[None], columns)
             setattr(self, name, buffer)
         self.is_initialized, self.rows, self.length = True, len(rows), columns
 

@@ -121,28 +121,33 @@ class FusedDecodeStep:
         self._weights, self._head, self._positions = [], [], 0
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
-        """Return the logits [rows, vocab] after one more token of each row, int64 [rows], at `positions` [rows].
+        """Return the logits [rows, vocab] after further tokens of each row, int64 [rows, new], at `positions`.
 
-        Only after `prepare`. `mask` fp32 [rows, columns of the cache and the new one]: 0 for a column that the row
-        attends to, -inf for padding; None without padding.
+        Only after `prepare`. `positions` int64 [rows, new]. `mask` fp32 [rows, new, columns of the cache and the new
+        ones]: 0 for a column that the token attends to, else -inf; None if each token attends to all columns.
         """
-        rows, size, heads, keys = len(tokens), self._head_size, self._heads, self._key_heads
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        bias = None if mask is None else mask[:, None, None].to(self.dtype)
-        hidden = F.embedding(tokens, self._base.embed_tokens.weight).float()
+        (rows, new), size, heads, keys = tokens.shape, self._head_size, self._heads, self._key_heads
+        cos, sin = (table[positions.flatten()][:, None] for table in (self._cos, self._sin))
+        bias = None
+        if mask is not None:  # the heads of a group read the same keys, so they are queries like the new tokens
+            bias = mask.to(self.dtype)[:, None, None].expand(-1, -1, self._groups, -1, -1).flatten(2, 3)
+        hidden = F.embedding(tokens.flatten(), self._base.embed_tokens.weight).float()
         for layer, weights, kept in zip(self._base.layers, self._weights, cache.layers, strict=True):
             qkv, out, gate_up, down = weights
             attention = layer.self_attn
-            states = F.linear(_norm(layer.input_layernorm, hidden).to(self.dtype), *qkv).view(rows, -1, size)
+            states = F.linear(_norm(layer.input_layernorm, hidden).to(self.dtype), *qkv).view(rows * new, -1, size)
             rotated, values = states[:, : heads + keys], states[:, heads + keys :]
             if hasattr(attention, "q_norm"):
                 parts = (_norm(attention.q_norm, states[:, :heads]), _norm(attention.k_norm, rotated[:, heads:]))
                 rotated = torch.cat(parts, dim=1)
             rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin).to(self.dtype)
-            k, v = kept.update(rotated[:, heads:, None], values[:, :, None])
-            queries = rotated[:, :heads].view(rows, keys, self._groups, size)
+            k, v = kept.update(_by_head(rotated[:, heads:], rows), _by_head(values, rows))
+            queries = _by_head(rotated[:, :heads], rows).reshape(rows, keys, self._groups * new, size)
             read = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=attention.scaling)
-            hidden = hidden + F.linear(read.reshape(rows, heads * size), *out)
+            read = read.view(rows, heads, new, size).transpose(1, 2)
+            if layer is self._base.layers[-1]:  # of the last layer only the last token is read
+                read, hidden = read[:, -1], hidden.view(rows, new, -1)[:, -1]
+            hidden = hidden + F.linear(read.reshape(-1, heads * size), *out)
             gate, up = F.linear(_norm(layer.post_attention_layernorm, hidden).to(self.dtype), *gate_up).chunk(2, -1)
             hidden = hidden + F.linear(layer.mlp.act_fn(gate) * up, *down)
         return F.linear(_norm(self._base.norm, hidden).to(self.dtype), *self._head)
@@ -172,7 +177,7 @@ class FusedDecodeStep:
             with autocast:
                 new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
                 expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
-            got = self.step(ids[:, at], places[:, at], seen[:, : at + 1], caches[1])
+            got = self.step(ids[:, [at]], places[:, [at]], seen[:, None, : at + 1], caches[1])
             apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
             worst = max(worst, float(apart.abs().max()))
         self.release()
@@ -199,6 +204,11 @@ def linear_groups(layer: Any) -> list[tuple[nn.Linear, ...]]:
 
 def _cached(cache: BufferedCache) -> dict[str, Any]:
     return {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+
+
+def _by_head(states: Tensor, rows: int) -> Tensor:
+    """Return `states` [rows * tokens, heads, head size] as [rows, heads, tokens, head size]."""
+    return states.view(rows, -1, *states.shape[1:]).transpose(1, 2)
 
 
 def _norm(module: Any, values: Tensor) -> Tensor:

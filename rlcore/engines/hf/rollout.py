@@ -253,7 +253,8 @@ class HFRollout(RolloutEngine):
         """Feed the newest token of each row and return the logits of the next, [rows, vocab]."""
         tokens, mask = rows.tokens[:, rows.length - 1], rows.mask[:, : rows.length]
         if self._fused is not None:
-            logits = self._fused.step(tokens, rows.positions, mask if rows.is_padded else None, rows.cache)
+            seen = mask[:, None] if rows.is_padded else None
+            logits = self._fused.step(tokens[:, None], rows.positions[:, None], seen, rows.cache)
         else:
             logits = self._forward(tokens[:, None], mask, rows.positions[:, None], rows.cache)
         rows.positions = rows.positions + 1
@@ -261,29 +262,22 @@ class HFRollout(RolloutEngine):
 
     def _prefill(self, requests: Sequence[Request], longest: int) -> Tensor:
         """Let rows join the others. Returns the logits of the next token of all new rows, [new rows, vocab]."""
-        return self._join(requests, longest, *self._prefilled(requests, longest))
+        logits, cache, index, lengths = self._prefilled(requests, longest)
+        if self._fused is not None:
+            self._fused.prepare(_columns(requests, longest), self.device)
+        cache.select(index, self.dtype if self._fused is not None else None)
+        self._join(requests, longest, cache, lengths)
+        return logits
 
-    def _join(
-        self,
-        requests: Sequence[Request],
-        longest: int,
-        logits: Tensor,
-        cache: BufferedCache,
-        index: Tensor,
-        lengths: Tensor,
-    ) -> Tensor:
-        """Let rows join the others with the results of `_prefilled`; returns the logits."""
+    def _join(self, requests: Sequence[Request], longest: int, cache: BufferedCache, lengths: Tensor) -> None:
+        """Let rows join the others; `cache` holds their keys and values up to column `longest`."""
         own = [longest - length for length in lengths.tolist()]
         new = [Row(request, start, longest) for request, start in zip(requests, own, strict=True)]
-        if self._fused is not None:
-            self._fused.prepare(max(row.limit for row in new), self.device)
-        cache.select(index, self.dtype if self._fused is not None else None)
         rows = DecodingRows(new, longest, lengths.to(self.device), cache)
         if self._rows is None:
             self._rows = rows
         else:
             self._rows.join(rows)
-        return logits
 
     def _prefilled(self, requests: Sequence[Request], longest: int) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
         """Run each distinct prompt once, padded on the left to `longest` tokens.
@@ -301,8 +295,7 @@ class HFRollout(RolloutEngine):
         ids = torch.zeros(len(distinct), longest, dtype=torch.int64)
         for row, tokens in enumerate(distinct):
             ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-        limit = longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
-        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, limit)
+        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, _columns(requests, longest))
         positions = (columns - starts).clamp(min=0)
         logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
         placed = index.to(self.device)
@@ -333,25 +326,31 @@ class HFRollout(RolloutEngine):
         # One forward of the last tokens of every row, at least one: of shorter continuations some are computed again.
         width = max(len(tokens) - min(row.length, len(tokens) - 1) for tokens, row in zip(known, kept, strict=True))
         seen = [max(0, len(tokens) - width) for tokens in known]
-        limit = longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
-        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, limit)
+        room = _columns(requests, longest)
+        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, room)
         if longest > width:
             for number, layer in enumerate(cache.layers):
                 pairs = [row.states[number] for row in kept]
                 filled = [(k[:, :end], v[:, :end]) for (k, v), end in zip(pairs, seen, strict=True)]
                 layer.fill(filled, longest - width, longest)
         lengths = torch.tensor(list(map(len, known)))
-        columns = torch.arange(longest)
-        mask = torch.zeros(len(known), longest)
-        mask = mask.masked_fill(columns < (longest - lengths)[:, None], float("-inf"))
         ids = torch.zeros(len(known), width, dtype=torch.int64)
         for row, tokens in enumerate(known):
             newest = tokens[seen[row] :]
             ids[row, width - len(newest) :] = torch.tensor(newest)
-        positions = (columns[longest - width :] - (longest - lengths)[:, None]).clamp(min=0)
-        logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
-        index = torch.arange(len(known), device=self.device)
-        return self._join(requests, longest, logits, cache, index, lengths)
+        columns, starts = torch.arange(longest), (longest - lengths)[:, None]
+        newest_columns = columns[longest - width :]
+        positions = (newest_columns - starts).clamp(min=0).to(self.device)
+        if self._fused is None:
+            mask = torch.zeros(len(known), longest).masked_fill(columns < starts, float("-inf"))
+            logits = self._forward(ids.to(self.device), mask.to(self.device), positions, cache)
+        else:
+            hidden = (columns < starts)[:, None] | (columns > newest_columns[:, None])
+            mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+            self._fused.prepare(room, self.device)
+            logits = self._fused.step(ids.to(self.device), positions, mask.to(self.device), cache)
+        self._join(requests, longest, cache, lengths)
+        return logits
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: BufferedCache) -> Tensor:
         with self._autocast():
@@ -369,6 +368,11 @@ class HFRollout(RolloutEngine):
 def _in_fp32(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
     """Begin the residual stream in fp32, as a trainer with fp32 weights does."""
     return embedded.float()
+
+
+def _columns(requests: Sequence[Request], longest: int) -> int:
+    """Return the most columns that requests need whose known tokens end at column `longest`."""
+    return longest + max(request.sampling.max_tokens - len(request.sampled) for request in requests)
 
 
 def known_tokens(request: Request) -> tuple[int, ...]:

@@ -285,7 +285,9 @@ def conversation(rollout, *, keep: bool, turns: int = 3, rows: int = 6) -> list[
         for name, row in sorted(done.items()):
             found.append((name, turn, row.tokens, row.log_probs))
             # The next turn's prompt: everything so far, and an answer of another length for each row.
-            known[name] = (*known[name], *row.tokens, *range(20, 21 + (int(name) + turn) % 4))
+            # One answer is longer than some whole conversations, which are padding beside it.
+            answer = (20,) * 40 if (name, turn) == ("5", 0) else range(20, 21 + (int(name) + turn) % 4)
+            known[name] = (*known[name], *row.tokens, *answer)
     return found
 
 
@@ -303,16 +305,29 @@ def test_a_row_that_continues_a_kept_one_is_that_of_its_whole_prompt(make_rollou
     rollout.forget([str(row) for row in range(6)])
 
 
-def test_a_continued_row_computes_its_new_tokens_only(make_rollout, monkeypatch):
-    rollout = make_rollout()
+def counting(forward, widths):
+    """Return `forward`, which then notes the tokens of each row."""
+
+    def counted(ids, *rest):
+        widths.append(ids.shape[1])
+        return forward(ids, *rest)
+
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_a_continued_row_computes_its_new_tokens_only(make_rollout, monkeypatch, kind):
+    rollout = make_rollout(kind)
+    assert (rollout._fused is None) == (kind == "gemma2")
     widths = []
-    forward = rollout._forward
-    monkeypatch.setattr(rollout, "_forward", lambda ids, *rest: widths.append(ids.shape[1]) or forward(ids, *rest))
-    first = Request("a", tuple(range(5, 45)), 1, Sampling(max_tokens=8), keep=True)
+    for owner, name in [(rollout, "_forward"), *([(rollout._fused, "step")] if rollout._fused else [])]:
+        counted = counting(getattr(owner, name), widths)
+        monkeypatch.setattr(owner, name, counted)
+    first = Request("a", tuple(range(5, 45)), 1, Sampling(max_tokens=2), keep=True)
     (row,) = run(rollout, [(0, first)]).values()
     prompt = (*first.prompt, *row.tokens, 9, 10, 11)
-    run(rollout, [(0, Request("a", prompt, 2, Sampling(max_tokens=3), after="a"))])
-    assert widths == [40, 4], "the newest sampled token was never fed, and three are new"
+    run(rollout, [(0, Request("a", prompt, 2, Sampling(max_tokens=2), after="a"))])
+    assert widths == [40, 1, 4, 1], "the newest sampled token was never fed, and three are new"
 
 
 def test_kept_rows_hold_the_module_until_they_are_forgotten(make_rollout):

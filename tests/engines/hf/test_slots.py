@@ -189,7 +189,7 @@ def test_logits_are_those_of_the_fused_step_to_the_bit(model_folder, kind, dtype
     tokens = torch.arange(rows) + 5
     slots.tokens[:], slots.positions[:] = tokens, width - 1
     mask = torch.zeros(rows, width)
-    assert torch.equal(step.logits(rows), fused.step(tokens, slots.positions, mask, cache))
+    assert torch.equal(step.logits(rows), fused.step(tokens[:, None], slots.positions[:, None], mask[:, None], cache))
 
 
 @torch.no_grad()
