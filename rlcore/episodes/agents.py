@@ -24,7 +24,7 @@ from rlcore.engine.rollout import RolloutEngine, Sampling
 from rlcore.episodes.call_queue import CallQueue
 from rlcore.episodes.environment import EnvironmentFailure
 from rlcore.episodes.failures import failed_row, plays_again
-from rlcore.episodes.fork_server import basic_variables, how_it_ended
+from rlcore.episodes.fork_server import how_it_ended
 from rlcore.episodes.openai_format import RequestError
 from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rows import EpisodeRow, episode_columns
@@ -34,6 +34,7 @@ from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.source import answer_requests
 from rlcore.errors import ConfigError
 from rlcore.protocol import DataProto
+from rlcore.sandbox.variables import basic_variables
 
 MODEL = "policy"
 """The model's name in the server's answers; agents may ask for any."""

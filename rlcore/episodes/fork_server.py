@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from rlcore.episodes.child import COMMAND, FORK, GRACE, HEADER, KILL, LOST, NOTICE, PATIENCE
 from rlcore.episodes.packing import PackedEnvironment
 from rlcore.errors import ConfigError
+from rlcore.sandbox.variables import python_variables
 
 _START_TIMEOUT = 120.0  # seconds to start Python and load the environment
-_KEPT = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "TEMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"}
-)
 
 
 class ForkServer:
@@ -42,7 +40,7 @@ class ForkServer:
                 stdin=request,
                 pass_fds=[other.fileno()],
                 start_new_session=True,
-                env=_variables(keep_env),
+                env=python_variables(keep_env),
             )
         try:
             reply = self._loaded()
@@ -167,19 +165,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _variables(keep: Sequence[str]) -> dict[str, str]:
-    """Return the processes' environment variables: those of `basic_variables`, and this process's import path."""
-    return {**basic_variables(keep), "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-
-
-def basic_variables(keep: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of environments and agents: a few basic ones, and `keep`.
-
-    Everything else is left out, so that tools find no keys or tokens. One thread for numerics: threads reserve address
-    space, which the memory limit counts. The hashes of strings are fixed, so that a set has the same order in each run.
-    """
-    fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    kept = {name: os.environ[name] for name in os.environ if name in _KEPT or name.startswith("LC_") or name in keep}
-    return {**fixed, **kept}

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from rlcore.config import Config
 from rlcore.config.environment import EnvConfig
 from rlcore.episodes.environment import EnvironmentFailure, ToolError
-from rlcore.episodes.fork_server import basic_variables
 from rlcore.episodes.mcp_client import McpClient, ServerRefusal
 from rlcore.episodes.tool_schema import given_schemas
 from rlcore.errors import ConfigError
+from rlcore.sandbox.variables import basic_variables
 
 
 class McpTools:

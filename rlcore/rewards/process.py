@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlcore.rewards.compose import WeightedReward
+from rlcore.sandbox.variables import python_variables
 
 FLOAT32_MAX = 3.4028234663852886e38
 _START_TIMEOUT = 120.0  # seconds to start Python and run the imports of one function's file
@@ -62,7 +63,7 @@ class RewardProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=_environment(),
+            env=python_variables(),
         )
         self._end = weakref.finalize(self, _kill, self._process)
         self._received = bytearray()
@@ -240,23 +241,6 @@ class _Pipe:
             if time.monotonic() >= self._deadline:
                 raise TimeoutError
         return ready[0][0]
-
-
-_KEPT = frozenset(
-    {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "TEMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"}
-)
-
-
-def _environment() -> dict[str, str]:
-    """Return the child's environment: a few basic variables, this process's import path, one thread for numerics.
-
-    Everything else is left out, so that model-written code finds no keys or tokens. Numeric libraries get one thread
-    each because threads reserve address space, which the memory limit counts, and compete with the engines for cores.
-    """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
-    return {**kept, **threads, "PYTHONPATH": path}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -100,7 +100,9 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(pair):
     with pytest.raises(WorkerError) as raised:
         group.meet("sleeps")
     told = str(raised.value)
-    assert told.startswith(f"pair.meet() has made no progress for {LIMIT:.0f} s: pair rank 1 of 2 on ")
+    found = re.match(r"pair\.meet\(\) has made no progress for (\d+) s: pair rank 1 of 2 on ", told)
+    assert found, told
+    assert LIMIT <= int(found[1]) < 60  # more than LIMIT where a busy machine looks late
     assert " is in sleeps() at " in told
     assert told.index("rank 1 of 2") < told.index("rank 0 of 2")
     assert " is in all_reduce(), called in meet() at " in told
