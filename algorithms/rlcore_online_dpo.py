@@ -12,7 +12,8 @@ the policy minimises the mean over all pairs of the mini-batch of (1 - label_smo
     ipo       f(D) = (D - 1 / (2 beta))^2                     IPO, arXiv 2310.12036, equation 17
     hinge     f(D) = max(0, 1 - beta D)                       SLiC-HF, arXiv 2305.10425, on log-ratios
 
-where label_smoothing is the assumed share of wrong preferences. beta h(y) is the response's implicit reward; the metric
+where label_smoothing is the assumed share of wrong preferences (`robust`: of sigmoid's f the unbiased estimate for that
+share, arXiv 2403.00409; see rlcore.ops.pair_loss). beta h(y) is the response's implicit reward; the metric
 `margin` is the mean of beta D, and `accuracy` the share of pairs with D > 0 (a pair with D = 0 counts half).
 
 Pairs of a prompt: `all` compares every two of its responses, and `random` one random two. `best_worst` pairs the
@@ -30,15 +31,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataError, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_index, masked_sum, metric, needs, noise_key, objective, uniform_noise
+from rlcore.ops import (
+    Outputs,
+    Term,
+    group_index,
+    masked_sum,
+    metric,
+    needs,
+    noise_key,
+    preference_terms,
+    uniform_noise,
+)
 
 RLCORE_API = 1
-
-ROUNDING = 1e-4
-"""Nats: a difference below this, as before the first update, is a tie and counts as half accurate."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class OnlineDPOConfig:
     judge: Literal["scores", "pairwise"] = option(
         "scores", "source of preferences: the reward's scores, or the judge at judge.url, which reads both responses"
     )
-    loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", "loss of a pair")
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = option("sigmoid", "loss of a pair")
     beta: float = option(0.1, "strength of the pull to the reference", min=1e-6)
     label_smoothing: float = option(0.0, "assumed share of wrong preferences, below 0.5", min=0.0, max=0.5)
     reference: Literal["frozen", "copied", "averaged"] = option(
@@ -66,38 +73,23 @@ class OnlineDPOConfig:
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
 
-def preference_loss(difference: Tensor, config: OnlineDPOConfig) -> Tensor:
-    """Return each pair's loss, [pairs], of its D, [pairs], in nats."""
-
-    def f(d: Tensor) -> Tensor:
-        if config.loss == "ipo":
-            return (d - 1 / (2 * config.beta)).square()
-        return -logsigmoid(config.beta * d) if config.loss == "sigmoid" else (1 - config.beta * d).clamp(min=0)
-
-    smoothing = config.label_smoothing
-    return (1 - smoothing) * f(difference) + smoothing * f(-difference) if smoothing > 0 else f(difference)
-
-
 @needs("log_probs", "entropy")
 def online_dpo_loss(out: Outputs, batch: Mapping[str, Any], config: OnlineDPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring.
 
     Rows with equal `dpo_pair` form a pair, in any order; `dpo_side` is 1 for the chosen and -1 for the rejected row.
     """
-    mask, side = batch["response_mask"], batch["dpo_side"]
-    ratio = masked_sum(out.log_probs - batch["ref_log_probs"], mask, dim=-1)
-    numbers, pair = batch["dpo_pair"].unique(return_inverse=True)
-    difference = ratio.new_zeros(len(numbers)).index_add(0, pair, side * ratio)
-    count = (side > 0).sum()
-    reward = config.beta * ratio
-    return {
-        "preference": objective(preference_loss(difference, config).sum(), count),
-        "margin": metric(config.beta * difference.sum(), count),
-        "accuracy": metric(((difference > ROUNDING).sum() + (difference > -ROUNDING).sum()) / 2, count),
-        "chosen_reward": metric(reward[side > 0].sum(), count),
-        "rejected_reward": metric(reward[side < 0].sum(), count),
-        "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-    }
+    mask = batch["response_mask"]
+    terms = preference_terms(
+        out.log_probs,
+        batch,
+        batch["dpo_pair"],
+        batch["dpo_side"],
+        kind=config.loss,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+    )
+    return {**terms, "entropy": metric(masked_sum(out.entropy, mask), mask.sum())}
 
 
 @dataclass(frozen=True)

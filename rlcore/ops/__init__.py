@@ -7,6 +7,7 @@ from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
 from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, metric, needs, needs_of, objective
 from rlcore.ops.masked import masked_mean, masked_sum
 from rlcore.ops.noise import noise_key, uniform_noise
+from rlcore.ops.preference import PairLoss, pair_loss, preference_terms
 
 __all__ = [
     "NEEDS",
@@ -15,6 +16,7 @@ __all__ = [
     "Loss",
     "Need",
     "Outputs",
+    "PairLoss",
     "Term",
     "adapt_kl_coef",
     "chunked_log_probs",
@@ -31,6 +33,8 @@ __all__ = [
     "needs_of",
     "noise_key",
     "objective",
+    "pair_loss",
+    "preference_terms",
     "token_log_probs",
     "train_rollout_logprob_diff",
     "uniform_noise",

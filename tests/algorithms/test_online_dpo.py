@@ -58,6 +58,9 @@ def gradient(**settings):
         ({"loss": "sigmoid", "label_smoothing": 0.1}, 0.9 * 1.2873387 + 0.1 * 1.7873387),
         ({"loss": "ipo", "label_smoothing": 0.1}, 0.9 * 5.0 + 0.1 * 9.0),
         ({"loss": "hinge", "label_smoothing": 0.1}, 0.9 * 1.5 + 0.1 * 2.5),
+        # The same losses at D and -D, subtracted, over 1 - 2 * 0.1.
+        ({"loss": "robust", "label_smoothing": 0.1}, (0.9 * 1.2873387 - 0.1 * 1.7873387) / 0.8),
+        ({"loss": "robust"}, 0.3132617 + 0.9740770),
     ],
 )
 def test_losses(settings, total):

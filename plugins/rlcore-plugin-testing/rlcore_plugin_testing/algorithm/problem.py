@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlcore.data.arithmetic import Problem, problems
 from rlcore_plugin_testing.algorithm import reward
@@ -15,15 +16,17 @@ STEPS = 2
 
 
 def write_data(folder: Path) -> None:
-    """Write train.jsonl and test.jsonl; rows have prompt, answer, completion, chosen and rejected."""
+    """Write train.jsonl and test.jsonl; rows have prompt, answer, completion, label, chosen and rejected."""
     for split, name, most in (("train", "train", PROMPTS), ("eval", "test", 4)):
-        rows = [_row(problem) for problem in problems(split)[:most]]
+        rows = [_row(*numbered) for numbered in enumerate(problems(split)[:most])]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _row(problem: Problem) -> dict[str, str]:
+def _row(number: int, problem: Problem) -> dict[str, Any]:
     right, wrong = str(problem.result), str(problem.result + 7)
-    return {"prompt": problem.prompt, "answer": right, "completion": right, "chosen": right, "rejected": wrong}
+    good = number % 2 == 0
+    given = {"answer": right, "completion": right if good else wrong, "label": good}
+    return {"prompt": problem.prompt, **given, "chosen": right, "rejected": wrong}
 
 
 def overrides(data: Path, settings: Sequence[str]) -> list[str]:
