@@ -321,7 +321,7 @@ class SlotRows:
         return self._leave(reasons, version)
 
     def _states(self, reasons: Mapping[int, tuple[Reason, int]]) -> Iterator[tuple[str, SlotStates]]:
-        """Copy the keys and values of rows that will be continued: of all tokens but the newest, which is not fed yet."""
+        """Copy keys and values of rows that will be continued: of all tokens but the newest, which is not fed yet."""
         assert self._step is not None
         for row, (_, count) in reasons.items():
             request = self.requests[row]
