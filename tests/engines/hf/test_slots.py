@@ -368,13 +368,13 @@ def test_slots_are_as_many_as_there_is_memory_for(model_folder, monkeypatch):
 
 
 def conversations(rollout, *, keep, turns=3, samples=2, prompts=4, lengths=(1, 9, 60)):
-    """Return all rows of conversations of several turns by (id, turn), beside the turns' requests.
+    """Return all rows of conversations of several turns, by id and turn.
 
     Some turns are one token long and end at once; the answers to a turn have another length for each row.
     """
     known = {each.id: each for each in requests(Sampling(max_tokens=4), samples * prompts, prompts)}
     tokens = {name: each.prompt for name, each in known.items()}
-    rows, asked = {}, {}
+    rows = {}
     for turn in range(turns):
         wanted = []
         for at, (name, request) in enumerate(known.items()):
@@ -384,8 +384,7 @@ def conversations(rollout, *, keep, turns=3, samples=2, prompts=4, lengths=(1, 9
         for name, row in sampled(rollout, wanted).items():
             rows[f"{name}, turn {turn}"] = row
             tokens[name] = (*tokens[name], *row.tokens, *range(20, 21 + (int(name) + turn) % 4))
-        asked.update((f"{each.id}, turn {turn}", each) for each in wanted)
-    return rows, asked
+    return rows
 
 
 def count_prefilled(rollout):
@@ -401,11 +400,11 @@ def count_prefilled(rollout):
 @pytest.mark.parametrize("batch_size", [64, 3])
 def test_a_turn_that_continues_a_row_is_that_of_its_whole_conversation(model_folder, kind, batch_size):
     """In slots, from kept rows, against the other decoder, which gets each turn's tokens whole."""
-    want, _ = conversations(engine(model_folder(kind), in_slots=False), keep=False)
+    want = conversations(engine(model_folder(kind), in_slots=False), keep=False)
     assert {len(row.tokens) for row in want.values()} >= {1, 9, 60}
     assert any(row.reason == "end" for row in want.values())
     rollout = engine(model_folder(kind), in_slots=True, batch_size=batch_size)
-    got, _ = conversations(rollout, keep=True)
+    got = conversations(rollout, keep=True)
     assert_same_rows(got, want)
     assert len(rollout._kept) == 8, "the rows of the last turn, which nobody continues"
     rollout.forget([str(row) for row in range(8)])
@@ -494,29 +493,34 @@ def test_requests_that_continue_one_row_share_it_until_the_last_has_a_slot(model
     assert_same_rows(got, sampled(engine(model_folder(), in_slots=False), turn))
 
 
-def test_beyond_the_bound_the_oldest_rows_are_computed_again(model_folder, monkeypatch):
-    want, asked = conversations(engine(model_folder(), in_slots=False), keep=False)
-    rollout = engine(model_folder(), in_slots=True)
-    heads = rollout.hf.config
-    one_token = (
-        4 * 2 * heads.num_hidden_layers * heads.num_key_value_heads * (heads.hidden_size // heads.num_attention_heads)
-    )
-    monkeypatch.setattr(KeptRows, "_measured", lambda kept: 150 * one_token)
-    most, shapes = [], count_prefilled(rollout)
-    step = rollout.step
+def test_beyond_the_bound_rows_are_computed_again(model_folder, monkeypatch):
+    want = conversations(engine(model_folder(), in_slots=False), keep=False)
+    held, computed = [], []
+    for tokens in (10_000, 150, 0):
+        rollout = engine(model_folder(), in_slots=True)
+        heads = rollout.hf.config
+        one = (
+            4
+            * 2
+            * heads.num_hidden_layers
+            * heads.num_key_value_heads
+            * (heads.hidden_size // heads.num_attention_heads)
+        )
+        monkeypatch.setattr(KeptRows, "_measured", lambda _, most=tokens * one: most)
+        shapes, step, most = count_prefilled(rollout), rollout.step, []
 
-    def watched():
-        rows = step()
-        most.append((rollout._kept.nbytes, sum(each.nbytes for each in rollout._kept.values())))
-        return rows
+        def watched(rollout=rollout, step=step, most=most):
+            rows = step()
+            assert rollout._kept.nbytes == sum(each.nbytes for each in rollout._kept.values())
+            most.append(rollout._kept.nbytes)
+            return rows
 
-    monkeypatch.setattr(rollout, "step", watched)
-    got, _ = conversations(rollout, keep=True)
-    assert_same_rows(got, want)
-    assert all(counted == held <= 150 * one_token for counted, held in most)
-    whole = {max(len(each.prompt) for name, each in asked.items() if name.endswith(f"turn {turn}")) for turn in (1, 2)}
-    assert {width for _, width in shapes} & whole, "some rows were computed whole"
-    assert any(width < 9 for _, width in shapes[1:]), "and some were continued"
+        monkeypatch.setattr(rollout, "step", watched)
+        assert_same_rows(conversations(rollout, keep=True), want)
+        held.append(max(most) / one)
+        computed.append(sum(rows * width for rows, width in shapes))
+    assert held[0] > 150 >= held[1] > 75 > held[2] == 0
+    assert computed[0] < computed[1] < computed[2]
 
 
 def test_the_oldest_kept_rows_are_dropped_first():
