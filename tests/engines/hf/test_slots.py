@@ -564,8 +564,12 @@ def test_other_weights_and_the_other_decoder_continue_nothing_that_was_kept(mode
             for name, each in rollout.hf.named_parameters():
                 each.copy_(new[name])
         rollout.version = 1
-    else:
+    else:  # one more row is kept by the other decoder, and continued beside the others
         rollout._slots.open = lambda *_: False
+        new_row = replace(first[0], id="new", key=5, keep=True)
+        done |= sampled(rollout, [new_row])
+        turn.append(replace(new_row, prompt=(*new_row.prompt, *done["new"].tokens, 9), after="new", keep=False))
+        assert list(rollout._kept) == ["new"]
     got = sampled(rollout, turn)
     fresh = engine(model_folder(), in_slots=False)
     fresh.hf.load_state_dict(rollout.hf.state_dict())
@@ -584,6 +588,8 @@ def test_room_for_later_turns_is_made_once(model_folder, monkeypatch):
             row = sampled(rollout, [replace(request, after="a" if turn else None)])["a"]
             known = (*known, *row.tokens, *range(5, 90), *range(5, 40))
         assert opened == sizes
+    sampled(rollout, [Request("a", (5,), 0, Sampling(max_tokens=3), row_limit=600)])
+    assert opened[-1] == (64, 640, 128), "a larger limit makes more room at once"
 
 
 def test_room_for_later_turns_costs_no_slots(model_folder, monkeypatch):
