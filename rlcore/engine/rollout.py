@@ -69,7 +69,9 @@ class Request:
     included. `key` replaces the names in `sampling` (seed, step, purpose, call).
 
     `keep`: a later request will continue this row, so the engine may keep its keys and values until `forget`. `after`:
-    the id of such a row, with whose tokens `prompt` begins. Both only save time: an engine may ignore them.
+    the id of such a row, with whose tokens `prompt` begins. `row_limit`: the most tokens that the row and those that
+    continue it will hold, prompt included, so that an engine makes room once; None: unknown. All three only save time:
+    an engine may ignore them, and may drop what it has kept.
     """
 
     id: str
@@ -80,6 +82,7 @@ class Request:
     sampled_log_probs: tuple[float, ...] = ()
     keep: bool = False
     after: str | None = None
+    row_limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -288,11 +291,11 @@ def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> N
     """Raise DataError for the first request that no engine could sample.
 
     Faults: an empty prompt, an id that is in flight already or occurs twice, unequal numbers of `sampled` and
-    `sampled_log_probs`, and `max_tokens` or more sampled tokens.
+    `sampled_log_probs`, `max_tokens` or more sampled tokens, and a `row_limit` below the row's own tokens.
     """
     seen = set(in_flight)
     for request in requests:
-        problem = ""
+        problem, most = "", len(request.prompt) + request.sampling.max_tokens
         if request.id in seen:
             problem = "its id is in flight already; ids are unique among requests in flight"
         elif not request.prompt:
@@ -301,6 +304,8 @@ def check_requests(requests: Sequence[Request], in_flight: Collection[str]) -> N
             problem = f"it has {len(request.sampled)} sampled tokens and {len(request.sampled_log_probs)} log-probs"
         elif len(request.sampled) >= request.sampling.max_tokens:
             problem = f"it has {len(request.sampled)} sampled tokens, and max_tokens={request.sampling.max_tokens}"
+        elif request.row_limit is not None and request.row_limit < most:
+            problem = f"its row_limit is {request.row_limit}; its prompt and max_tokens are {most} tokens"
         if problem:
             raise DataError(f"request {request.id!r} cannot be sampled: {problem}")
         seen.add(request.id)

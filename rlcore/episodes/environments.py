@@ -254,7 +254,8 @@ class _Batch:
         name = episode.request_id(episode.seat)
         keep = self._keeps and turn + 1 < self._env.max_turns
         after = name if conversation.turns else None
-        self._ready.append(Request(name, conversation.tokens, key, sampling, keep=keep, after=after))
+        most = len(conversation.prompt) + self._sampling.max_tokens if keep else None
+        self._ready.append(Request(name, conversation.tokens, key, sampling, keep=keep, after=after, row_limit=most))
 
     def _answered(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
         """Go on with the environment's answer to a turn."""

@@ -172,8 +172,9 @@ class Session:
         self._turns += call.choices
         self.calls += 1
         after = None if parent is None or not self.keeps else parent.request
+        most = len(branch.prompt) + self.limits.sampling.max_tokens if self.keeps else None
         requests = [
-            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling, keep=self.keeps, after=after)
+            Request(f"{self.id}/{self.calls}/{at}", prompt, key, sampling, keep=self.keeps, after=after, row_limit=most)
             for at, key in enumerate(self._keys(call, name, order, prompt, sampling))
         ]
         self.kept += [request.id for request in requests if request.keep]

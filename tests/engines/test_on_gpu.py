@@ -39,7 +39,11 @@ def rollout(folder, dtype="fp32", graphs="auto", shared=None):
 
 def sampled(engine, sampling, count=48):
     """Return rows by id; a few of the requests wait for a slot."""
-    engine.add([Request(str(i), tuple(range(5, 8 + i % 9)), 7919 * i + 1, sampling) for i in range(count)])
+    return answered(engine, [Request(str(i), tuple(range(5, 8 + i % 9)), 7919 * i + 1, sampling) for i in range(count)])
+
+
+def answered(engine, requests):
+    engine.add(requests)
     rows = {}
     while engine.in_flight:
         rows.update((row.id, row) for row in engine.step())
@@ -88,6 +92,24 @@ def test_graphs_serve_every_way_to_sample(model_folder, options):
     got = sampled(rollout(model_folder()), sampling)
     want = sampled(rollout(model_folder(), graphs="off"), sampling)
     assert [got[name].tokens for name in want] == [row.tokens for row in want.values()]
+
+
+def test_turns_in_graphs_continue_kept_rows(model_folder):
+    by_graphs, plain = rollout(model_folder()), rollout(model_folder(), graphs="off")
+    wanted = [Request(str(i), tuple(range(5, 8 + i % 9)), i, Sampling(24), keep=True, row_limit=200) for i in range(48)]
+    opened = []
+    for turn in range(3):
+        got = answered(by_graphs, wanted)
+        want = answered(plain, [replace(each, keep=False, after=None) for each in wanted])
+        assert [got[name].tokens for name in want] == [row.tokens for row in want.values()], turn
+        assert len(by_graphs._kept) == 48
+        opened.append(by_graphs._slots._step)
+        wanted = [
+            replace(each, prompt=(*each.prompt, *got[each.id].tokens, 9, 10), key=each.key + 100, after=each.id)
+            for each in wanted
+        ]
+    assert opened[1:] == opened[:1] * 2, "slots are opened once"
+    by_graphs.forget([each.id for each in wanted])
 
 
 def test_log_probs_in_bf16_are_near_those_of_the_trainer(model_folder, random_batch):

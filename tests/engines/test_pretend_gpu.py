@@ -5,6 +5,7 @@ the CPU. Kernels, memory and bf16 under autocast are for tests/engines/test_on_g
 """
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rlcore.engine.collectives import Ranks
 from rlcore.engine.rollout import Request, Sampling
 from rlcore.engine.train import TrainSetup
 from rlcore.engine.update.items import UpdateItem
-from rlcore.engines.hf import fused_decode
+from rlcore.engines.hf import fused_decode, kept_rows
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.hf.slot_rows import SlotRows
 from rlcore.engines.torch.config import TorchConfig
@@ -52,7 +53,11 @@ def rollout(folder, device, dtype="fp32", shared=None, graphs="off"):
 
 def sampled(engine, sampling, count=12):
     """Return rows by id; a few of the requests wait for a slot."""
-    engine.add([Request(str(i), tuple(range(5, 8 + i % 9)), 7919 * i + 1, sampling) for i in range(count)])
+    return answered(engine, [Request(str(i), tuple(range(5, 8 + i % 9)), 7919 * i + 1, sampling) for i in range(count)])
+
+
+def answered(engine, requests):
+    engine.add(requests)
     rows = {}
     while engine.in_flight:
         rows.update((row.id, row) for row in engine.step())
@@ -99,6 +104,20 @@ def test_sampling_in_slots(model_folder, gpu, options, monkeypatch):
     engine = rollout(model_folder(), gpu, graphs="auto")
     assert engine.description == "decodes in slots, replaying CUDA graphs"
     assert_same_rows(sampled(engine, sampling), sampled(rollout(model_folder(), CPU), sampling))
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_turns_continue_kept_rows(model_folder, gpu, graphs, monkeypatch):
+    """In slots and in the plain form, with a bound that some rows are beyond."""
+    monkeypatch.setattr(SlotRows, "_captured", lambda rows, run: type("Graph", (), {"replay": staticmethod(run)}))
+    monkeypatch.setattr(kept_rows, "KEPT_SHARE", 3e-5)
+    engine, plain = rollout(model_folder(), gpu, graphs=graphs), rollout(model_folder(), CPU)
+    first = [Request(str(i), tuple(range(5, 8 + i)), i, Sampling(max_tokens=6), keep=True) for i in range(12)]
+    rows, want = answered(engine, first), answered(plain, first)
+    assert_same_rows(rows, want)
+    assert 0 < len(engine._kept) < len(plain._kept) == 12
+    turn = [replace(each, prompt=(*each.prompt, *rows[each.id].tokens, 9), after=each.id) for each in first]
+    assert_same_rows(answered(engine, turn), answered(plain, turn))
 
 
 def test_without_graphs_the_plain_form_decodes(model_folder, gpu):

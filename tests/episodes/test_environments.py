@@ -209,6 +209,26 @@ def test_ended_episodes_keep_no_keys_and_values(play, engine, monkeypatch):
     assert not engine._kept
 
 
+def test_turns_that_may_be_continued_say_how_long_their_row_may_become(play, engine, monkeypatch):
+    """The same in every turn of an episode, so that slots are opened once; other turns say nothing."""
+    asked, add = {}, engine.add
+
+    def watched(requests):
+        for each in requests:
+            asked.setdefault(each.id, []).append(each)
+        add(requests)
+
+    monkeypatch.setattr(engine, "add", watched)
+    out = play("Rounds", batch_of(), turn_len=4, max_turns=3)
+    assert out["turns"].tolist() == [3] * 8
+    for first, *later in asked.values():
+        assert [each.row_limit for each in (first, *later)] == [len(first.prompt) + SAMPLING.max_tokens] * 2 + [None]
+        assert len(later[-1].prompt) + later[-1].sampling.max_tokens <= first.row_limit
+    asked.clear()
+    play(SingleTurn, batch_of())
+    assert {each.row_limit for (each,) in asked.values()} == {None}
+
+
 def test_an_episode_without_the_score_that_is_its_reward_has_failed(play):
     out = play("Unscored", batch_of(), needs_score=True, retries=0)
     assert ["no score" in error["cause"] for error in out["episode_error"]] == [True] * 8

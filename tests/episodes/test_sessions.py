@@ -81,6 +81,18 @@ def test_a_conversation_is_continued_in_tokens(serving):
     assert log_probs == [each["logprob"] for answer in answers for each in answer["choices"][0]["logprobs"]["content"]]
 
 
+def test_in_a_run_each_call_continues_a_kept_row_and_says_how_long_it_may_become(serving, tiny_engine, monkeypatch):
+    asked, add = [], tiny_engine.add
+    monkeypatch.setattr(tiny_engine, "add", lambda requests: (asked.extend(requests), add(requests)))
+    agent, messages = Agent(serving(limits={"fixed": True, "max_turns": 4, "turn_len": 6})), [QUESTION]
+    for _ in range(3):
+        messages += [agent.says(messages), NEXT]
+    assert [each.after for each in asked] == [None, asked[0].id, asked[1].id]
+    assert {each.row_limit for each in asked} == {len(asked[0].prompt) + 120}
+    assert list(tiny_engine._kept) == [asked[2].id], "a row is dropped when it is continued"
+    tiny_engine.forget([each.id for each in asked])
+
+
 def test_sampled_log_probs_are_those_of_one_forward_over_the_branch(serving):
     agent = Agent(serving())
     messages = [QUESTION]

@@ -27,3 +27,10 @@ def test_each_broken_engine_is_found_by_its_check(name, tmp_path):
 
 def test_each_check_has_an_engine_that_breaks_it():
     assert {broken.check for broken in fixtures.BROKEN.values()} == set(CHECKS)
+
+
+def test_an_engine_that_decodes_in_slots_passes_the_checks_on_its_rows(tmp_path):
+    """As `rollout=hf` does on a GPU."""
+    with open_suite("rollout=inslots", tmp_path, plugins=[str(FILE)]) as suite:
+        for check in ("continued_rows", "kept_rows", "abort"):
+            assert suite.result(check).outcome == "pass", suite.result(check)

@@ -127,7 +127,8 @@ class FusedDecodeStep:
         ones]: 0 for a column that the token attends to, else -inf; None if each token attends to all columns.
         """
         (rows, new), size, heads, keys = tokens.shape, self._head_size, self._heads, self._key_heads
-        cos, sin = (table[positions.flatten()][:, None] for table in (self._cos, self._sin))
+        place = positions.flatten()
+        cos, sin = self._cos[place][:, None], self._sin[place][:, None]
         bias = None
         if mask is not None:  # the heads of a group read the same keys, so they are queries like the new tokens
             bias = mask.to(self.dtype)[:, None, None].expand(-1, -1, self._groups, -1, -1).flatten(2, 3)
@@ -177,7 +178,7 @@ class FusedDecodeStep:
             with autocast:
                 new = {"input_ids": ids[:, at : at + 1], "position_ids": places[:, at : at + 1]}
                 expected = self.hf(**new, attention_mask=mask[:, : at + 1], **_cached(caches[0])).logits[:, -1]
-            got = self.step(ids[:, [at]], places[:, [at]], seen[:, None, : at + 1], caches[1])
+            got = self.step(new["input_ids"], new["position_ids"], seen[:, None, : at + 1], caches[1])
             apart = got.float().log_softmax(-1) - expected.float().log_softmax(-1)
             worst = max(worst, float(apart.abs().max()))
         self.release()

@@ -17,7 +17,8 @@ from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import FusedDecodeStep, unsupported
-from rlcore.engines.hf.rows import DecodingRows, KeptRow, Row
+from rlcore.engines.hf.kept_rows import KeptRows, fill
+from rlcore.engines.hf.rows import DecodingRows, Row
 from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
@@ -83,7 +84,7 @@ class HFRollout(RolloutEngine):
         self._in_flight: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._rows: DecodingRows | None = None
-        self._kept: dict[str, KeptRow] = {}
+        self._kept = KeptRows(device)
         self._mode: ExitStack | None = None
         self._in_slots = False
         self._slots: SlotRows | None = None
@@ -121,6 +122,8 @@ class HFRollout(RolloutEngine):
         if self.version < 0:
             raise DataError("the engine has no complete set of weights: call sync before the first request")
         check_requests(requests, self._in_flight)
+        if self._kept.version != self.version:  # a shared module's weights change without a call
+            self._kept.drop(list(self._kept))
         self._in_flight.update((request.id, request) for request in requests)
         self._waiting.extend(requests)
 
@@ -139,17 +142,21 @@ class HFRollout(RolloutEngine):
         with torch.no_grad():
             # Slots are chosen or refused only while no row decodes: a row cannot change its form of decoding.
             if self._slots is not None and self._rows is None and not self._slots.requests:
-                self._in_slots = self._slots.open(self._waiting, self.slots)
+                in_slots = self._slots.open(self._waiting, self.slots)
+                if in_slots != self._in_slots:  # the other decoder's keys and values have another form
+                    self._kept.drop(list(self._kept))
+                self._in_slots = in_slots
             if self._slots is not None and self._in_slots:
                 return self._step_in_slots(self._slots)
             logits = [] if self._rows is None else [self._decode(self._rows)]
             rows = 0 if self._rows is None else len(self._rows.rows)
-            requests = self._admitted(self.slots, rows, len(self._waiting))
-            known = [request for request in requests if request.after in self._kept]
-            logits += [self._continue(part) for part in self._continued_parts(known)]
-            new = [request for request in requests if request.after not in self._kept] if known else requests
+            known, new = self._divided(self._admitted(self.slots, rows, len(self._waiting)))
+            for part in self._continued_parts(known):
+                next_logits, cache, _, lengths = self._continued(part)
+                self._join(part, int(lengths.max()), cache, lengths)
+                logits.append(next_logits)
             logits += [self._prefill(part, longest) for part, longest in prefill_parts(new)]
-            self.forget([request.after for request in known if request.after is not None])
+            self._forget_continued(known)
             assert self._rows is not None
             drawn = self._rows.draw(logits[0] if len(logits) == 1 else torch.cat(logits), self.end_ids)
             return self._leave(self._rows.append(*drawn, self.end_ids, self.tokenizer))
@@ -159,10 +166,23 @@ class HFRollout(RolloutEngine):
         fitting = 0
         while fitting < len(self._waiting) and slots.fits(self._waiting[fitting]):
             fitting += 1
-        for part, longest in prefill_parts(self._admitted(slots.slots, len(slots.requests), fitting)):
-            logits, cache, index, _ = self._prefilled(part, longest)
-            slots.join(part, logits, cache, index)
-        return self._forget(slots.advance(self.version))
+        known, new = self._divided(self._admitted(slots.slots, len(slots.requests), fitting))
+        for part in self._continued_parts(known):
+            slots.join(part, *self._continued(part)[:3])
+        for part, longest in prefill_parts(new):
+            slots.join(part, *self._prefilled(part, longest)[:3])
+        self._forget_continued(known)
+        return self._forget(slots.advance(self.version, self._kept))
+
+    def _divided(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Return the requests that continue a kept row, and those whose tokens are all computed."""
+        known = [request for request in requests if request.after in self._kept]
+        return known, [request for request in requests if request.after not in self._kept] if known else requests
+
+    def _forget_continued(self, known: Sequence[Request]) -> None:
+        """Drop kept rows that have been continued, but for those that a waiting request continues too."""
+        awaited = {request.after for request in self._waiting} if known else set()
+        self._kept.drop([each.after for each in known if each.after is not None and each.after not in awaited])
 
     def _forget(self, finished: list[Finished]) -> list[Finished]:
         """Remove rows that have left from the requests in flight."""
@@ -188,8 +208,7 @@ class HFRollout(RolloutEngine):
 
     def forget(self, ids: Collection[str]) -> None:
         """See RolloutEngine."""
-        for each in ids:
-            self._kept.pop(each, None)
+        self._kept.drop(ids)
         self._release_if_idle()
 
     def close(self) -> None:
@@ -214,7 +233,7 @@ class HFRollout(RolloutEngine):
         if reasons:
             assert self._rows is not None
             finished = self._rows.finished(reasons, self.version)
-            self._kept.update(self._rows.kept(reasons))
+            self._kept.keep(self._rows.kept(reasons).items(), self.version)
             if len(reasons) < len(self._rows.rows):
                 self._rows.drop(reasons)
             else:
@@ -302,24 +321,29 @@ class HFRollout(RolloutEngine):
         return logits[placed], cache, placed, lengths[index]
 
     def _continued_parts(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Divide requests that continue kept rows among forwards of at most `PREFILL_TOKENS` new tokens."""
+        """Divide requests that continue kept rows among forwards.
+
+        A forward's rows have at most `PREFILL_TOKENS` tokens, the kept ones with it: their keys and values are copied.
+        """
 
         def new_tokens(request: Request) -> int:
             kept = self._kept[request.after or ""].length
             return max(1, len(known_tokens(request)) - kept)
 
         part: list[Request] = []
+        longest = 0
         # Neighbours of similar length: a row with fewer new tokens than its part's most computes some again.
         for request in sorted(requests, key=new_tokens, reverse=True):
-            if part and (len(part) + 1) * new_tokens(part[0]) > PREFILL_TOKENS:
+            longest = max(longest, len(known_tokens(request)))
+            if part and (len(part) + 1) * longest > PREFILL_TOKENS:
                 yield part
-                part = []
+                part, longest = [], len(known_tokens(request))
             part.append(request)
         if part:
             yield part
 
-    def _continue(self, requests: Sequence[Request]) -> Tensor:
-        """Let rows join that continue kept ones: only their new tokens are computed. Returns the next logits."""
+    def _continued(self, requests: Sequence[Request]) -> tuple[Tensor, BufferedCache, Tensor, Tensor]:
+        """Compute the new tokens of requests that continue kept rows; returns the same as `_prefilled`."""
         known = list(map(known_tokens, requests))
         kept = [self._kept[request.after] for request in requests if request.after is not None]
         longest = max(map(len, known))
@@ -329,10 +353,7 @@ class HFRollout(RolloutEngine):
         room = _columns(requests, longest)
         cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, room)
         if longest > width:
-            for number, layer in enumerate(cache.layers):
-                pairs = [row.states[number] for row in kept]
-                filled = [(k[:, :end], v[:, :end]) for (k, v), end in zip(pairs, seen, strict=True)]
-                layer.fill(filled, longest - width, longest)
+            fill(cache, kept, seen, longest - width, longest)
         lengths = torch.tensor(list(map(len, known)))
         ids = torch.zeros(len(known), width, dtype=torch.int64)
         for row, tokens in enumerate(known):
@@ -341,7 +362,7 @@ class HFRollout(RolloutEngine):
         columns, starts = torch.arange(longest), (longest - lengths)[:, None]
         newest_columns = columns[longest - width :]
         positions = (newest_columns - starts).clamp(min=0).to(self.device)
-        if self._fused is None:
+        if self._fused is None or self._in_slots:  # beside slots the fused step would hold a second copy of the weights
             mask = torch.zeros(len(known), longest).masked_fill(columns < starts, float("-inf"))
             logits = self._forward(ids.to(self.device), mask.to(self.device), positions, cache)
         else:
@@ -349,8 +370,7 @@ class HFRollout(RolloutEngine):
             mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
             self._fused.prepare(room, self.device)
             logits = self._fused.step(ids.to(self.device), positions, mask.to(self.device), cache)
-        self._join(requests, longest, cache, lengths)
-        return logits
+        return logits, cache, torch.arange(len(known), device=self.device), lengths
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: BufferedCache) -> Tensor:
         with self._autocast():

@@ -46,6 +46,11 @@ class KeptRow:
     length: int
     states: list[tuple[Tensor, Tensor]]
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that they take."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.states)
+
 
 class DecodingRows:
     """Rows whose prompts a prefill has put into `cache`, ending at column `length`.

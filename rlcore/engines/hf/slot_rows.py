@@ -8,7 +8,7 @@ next graph can be a smaller one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from rlcore.engine.rollout import Finished, Reason, Request, Sampling
 from rlcore.engine.sampling import sample_tokens
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import rotary_tables
+from rlcore.engines.hf.kept_rows import KeptRows, SlotStates, free_memory
 from rlcore.engines.hf.static_decode import (
     Draw,
     Slots,
@@ -41,6 +42,8 @@ FEWEST_ROWS = 8
 """Number of rows of the smallest graph."""
 COSTLY_ROWS = 96
 """Number of rows from which a step's time grows with it (docs/gpu.md)."""
+ROUNDED_TO = 128
+"""Tokens of which a slot's width and its room for a response are multiples."""
 MEMORY_SHARE, FREE_SHARE = 0.25, 0.6
 """Largest share of the device's memory, and of its free memory, that slots take."""
 
@@ -62,6 +65,26 @@ class SlotSampling:
     def is_plain(self) -> bool:
         """Whether neither top-k nor top-p restricts the tokens, at a temperature above 0."""
         return self.temperature > 0 and self.top_p >= 1 and self.top_k == 0
+
+
+@dataclass(frozen=True)
+class SlotNeeds:
+    """The tokens, rounded up, of the longest row, of the longest row after its later turns, and of the most to draw."""
+
+    width: int
+    whole: int
+    room: int
+
+    @staticmethod
+    def of(requests: Sequence[Request]) -> SlotNeeds:
+        """Return the needs of requests."""
+        width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in requests))
+        whole = _rounded(max(each.row_limit or 0 for each in requests))
+        return SlotNeeds(width, max(width, whole), _rounded(max(each.sampling.max_tokens for each in requests)))
+
+    def grown(self, other: SlotNeeds) -> SlotNeeds:
+        """Return what suffices for both."""
+        return SlotNeeds(max(self.width, other.width), max(self.whole, other.whole), max(self.room, other.room))
 
 
 class SlotRows:
@@ -90,6 +113,7 @@ class SlotRows:
         self._step: StaticStep | None = None
         self._distribution = SlotSampling(1.0, 1.0, 0)
         self._bans = False
+        self._needs = SlotNeeds(0, 0, 0)
         self._graphs: dict[tuple[int, SlotSampling, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._fast_draw = torch.compile(draw_in_blocks) if compiled else draw_in_blocks
@@ -107,32 +131,37 @@ class SlotRows:
         self._distribution = SlotSampling.of(waiting[0].sampling)
         compatible = [each for each in waiting if SlotSampling.of(each.sampling) == self._distribution]
         self._bans = any(each.sampling.min_tokens for each in compatible)
-        width = _rounded(max(len(each.prompt) + each.sampling.max_tokens for each in compatible))
-        room = _rounded(max(each.sampling.max_tokens for each in compatible))
         if self._weights is None:
             self._weights = StepWeights(self.hf, self.dtype)
         self._weights.refresh()
+        needs = SlotNeeds.of(compatible)
         # Buffers only grow, so that graphs are captured again as rarely as possible.
-        if self._step is None or width > self._step.slots.width or room > self._step.slots.room:
-            if self._step is not None:
-                width, room = max(width, self._step.slots.width), max(room, self._step.slots.room)
-            # Free the old buffers before the new ones are allocated. Graphs hold their addresses, so they go too.
-            self._step, self._pool = None, None
-            self._graphs.clear()
-            slots = min(most, self._affordable(width, room))
-            if slots < min(most, FEWEST_ROWS):
-                return False
-            self._step = self._new_step(slots, width, room)
+        if self._step is not None:
+            s, known = self._step.slots, self._needs
+            self._needs = needs = needs.grown(known)
+            if needs.width <= s.width and needs.room <= s.room and needs.whole <= known.whole:
+                return True
+        self.release()
+        slots = min(most, self._affordable(needs.width, needs.room))
+        if slots < min(most, FEWEST_ROWS):
+            return False
+        # Room for later turns costs no slot: where memory is short, the slots are narrower.
+        widths = range(needs.whole, needs.width, -ROUNDED_TO)
+        width = next((each for each in widths if self._affordable(each, needs.room) >= slots), needs.width)
+        self._step, self._needs = self._new_step(slots, width, needs.room), needs
         return True
+
+    def release(self) -> None:
+        """Free the slots, before others are allocated. Graphs hold their addresses, so they go too."""
+        self._step, self._pool = None, None
+        self._graphs.clear()
 
     def _affordable(self, width: int, room: int) -> int:
         """Return the number of slots that fit into the device's memory."""
         assert self._weights is not None
         if self.device.type != "cuda":
             return 2**31
-        free, total = torch.cuda.mem_get_info(self.device)
-        # Blocks that torch has cached are free as well.
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free, total = free_memory(self.device)
         return int(min(MEMORY_SHARE * total, FREE_SHARE * free)) // Slots.bytes_of_one(width, room, self._weights)
 
     def _new_step(self, slots: int, width: int, room: int) -> StaticStep:
@@ -220,15 +249,18 @@ class SlotRows:
         sampling = Sampling(1, temperature=each.temperature, top_p=each.top_p, top_k=each.top_k)
         return lambda logits, noise: sample_tokens(logits, noise, sampling)
 
-    def advance(self, version: int) -> list[Finished]:
-        """Decode all rows by up to LOOK_EVERY tokens; return the ended ones and free their slots."""
+    def advance(self, version: int, kept: KeptRows) -> list[Finished]:
+        """Decode all rows by up to LOOK_EVERY tokens; return the ended ones and free their slots.
+
+        The keys and values of ended rows that will be continued go to `kept`.
+        """
         assert self._step is not None
         limits = [each.sampling.max_tokens - len(each.sampled) for each in self.requests]
         left = max(limit - max(1, stored) for limit, stored in zip(limits, self._stored, strict=True))
         step = self._replayed(self._graph_rows(len(self.requests)))
         for _ in range(min(LOOK_EVERY, left)):
             step()
-        return self._look(version)
+        return self._look(version, kept)
 
     def _graph_rows(self, live: int) -> int:
         """Return the rows of the smallest graph that holds `live` rows: half the slots, a quarter and so on.
@@ -274,7 +306,7 @@ class SlotRows:
         ended.copy_(kept)
         return graph
 
-    def _look(self, version: int) -> list[Finished]:
+    def _look(self, version: int, kept: KeptRows) -> list[Finished]:
         """Fetch the flags of ended rows from the device, and return these rows."""
         assert self._step is not None
         s, rows = self._step.slots, len(self.requests)
@@ -285,7 +317,17 @@ class SlotRows:
                 reasons[row] = ("end" if by_itself[row] else "length", count[row])
         reasons.update(self._stopped(count, reasons))
         self._stored = count
+        kept.keep(self._states(reasons), version)
         return self._leave(reasons, version)
+
+    def _states(self, reasons: Mapping[int, tuple[Reason, int]]) -> Iterator[tuple[str, SlotStates]]:
+        """Copy keys and values of rows that will be continued: of all tokens but the newest, which is not fed yet."""
+        assert self._step is not None
+        for row, (_, count) in reasons.items():
+            request = self.requests[row]
+            if request.keep:
+                length = len(request.prompt) + len(request.sampled) + count - 1
+                yield request.id, SlotStates(self._step.slots.cache[:, row, :length].clone())
 
     def _stopped(self, count: Sequence[int], reasons: dict[int, tuple[Reason, int]]) -> dict[int, tuple[Reason, int]]:
         """Return the rows with a stop string completed since the last look, and the number of tokens to keep."""
@@ -390,7 +432,7 @@ def probe(rows: SlotRows, prefill: Prefill) -> float:
     rows.join(requests, logits, cache, index)
     finished: list[Finished] = []
     while rows.requests:
-        finished += rows.advance(0)
+        finished += rows.advance(0, KeptRows(rows.device))
     worst = 0.0
     for row in finished:
         prompt = requests[int(row.id)].prompt
@@ -400,9 +442,10 @@ def probe(rows: SlotRows, prefill: Prefill) -> float:
         expected = out.float().log_softmax(-1).gather(-1, tokens[len(prompt) :, None]).squeeze(-1)
         apart = expected - torch.tensor(row.log_probs, device=rows.device)
         worst = max(worst, float(apart.abs().max()))
+    rows.release()  # they are fewer than a batch gets
     return worst
 
 
 def _rounded(tokens: int) -> int:
     """Return a number of tokens rounded up, so that buffers are seldom reallocated."""
-    return -(-tokens // 128) * 128
+    return -(-tokens // ROUNDED_TO) * ROUNDED_TO

@@ -210,6 +210,7 @@ def test_columns_of_rows_that_have_left_are_given_back(make_rollout):
         ({"prompt": ()}, "its prompt is empty"),
         ({"sampled": (5,)}, "it has 1 sampled tokens and 0 log-probs"),
         ({"sampled": (5,) * 4, "sampled_log_probs": (0.0,) * 4}, "it has 4 sampled tokens, and max_tokens=4"),
+        ({"row_limit": 4}, "its row_limit is 4; its prompt and max_tokens are 5 tokens"),
     ],
 )
 def test_a_request_that_cannot_be_sampled_is_refused_and_none_of_its_call_is_added(make_rollout, change, message):

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlcore.engine.sampling import sample_tokens
 from rlcore.engines.hf import slot_rows
 from rlcore.engines.hf.cache import BufferedCache
 from rlcore.engines.hf.fused_decode import FusedDecodeStep, rotary_tables
+from rlcore.engines.hf.kept_rows import KeptRows, SlotStates
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.hf.slot_rows import SlotRows, capturable, probe
 from rlcore.engines.hf.static_decode import (
@@ -363,3 +365,256 @@ def test_slots_are_as_many_as_there_is_memory_for(model_folder, monkeypatch):
     monkeypatch.setattr(SlotRows, "_affordable", lambda *_: 2)
     assert_same_rows(sampled(rollout, wanted), plain)
     assert rollout._slots.slots == 0, "too few: the plain step serves"
+
+
+def conversations(rollout, *, keep, turns=3, samples=2, prompts=4, lengths=(1, 9, 60)):
+    """Return all rows of conversations of several turns, by id and turn.
+
+    Some turns are one token long and end at once; the answers to a turn have another length for each row.
+    """
+    known = {each.id: each for each in requests(Sampling(max_tokens=4), samples * prompts, prompts)}
+    tokens = {name: each.prompt for name, each in known.items()}
+    rows = {}
+    for turn in range(turns):
+        wanted = []
+        for at, (name, request) in enumerate(known.items()):
+            sampling = Sampling(max_tokens=lengths[(at + turn) % len(lengths)])
+            after = name if keep and turn else None
+            wanted.append(Request(name, tokens[name], request.key + turn, sampling, keep=keep, after=after))
+        for name, row in sampled(rollout, wanted).items():
+            rows[f"{name}, turn {turn}"] = row
+            tokens[name] = (*tokens[name], *row.tokens, *range(20, 21 + (int(name) + turn) % 4))
+    return rows
+
+
+def count_prefilled(rollout):
+    """Return a list to which each forward of the module adds its numbers of rows and of tokens a row."""
+    shapes = []
+    rollout.hf.register_forward_pre_hook(
+        lambda _, __, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("batch_size", [64, 3])
+def test_a_turn_that_continues_a_row_is_that_of_its_whole_conversation(model_folder, kind, batch_size):
+    """In slots, from kept rows, against the other decoder, which gets each turn's tokens whole."""
+    want = conversations(engine(model_folder(kind), in_slots=False), keep=False)
+    assert {len(row.tokens) for row in want.values()} >= {1, 9, 60}
+    assert any(row.reason == "end" for row in want.values())
+    rollout = engine(model_folder(kind), in_slots=True, batch_size=batch_size)
+    got = conversations(rollout, keep=True)
+    assert_same_rows(got, want)
+    assert len(rollout._kept) == 8, "the rows of the last turn, which nobody continues"
+    rollout.forget([str(row) for row in range(8)])
+    assert (len(rollout._kept), rollout._kept.nbytes, rollout._mode) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"top_k": 7, "min_tokens": 3}, {"stop": tuple("0123456789")}, {"dtype": "bf16"}]
+)
+def test_turns_are_continued_whatever_ended_the_one_before(model_folder, options):
+    """Also a row that went on, past its stop string, until the host looked; and keys and values in bf16."""
+    dtype = options.pop("dtype", "fp32")
+    sampling = Sampling(max_tokens=24, **options)
+    rows = []
+    for keep in (False, True):
+        rollout = HFRollout(ModelConfig(path=str(model_folder()), dtype=dtype), batch_size=9, device=CPU, shared=None)
+        rollout.version = 0
+        rollout._slots = SlotRows(
+            rollout.hf, rollout.dtype, rollout.end_ids, rollout.tokenizer, capture=False, compiled=False
+        )
+        first = [replace(each, keep=keep) for each in requests(sampling)]
+        done = sampled(rollout, first)
+        next_turn = [
+            replace(each, prompt=(*each.prompt, *done[each.id].tokens, 11, 12), key=each.key + 1, after=each.id)
+            for each in first
+        ]
+        rows.append((done, sampled(rollout, next_turn)))
+    (first, whole), (kept, continued) = rows
+    assert_same_rows(kept, first)
+    if "stop" in options:
+        assert any(row.reason == "stop" for row in first.values())
+    if dtype == "fp32":
+        assert_same_rows(continued, whole)
+        return
+    for request in next_turn:  # rounding to bf16 turns close draws, so each row has its own forward
+        row = continued[request.id]
+        tokens = torch.tensor([[*request.prompt, *row.tokens]])
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = rollout.hf(input_ids=tokens).logits[0, len(request.prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(row.tokens)[:, None]).squeeze(-1)
+        assert row.log_probs == pytest.approx(expected.tolist(), abs=5e-2)
+
+
+def test_a_continued_turn_computes_its_new_tokens_only(model_folder):
+    rollout = engine(model_folder(), in_slots=True)
+    prompt, shapes = tuple(range(5, 45)), count_prefilled(rollout)
+    first = [Request(name, prompt, key, Sampling(max_tokens=8), keep=True) for key, name in enumerate("abc")]
+    done = sampled(rollout, first)
+    assert shapes == [(1, 40)], "three samples of one prompt"
+    turn = [Request(each.id, (*prompt, *done[each.id].tokens, 9, 10, 11), 7, Sampling(max_tokens=3)) for each in first]
+    sampled(rollout, [replace(each, after=each.id) for each in turn])
+    assert shapes[1:] == [(3, 4)], "the newest sampled token was never fed, and three are new"
+    assert not rollout._kept
+    sampled(rollout, turn)
+    assert len(shapes) == 3
+    assert shapes[2] == (3, max(len(each.prompt) for each in turn)), "nothing is kept: the whole conversation"
+
+
+def test_keys_and_values_come_back_to_the_bit(model_folder):
+    rollout = engine(model_folder(), in_slots=True)
+    first = requests(Sampling(max_tokens=20, min_tokens=20), count=6, prompts=3)
+    done = sampled(rollout, [replace(each, keep=True) for each in first])
+    kept = {name: row.states.clone() for name, row in rollout._kept.items()}
+    assert {name: each.shape[1] for name, each in kept.items()} == {each.id: len(each.prompt) + 19 for each in first}
+    turn = [replace(each, prompt=(*each.prompt, *done[each.id].tokens, 9), after=each.id) for each in first]
+    rollout.add(turn)
+    rollout.step()
+    slots = rollout._slots._step.slots
+    for row, request in enumerate(rollout._slots.requests):
+        states = kept[request.id]
+        assert torch.equal(slots.cache[:, row, : states.shape[1]], states)
+    rollout.abort(list(rollout.in_flight))
+
+
+def test_requests_that_continue_one_row_share_it_until_the_last_has_a_slot(model_folder):
+    """Several samples of the next turn, of which some wait for a slot."""
+    rollout = engine(model_folder(), in_slots=True, batch_size=3)
+    shapes = count_prefilled(rollout)
+    first = Request("a", tuple(range(5, 30)), 1, Sampling(max_tokens=8, min_tokens=8), keep=True)
+    row = sampled(rollout, [first])["a"]
+    prompt = (*first.prompt, *row.tokens, 9)
+    turn = [Request(str(key), prompt, key, Sampling(max_tokens=5), after="a") for key in range(7)]
+    got = sampled(rollout, turn)
+    assert {width for _, width in shapes[1:]} == {2}, "the newest token of the first turn, and the new one"
+    assert not rollout._kept
+    assert_same_rows(got, sampled(engine(model_folder(), in_slots=False), turn))
+
+
+def test_beyond_the_bound_rows_are_computed_again(model_folder, monkeypatch):
+    want = conversations(engine(model_folder(), in_slots=False), keep=False)
+    held, computed = [], []
+    for tokens in (10_000, 150, 0):
+        rollout = engine(model_folder(), in_slots=True)
+        heads = rollout.hf.config
+        one = (
+            4
+            * 2
+            * heads.num_hidden_layers
+            * heads.num_key_value_heads
+            * (heads.hidden_size // heads.num_attention_heads)
+        )
+        monkeypatch.setattr(KeptRows, "_measured", lambda _, most=tokens * one: most)
+        shapes, step, most = count_prefilled(rollout), rollout.step, []
+
+        def watched(rollout=rollout, step=step, most=most):
+            rows = step()
+            assert rollout._kept.nbytes == sum(each.nbytes for each in rollout._kept.values())
+            most.append(rollout._kept.nbytes)
+            return rows
+
+        monkeypatch.setattr(rollout, "step", watched)
+        assert_same_rows(conversations(rollout, keep=True), want)
+        held.append(max(most) / one)
+        computed.append(sum(rows * width for rows, width in shapes))
+    assert held[0] > 150 >= held[1] > 75 > held[2] == 0
+    assert computed[0] < computed[1] < computed[2]
+
+
+def test_the_oldest_kept_rows_are_dropped_first():
+    def row(tokens):
+        return SlotStates(torch.zeros(2, tokens, 2, 1, 4))  # 64 bytes a token
+
+    store = KeptRows(CPU)
+    store._measured = lambda: 640
+    store.keep([("a", row(4)), ("b", row(4))], 0)
+    store.keep([("a", row(1))], 0)  # its next turn: now "b" is the oldest
+    store.keep([("c", row(6))], 0)
+    assert (list(store), store.nbytes) == (["a", "c"], 7 * 64)
+    store.keep([("d", row(11))], 0)
+    assert (list(store), store.nbytes) == ([], 0), "a row larger than the bound"
+
+
+def test_the_bound_is_a_share_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (380, 10_000))
+    store = KeptRows(torch.device("cuda"))
+    assert store._measured() == 200, "half of what is free, with what torch has cached"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 10_000))
+    assert store._measured() == 1_000, "a tenth of the GPU"
+
+
+@pytest.mark.parametrize("switch", ["sync", "version", "decoder"])
+def test_other_weights_and_the_other_decoder_continue_nothing_that_was_kept(model_folder, switch):
+    rollout = engine(model_folder(), in_slots=True)
+    first = requests(Sampling(max_tokens=12))
+    done = sampled(rollout, [replace(each, keep=True) for each in first])
+    assert len(rollout._kept) == len(first)
+    turn = [replace(each, prompt=(*each.prompt, *done[each.id].tokens, 9), after=each.id) for each in first]
+    torch.manual_seed(0)
+    new = {name: each.detach() + torch.randn_like(each) * 0.05 for name, each in rollout.hf.named_parameters()}
+    if switch == "sync":
+        rollout.sync(iter(new.items()), 1, rollout.shapes)
+        assert not rollout._kept
+    elif switch == "version":  # as with a shared module, whose weights change without a call
+        with torch.no_grad():
+            for name, each in rollout.hf.named_parameters():
+                each.copy_(new[name])
+        rollout.version = 1
+    else:  # one more row is kept by the other decoder, and continued beside the others
+        rollout._slots.open = lambda *_: False
+        new_row = replace(first[0], id="new", key=5, keep=True)
+        done |= sampled(rollout, [new_row])
+        turn.append(replace(new_row, prompt=(*new_row.prompt, *done["new"].tokens, 9), after="new", keep=False))
+        assert list(rollout._kept) == ["new"]
+    got = sampled(rollout, turn)
+    fresh = engine(model_folder(), in_slots=False)
+    fresh.hf.load_state_dict(rollout.hf.state_dict())
+    assert_same_rows(got, sampled(fresh, turn))
+
+
+def test_room_for_later_turns_is_made_once(model_folder, monkeypatch):
+    """With `row_limit`; without it the slots open anew for a turn that is longer than all rows before it."""
+    opened, new_step = [], SlotRows._new_step
+    monkeypatch.setattr(SlotRows, "_new_step", lambda rows, *sizes: opened.append(sizes) or new_step(rows, *sizes))
+    for limit, sizes in ((400, [(64, 512, 128)]), (None, [(64, 128, 128), (64, 256, 128), (64, 384, 128)])):
+        rollout, known = engine(model_folder(), in_slots=True), tuple(range(5, 25))
+        opened.clear()
+        for turn in range(3):
+            request = Request("a", known, turn, Sampling(max_tokens=20), keep=True, row_limit=limit)
+            row = sampled(rollout, [replace(request, after="a" if turn else None)])["a"]
+            known = (*known, *row.tokens, *range(5, 90), *range(5, 40))
+        assert opened == sizes
+    sampled(rollout, [Request("a", (5,), 0, Sampling(max_tokens=3), row_limit=600)])
+    assert opened[-1] == (64, 640, 128), "a larger limit makes more room at once"
+
+
+def test_room_for_later_turns_costs_no_slots(model_folder, monkeypatch):
+    """Where memory is short: as many slots as the rows' own tokens leave, as wide as these may be."""
+    opened, new_step, memory = [], SlotRows._new_step, 40 * 256
+    monkeypatch.setattr(SlotRows, "_new_step", lambda rows, *sizes: opened.append(sizes) or new_step(rows, *sizes))
+    monkeypatch.setattr(SlotRows, "_affordable", lambda rows, width, room: memory // width)
+    wanted = [replace(each, row_limit=1000) for each in requests(Sampling(max_tokens=20), count=70)]
+    plain = sampled(engine(model_folder(), in_slots=False), wanted)
+    rollout = engine(model_folder(), in_slots=True, batch_size=64)
+    assert_same_rows(sampled(rollout, wanted), plain)
+    assert_same_rows(sampled(rollout, wanted), plain)
+    assert opened == [(64, 128, 128)], "its later turns would fit into 10 slots of 1,024 tokens; tried once"
+    rollout = engine(model_folder(), in_slots=True, batch_size=16)
+    assert_same_rows(sampled(rollout, wanted), plain)
+    assert opened[1:] == [(16, 640, 128)], "640 tokens are the most that 16 slots can have"
+    longer = [replace(each, prompt=each.prompt + tuple(range(5, 90)) * 8) for each in wanted[:20]]
+    sampled(rollout, longer)
+    assert opened[2:] == [(13, 768, 128)], "rows of their own length open wider ones, and fewer"
+
+
+def test_the_probe_leaves_no_slots_behind(model_folder):
+    """They are fewer than a batch gets."""
+    rollout = engine(model_folder(), in_slots=True, batch_size=20)
+    probe(rollout._slots, rollout._prefilled)
+    assert rollout._slots.slots == 0
+    sampled(rollout, requests(Sampling(max_tokens=3)))
+    assert rollout._slots.slots == 20

@@ -254,6 +254,7 @@ CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
         request_checks.admission_orders,
         request_checks.mixed_samplings,
         request_checks.continued_rows,
+        request_checks.kept_rows,
         request_checks.abort,
         request_checks.refusals,
         request_checks.versions,

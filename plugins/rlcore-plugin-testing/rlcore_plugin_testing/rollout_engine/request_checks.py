@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlcore import DataError
 from rlcore.engine import Finished, Request, Sampling
+from rlcore.ops import noise_key
 from rlcore_plugin_testing.report import CheckFailed, expect_error
 from rlcore_plugin_testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, continued, held_bytes, shapes_of
 
@@ -90,21 +91,57 @@ def continued_rows(suite: RolloutEngineSuite) -> str:
     return f"{2 * len(rows)} rows, continued after 0 to 22 tokens"
 
 
+def kept_rows(suite: RolloutEngineSuite) -> str:
+    """A turn that continues a kept row is that of its whole conversation, also after other rows, and other weights."""
+    requests = [
+        replace(row, sampling=replace(row.sampling, max_tokens=1 if number % 4 == 1 else 8), keep=True)
+        for number, row in enumerate(suite.requests(6, most=60))
+    ]
+    rows = suite.run([(0, row) for row in requests])
+    for turn, what in enumerate(("continued", "continued again", "continued with other weights", "forgotten"), 1):
+        requests = [_next_turn(suite, row, rows[row.id], turn) for row in requests]
+        fork = replace(requests[0], id=f"fork {turn}", key=turn, keep=False)
+        if turn == 3:
+            suite.sync()
+        if turn == 4:
+            suite.engine.forget([row.id for row in requests])
+        whole = {row.id: replace(row, id=f"whole {row.id}", keep=False, after=None) for row in (*requests, fork)}
+        alone = suite.run([(0, row) for row in whole.values()])
+        suite.expect_likely(list(whole.values()), alone)
+        rows = suite.run([(number % 3, row) for number, row in enumerate((*requests, fork))])
+        suite.expect_same(rows, {name: alone[row.id] for name, row in whole.items()}, what)
+    suite.engine.forget([row.id for row in requests])
+    return (
+        f"{len(requests)} conversations of 5 turns, and a second row that continues one of them, are those sent whole"
+    )
+
+
+def _next_turn(suite: RolloutEngineSuite, request: Request, row: Finished, turn: int) -> Request:
+    """Return the request that continues a row after an answer to it, of another length for each row."""
+    answer = suite.prompt(1 + (int(request.id) + turn) % 4, turn)
+    key = noise_key(request.key, turn)
+    return replace(request, prompt=(*request.prompt, *row.tokens, *answer), key=key, after=request.id)
+
+
 def abort(suite: RolloutEngineSuite) -> str:
     """An aborted row comes back as far as it is, its slot is free, the others go on, and it can go on later."""
-    want, engine = suite.alone(min_tokens=40, max_tokens=40), suite.engine
-    requests = suite.requests(min_tokens=40, max_tokens=40)
+    engine = suite.engine
+    requests = suite.requests(min_tokens=100, max_tokens=100)  # an engine may decode several tokens a step
+    want: dict[str, Finished] = {}
+    for row in (requests[0], requests[1], requests[11]):
+        want.update(suite.run([(0, row)]))
     engine.add(requests)
     for _ in range(6):
         engine.step()
     with expect_error(DataError, "abort() of an id that is not in flight"):
         engine.abort(["0", "none"])
     gone = {row.id: row for row in engine.abort(["0", "1", "11"])}
-    for name in ("0", "1", "11"):
-        row = gone.get(name)
-        if row is None or row.reason != "abort" or row.finished or name in engine.in_flight:
+    for name in want:
+        ended = gone.get(name)
+        if ended is None or ended.reason != "abort" or ended.finished or name in engine.in_flight:
             raise CheckFailed(f"abort() did not return row {name} with the reason 'abort', or keeps it in flight")
-        if list(row.tokens) != list(want[name].tokens)[: len(row.tokens)] or len(row.tokens) != len(row.log_probs):
+        count = len(ended.tokens)
+        if list(ended.tokens) != list(want[name].tokens)[:count] or len(ended.log_probs) != count:
             raise CheckFailed(f"the aborted row {name} does not have the first tokens and log-probs of the whole one")
     if not gone["0"].tokens:
         raise CheckFailed("after six steps the first row of the queue has no tokens")
@@ -191,7 +228,7 @@ def dead_update(suite: RolloutEngineSuite) -> str:
 
 
 def memory(suite: RolloutEngineSuite) -> str:
-    """Rows that ended or were aborted leave no memory behind, and a closed engine leaves nothing. It runs last."""
+    """Rows that ended, were forgotten or aborted leave no memory, and a closed engine leaves nothing. It runs last."""
     engine = suite.engine
     requests = suite.requests(2 * SLOTS, most=200, min_tokens=100, max_tokens=100)
     held = []
@@ -203,9 +240,11 @@ def memory(suite: RolloutEngineSuite) -> str:
         held.append(held_bytes())
     if held[-1] - held[0] > KEPT_BYTES:
         raise CheckFailed(f"each load that was aborted leaves {(held[-1] - held[0]) // 2} bytes")
-    suite.run([(0, row) for row in suite.requests()])
+    kept_requests = [replace(row, keep=True) for row in suite.requests()]
+    suite.run([(0, row) for row in kept_requests])
+    engine.forget([row.id for row in kept_requests])
     if (kept := held_bytes() - held[0]) > KEPT_BYTES:
-        raise CheckFailed(f"rows that ended leave {kept} bytes")
+        raise CheckFailed(f"rows that ended, and were forgotten, leave {kept} bytes")
     weights = sum(parameter.nbytes for parameter in suite.reference.hf.parameters())
     del engine
     alive = suite.close()
