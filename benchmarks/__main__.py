@@ -8,6 +8,7 @@ import sys
 from benchmarks import (
     against_trl,
     data_plane,
+    distill,
     growth,
     layouts,
     learning,
@@ -27,6 +28,7 @@ from benchmarks.gpu import doctor
 BENCHMARKS = {
     "learning": learning.main,
     "data_plane": data_plane.main,
+    "distill": distill.main,
     "layouts": layouts.main,
     "reshard": reshard.main,
     "weight_sync": weight_sync.main,

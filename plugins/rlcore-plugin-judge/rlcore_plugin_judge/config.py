@@ -1,6 +1,6 @@
 """The judge's config: the keys `judge.*`, and their checks."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
+
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The keys `data.reasoning_gym.*` and `env.reasoning_gym.*`."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
+
 
 from __future__ import annotations
 

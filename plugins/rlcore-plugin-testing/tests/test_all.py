@@ -10,8 +10,8 @@ from rlcore_plugin_testing.suites import open_suite
 from rlcore.plugins.manager import installed
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"]}
-"""What an algorithm cannot do without; {scorer} is the folder of a model with one label."""
+SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"], "on_policy_distill": ["algo.teacher={teacher}"]}
+"""What an algorithm cannot do without: {scorer} is a model with one label, {teacher} another policy."""
 
 
 def algorithms() -> dict[str, list[str]]:
@@ -37,12 +37,28 @@ def scorer(tmp_path_factory) -> str:
     return folder
 
 
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> str:
+    """The shipped model with other weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tiny, folder = str(files("rlcore.assets") / "tiny"), str(tmp_path_factory.mktemp("teacher"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.e2e
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", algorithms())
-def test_the_whole_suite(name, ray_cluster, scorer, tmp_path):
-    settings = [setting.format(scorer=scorer) for setting in SETTINGS.get(name, [])]
+def test_the_whole_suite(name, ray_cluster, scorer, teacher, tmp_path):
+    settings = [setting.format(scorer=scorer, teacher=teacher) for setting in SETTINGS.get(name, [])]
     with open_suite(name, tmp_path, settings=settings, plugins=algorithms()[name]) as suite:
         results = list(suite.results())
     print(*results, f"{name}: {sum(result.seconds for result in results):.0f} s", sep="\n")
@@ -58,4 +74,5 @@ def test_all_are_there():
     assert set(algorithms()) >= {
         *("grpo", "ppo", "online_dpo", "rejection_sampling"),
         *("rloo", "remax", "dapo", "safe_rlhf", "sft", "reward_model", "sppo", "dpo", "kto"),
+        "on_policy_distill",
     }
