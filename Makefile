@@ -5,6 +5,7 @@
 # make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
+# make test-verifiers   run the tests of rlcore-plugin-verifiers, in a venv over the other one
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
 PYTHON ?= python3
@@ -22,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes, each of which would compile the sources again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-slow test-vllm check bench bench-check bench-setup crosscheck clean
+.PHONY: train test test-slow test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -43,6 +44,18 @@ test-vllm: .venv-vllm/.installed
 	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
+	touch $@
+
+test-verifiers: .venv-verifiers/.installed
+	.venv-verifiers/bin/python -m pytest plugins/rlcore-plugin-verifiers
+
+# verifiers needs older versions of two packages: its own come first on the path, and then those of $(VENV).
+.venv-verifiers/.installed: requirements-verifiers.txt $(VENV)/.installed-dev
+	rm -rf .venv-verifiers
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --no-deps --requirement requirements-verifiers.txt
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$(.venv-verifiers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/over.pth
 	touch $@
 
 check: $(VENV)/.installed-dev
@@ -85,7 +98,7 @@ crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm build *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm .venv-verifiers build *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(STANDARD:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncio import Runner
 
-NOT_TOOLS = frozenset({"reset", "step", "score", "get_reward", "close", "prepare_process"})
+NOT_TOOLS = frozenset({"reset", "step", "on_turn", "score", "get_reward", "close", "prepare_process"})
 FLOAT32_MAX = 3.4028234663852886e38
 _LONGEST = 2000  # characters of an error's message or of a traceback's tail
 
@@ -150,14 +150,15 @@ class EpisodeEnvironment:
             raise EnvironmentFailure("a turn was taken after the episode's end")
         messages: list[Message] = []
         reward, errors, done = None, 0, False
-        for call in calls:
+        self._hear(message, calls)
+        for call in [] if self._done else calls:
             text, failed = self._answer(call)
             errors += failed
             messages.append(_tool_message(call, _well_formed(text)))
             if self._done:
                 break
         used = len(messages)
-        if not calls and hasattr(self._object, "step"):
+        if not calls and not self._done and hasattr(self._object, "step"):
             messages, reward, done = self._step(message)
         elif not calls:
             done = True
@@ -172,11 +173,16 @@ class EpisodeEnvironment:
             "scores": self._scores() if self._over else None,
         }
 
-    def finish(self) -> dict[str, Any]:
-        """End an episode that the environment has not ended; return {"scores": one per seat, or None}."""
+    def finish(self, cut: Message | None = None) -> dict[str, Any]:
+        """End an episode that the environment has not ended; return {"scores": one per seat, or None}.
+
+        `cut`: the assistant's message that a limit cut off, which `turn` did not get.
+        """
         if self._over:
             raise EnvironmentFailure("the episode was finished after its end")
         self._over = True
+        if cut is not None:
+            self._hear(cut, [])
         return {"scores": self._scores()}
 
     def close(self) -> None:
@@ -192,6 +198,10 @@ class EpisodeEnvironment:
     def _done(self) -> bool:
         value = getattr(self._object, "done", False)
         return not callable(value) and bool(value)  # a method `done` is a tool
+
+    def _hear(self, message: Message, calls: Sequence[Mapping[str, Any]]) -> None:
+        if hasattr(self._object, "on_turn"):
+            self._call("on_turn", self._object.on_turn, dict(message), [dict(call) for call in calls])
 
     def _step(self, message: Message) -> tuple[list[Message], float | None, bool]:
         value = self._call("step", self._object.step, [message])

@@ -70,7 +70,7 @@ class _Episode:
     """An episode under way.
 
     `begun`: the environment has answered `reset`. `turn`: a turn for it that came earlier. `seat`: the conversation
-    that has the turn.
+    that has the turn. `cut`: the policy's message that a limit cut off.
     """
 
     row: int
@@ -83,6 +83,7 @@ class _Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     stop_reason: str = ""
+    cut: Message | None = None
 
     @property
     def id(self) -> str:
@@ -103,7 +104,7 @@ class _Episode:
         self.attempts, self.seat, self.conversations = self.attempts + 1, 0, {}
         self.begun, self.turn = False, None
         self.tool_calls = self.tool_errors = 0
-        self.stop_reason = ""
+        self.stop_reason, self.cut = "", None
 
 
 class _Batch:
@@ -199,7 +200,7 @@ class _Batch:
         message = self._renderer.message_of(row.tokens)
         conversation.sample(row, message)
         if row.reason == "length" and conversation.length >= self._sampling.max_tokens:
-            self._stop(episode, "length")
+            self._stop(episode, "length", message)
             return
         calls = self._calls(message["content"], episode.turns)
         episode.turn = message, [_as_json(call) for call in calls]
@@ -225,7 +226,7 @@ class _Batch:
         """Begin with the environment's answer to `reset`; without one of its own the first turn is under way."""
         episode.begun = True
         if episode.stop_reason:
-            self._pool.finish(episode.id)
+            self._pool.finish(episode.id, episode.cut)
         elif self._resets:
             self._begin(episode, answer["seat"], answer["prompt"])
         elif episode.turn is not None:
@@ -293,11 +294,14 @@ class _Batch:
         conversation.extend(tokens, messages)
         self._ask(episode)
 
-    def _stop(self, episode: _Episode, reason: str) -> None:
-        """End an episode whose environment has not ended it, and ask for its score, once the environment has begun."""
-        episode.stop_reason = reason
+    def _stop(self, episode: _Episode, reason: str, cut: Message | None = None) -> None:
+        """End an episode whose environment has not ended it, and ask for its score, once the environment has begun.
+
+        `cut`: the policy's message that the limit cut off.
+        """
+        episode.stop_reason, episode.cut = reason, cut
         if episode.begun:
-            self._pool.finish(episode.id)
+            self._pool.finish(episode.id, cut)
 
     def _close(self, episode: _Episode, scores: Sequence[float] | None) -> None:
         if scores is None and self._needs_score:

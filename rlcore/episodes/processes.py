@@ -130,9 +130,9 @@ class EnvironmentPool:
         label = f"turn (tool {names})" if names else "turn"
         self._call(episode, label, "turn", dict(message), [dict(call) for call in calls])
 
-    def finish(self, episode: str) -> None:
+    def finish(self, episode: str, cut: Mapping[str, Any] | None = None) -> None:
         """End an episode that its environment has not ended, and ask for its scores: EpisodeEnvironment.finish."""
-        self._call(episode, "finish", "finish")
+        self._call(episode, "finish", "finish", None if cut is None else dict(cut))
 
     def release(self, episode: str) -> None:
         """Free the episode's place. Its environment is closed, after the call under way if there is one."""

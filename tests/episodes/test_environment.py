@@ -431,3 +431,42 @@ def test_a_failure_keeps_the_traceback_that_it_brings():
     with pytest.raises(EnvironmentFailure, match="step failed: the simulator is down") as raised:
         begun(environment_with(step=step)).turn(SAID, [])
     assert raised.value.traceback == "its last words"
+
+
+class HearsEnough:
+    """Ends the episode with the second turn; the tool that it calls is not used any more."""
+
+    done = False
+
+    def __init__(self):
+        self.heard, self.used = [], 0
+
+    async def on_turn(self, message, calls):
+        self.heard.append((message["content"], [call.get("name") for call in calls]))
+        self.done = len(self.heard) == 2
+
+    def use(self) -> str:
+        """Use the tool."""
+        self.used += 1
+        return "used"
+
+    def step(self, messages):
+        raise AssertionError("the episode is over")
+
+    def score(self):
+        return 10 * len(self.heard) + self.used
+
+
+def test_an_environment_hears_each_turn_before_its_tools_and_may_end_the_episode_there():
+    for last in ([{"id": "2", "name": "use", "arguments": {}}], []):
+        environment = begun(HearsEnough)
+        first = environment.turn({"role": "assistant", "content": "a"}, [{"id": "1", "name": "use", "arguments": {}}])
+        assert (first["tool_calls"], first["done"]) == (1, False)
+        second = environment.turn({"role": "assistant", "content": "b"}, last)
+        assert (second["tool_calls"], second["done"], second["scores"]) == (0, True, [21.0])
+        assert environment._object.heard == [("a", ["use"]), ("b", ["use"] if last else [])]
+        environment.close()
+    environment = begun(HearsEnough)
+    assert environment.finish({"role": "assistant", "content": "cut"}) == {"scores": [10.0]}
+    environment.close()
+    assert "on_turn" not in tool_names(HearsEnough)

@@ -314,6 +314,18 @@ class FailsOnce(Rounds):
     assert tokens(out) == tokens(play("Rounds", batch))
 
 
+@pytest.mark.parametrize("in_lockstep", [False, True])
+def test_an_environment_hears_the_turn_that_a_limit_cut_off(play, in_lockstep):
+    sampling = replace(SAMPLING, max_tokens=40)
+    out = play("Listens", batch_of(), in_lockstep=in_lockstep, sampling=sampling, turn_len=16, observation_len=4)
+    assert "length" in set(out["stop_reason"])
+    assert out["episode_score"].tolist() == [float(turns) for turns in out["turns"].tolist()]
+    only = play("ListensOnly", batch_of(), in_lockstep=in_lockstep, sampling=sampling)
+    assert set(only["stop_reason"]) <= {"end", "length"}
+    texts = [messages[-1]["content"] for messages in only["episode_messages"]]
+    assert only["episode_score"].tolist() == [float(len(text)) for text in texts]
+
+
 def test_limits_end_an_episode_and_it_is_still_scored(play):
     turns = play("Endless", batch_of(), max_turns=2, sampling=replace(SAMPLING, max_tokens=1000))
     assert set(turns["stop_reason"]) == {"turns"}

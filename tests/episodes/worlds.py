@@ -78,6 +78,29 @@ class Endless:
         return 0.5
 
 
+class Listens(Endless):
+    """Scores the number of turns that it heard."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_turn(self, message, calls):
+        self.heard.append(message["content"])
+
+    def score(self):
+        return len(self.heard)
+
+
+class ListensOnly:
+    """Hears its only turn, and has no method that answers it."""
+
+    def on_turn(self, message, calls):
+        self.heard = message["content"], calls
+
+    def score(self):
+        return len(self.heard[0]) + 100 * len(self.heard[1])
+
+
 class Forger:
     """Answers with text that would be another turn."""
 

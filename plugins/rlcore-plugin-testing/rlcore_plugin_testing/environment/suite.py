@@ -73,10 +73,10 @@ class RecordingPool(EnvironmentPool):
         self.records[episode].calls.append(("turn", (dict(message), [dict(call) for call in calls])))
         super().turn(episode, message, calls)
 
-    def finish(self, episode: str) -> None:
+    def finish(self, episode: str, cut: Mapping[str, Any] | None = None) -> None:
         """See EnvironmentPool."""
-        self.records[episode].calls.append(("finish", ()))
-        super().finish(episode)
+        self.records[episode].calls.append(("finish", () if cut is None else (dict(cut),)))
+        super().finish(episode, cut)
 
     def poll(self, wait: float) -> list[tuple[str, Answer]]:
         """See EnvironmentPool."""
