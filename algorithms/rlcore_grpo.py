@@ -40,7 +40,7 @@ class GroupConfig:
     group_size: int = option(8, "responses per prompt", min=2)
     divide_by_std: bool = option(True, "divide advantages by the group's standard deviation")
     baseline: Literal["mean", "length"] = option("mean", "the group's mean score, or its mean weighted by length (OPO)")
-    kl_coef: float = option(0.001, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
+    kl_coef: float = option(0.0, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "how the KL is estimated from the sampled tokens")
     kl_unbiased: bool = option(False, "multiply the KL of a token by its ratio, which corrects the KL's gradient")
     epochs: int = option(1, "passes over each rollout", min=1)
@@ -51,6 +51,7 @@ class GroupConfig:
 class GRPOConfig(GroupConfig):
     """Settings of GRPO."""
 
+    kl_coef: float = option(0.001, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
     clip_low: float = option(0.2, "the ratio is clipped at 1 - clip_low", min=0.0, max=1.0)
     clip_high: float = option(0.2, "the ratio is clipped at 1 + clip_high", min=0.0)
     delta: float | None = option(None, "bound of the ratio for negative advantages, above 1 + clip_high", min=1.0)
@@ -65,7 +66,7 @@ def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dic
     old, advantages, clips = batch["old_log_probs"], batch["advantages"][:, None], (config.clip_low, config.clip_high)
     surrogate, clipped = out.clipped_surrogate(old, advantages, *clips, config.delta)
     budget = batch["grpo_budget"] if config.loss_mean == "constant" else None
-    return policy_terms(out, batch, config, -surrogate, clipped, mean=config.loss_mean, budget=budget)
+    return policy_terms(out, batch, config, -surrogate, config.loss_mean, budget, clipped=clipped)
 
 
 class GRPO(Algorithm):

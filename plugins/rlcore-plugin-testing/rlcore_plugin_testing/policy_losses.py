@@ -45,7 +45,7 @@ def compare_policy_loss(
     """Raise AssertionError unless what the engine minimises for `loss` is `by_hand`, in value and gradient, to 1e-6.
 
     `by_hand` gets seven responses, one of them without an action, and returns the loss, written out from its formula.
-    Log-probs are about -1.5 nats; those of pi, pi_ref and of the policy that sampled differ from those of pi_old by
+    Log-probs are about -2.5 nats; those of pi, pi_ref and of the policy that sampled differ from those of pi_old by
     `spread` nats (standard deviation). `token_advantages` gives the column `advantages` one number for each token. The
     loss must also be the same with wider padding and in any micro-batches, and its gradient must be exactly 0 at tokens
     with response_mask 0.
@@ -87,7 +87,7 @@ def made_up_batch(spread: float, token_advantages: bool = False) -> tuple[dict[s
     def noise(scale: float) -> Tensor:
         return scale * torch.randn(inside.shape, generator=draw)
 
-    old = -1.5 + noise(0.5)
+    old = -2.5 + noise(0.5)
     columns = {"old_log_probs": old, "ref_log_probs": old + noise(spread), "rollout_log_probs": old + noise(spread)}
     batch = {name: values * inside for name, values in columns.items()}
     batch["response_mask"] = torch.tensor([[*mask, *[0] * (max(lengths) - len(mask))] for mask in MASKS])
@@ -101,11 +101,9 @@ def _response(batch: dict[str, Tensor], log_probs: Tensor, row: int) -> Response
     actions = batch["response_mask"][row].nonzero()[:, 0].tolist()
     advantages = batch["advantages"][row].expand(log_probs.shape[1])
     names = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-    return Response(
-        [log_probs[row, token] for token in actions],
-        *([float(batch[name][row, token]) for token in actions] for name in names),
-        [float(advantages[token]) for token in actions],
-    )
+    old, ref, rollout = ([float(batch[name][row, token]) for token in actions] for name in names)
+    given = [log_probs[row, token] for token in actions]
+    return Response(given, old, ref, rollout, [float(advantages[token]) for token in actions])
 
 
 def _minimised(
@@ -114,7 +112,8 @@ def _minimised(
     """Return what the engine minimises: the sum over terms of weight * total / count, over all micro-batches."""
     totals: dict[str, tuple[Tensor, float, float | None]] = {}
     for rows in parts:
-        given = {name: torch.ones_like(log_probs[rows]) for name in needs_of(loss)} | {"log_probs": log_probs[rows]}
+        given: dict[str, Tensor] = {name: torch.ones_like(log_probs[rows]) for name in needs_of(loss)}
+        given["log_probs"] = log_probs[rows]
         terms = loss(Outputs(given), {name: values[rows] for name, values in batch.items()}, config)
         for name, term in terms.items():
             total, count, _ = totals.get(name, (torch.zeros(()), 0.0, None))
