@@ -15,7 +15,7 @@ M is the mean over all tokens of the mini-batch (loss_mean=token), the mean over
 (loss_mean=constant), a divisor that does not depend on the responses' lengths. Dr. GRPO: divide_by_std=false,
 loss_mean=constant, kl_coef=0. Where A_i < 0, delta bounds r_it from above in the first product (2505.07291).
 kl_unbiased multiplies KL_it by r_it, with the gradient through both: that of k1 and k3 is then the KL's (2512.02556).
-Algorithms with another loss or other advantages replace `loss` or `advantages` of the class.
+Algorithms with another loss or other advantages replace `loss` or `with_advantages` of the class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Role, Run, hookimpl, option
 from rlcore.ops import Outputs, Term, group_advantages, needs, policy_terms
@@ -88,10 +87,12 @@ class GRPO(Algorithm):
                 f"{config.data.batch_size} groups; make it at most {config.data.batch_size}"
             )
 
-    def advantages(self, batch: DataProto) -> Tensor:
-        """Return A_i of each row, fp32 [rows]."""
-        lengths = batch["response_length"] if self.config.baseline == "length" else None
-        return group_advantages(batch["scores"], batch["uid"], divide_by_std=self.config.divide_by_std, weights=lengths)
+    def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
+        """Return the batch with the column `advantages`: A_i of each row, fp32 [rows]."""
+        weights = batch["response_length"] if self.config.baseline == "length" else None
+        std = self.config.divide_by_std
+        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=std, weights=weights)
+        return batch
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
@@ -100,7 +101,7 @@ class GRPO(Algorithm):
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
-        batch["advantages"] = self.advantages(batch)
+        batch = self.with_advantages(run, batch)
         batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
         return run.actor.update(
             batch, loss=self.loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
