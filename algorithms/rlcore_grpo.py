@@ -2,9 +2,10 @@
 
 For each prompt, G responses are sampled from the current policy pi_old and scored. With scores s_1..s_G of one prompt,
 
-    A_i = (s_i - mean(s)) / (std(s) + 1e-6)                      (divide_by_std=false leaves out the division)
+    A_i = (s_i - b) / (std(s) + 1e-6)                            (divide_by_std=false leaves out the division)
 
-and with the ratio r_it = pi(y_it) / pi_old(y_it) of token t of response i, the policy minimises
+with the baseline b = mean(s), or for baseline=length the mean weighted by the responses' lengths (OPO, 2505.23585).
+With the ratio r_it = pi(y_it) / pi_old(y_it) of token t of response i, the policy minimises
 
     L   = - M[ min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i) ] + kl_coef M[ KL_it ]
 
@@ -12,74 +13,66 @@ where KL_it estimates KL(pi || pi_ref) from the sampled token (k1, k2 or k3; kl_
 M is the mean over all tokens of the mini-batch (loss_mean=token), the mean over responses of each response's own mean
 (loss_mean=sequence, the paper's form), or the sum over all tokens divided by responses times rollout.response_len
 (loss_mean=constant), a divisor that does not depend on the responses' lengths. Dr. GRPO: divide_by_std=false,
-loss_mean=constant, kl_coef=0.
+loss_mean=constant, kl_coef=0. Where A_i < 0, delta bounds r_it from above in the first product (2505.07291).
+kl_unbiased multiplies KL_it by r_it, with the gradient through both: that of k1 and k3 is then the KL's (2512.02556).
+Algorithms with another loss or other advantages replace `loss` or `with_advantages` of the class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_advantages, kl_estimate, masked_mean, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, group_advantages, needs, policy_terms
 
 RLCORE_API = 1
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
-    """Settings of GRPO."""
+class GroupConfig:
+    """Settings of GRPO's loop, advantages and KL."""
 
     group_size: int = option(8, "responses per prompt", min=2)
     divide_by_std: bool = option(True, "divide advantages by the group's standard deviation")
+    baseline: Literal["mean", "length"] = option("mean", "the group's mean score, or its mean weighted by length (OPO)")
+    kl_coef: float = option(0.0, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "how the KL is estimated from the sampled tokens")
+    kl_unbiased: bool = option(False, "multiply the KL of a token by its ratio, which corrects the KL's gradient")
+    epochs: int = option(1, "passes over each rollout", min=1)
+    mini_batches: int = option(1, "optimizer steps per pass", min=1)
+
+
+@dataclass(frozen=True)
+class GRPOConfig(GroupConfig):
+    """Settings of GRPO."""
+
+    kl_coef: float = option(0.001, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
     clip_low: float = option(0.2, "the ratio is clipped at 1 - clip_low", min=0.0, max=1.0)
     clip_high: float = option(0.2, "the ratio is clipped at 1 + clip_high", min=0.0)
-    kl_coef: float = option(0.001, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "how the KL is estimated from the sampled tokens")
+    delta: float | None = option(None, "bound of the ratio for negative advantages, above 1 + clip_high", min=1.0)
     loss_mean: Literal["token", "sequence", "constant"] = option(
         "token", "mean over tokens, or over responses of their token means, or of their token sums / response_len"
     )
-    epochs: int = option(1, "passes over each rollout", min=1)
-    mini_batches: int = option(1, "optimizer steps per pass", min=1)
 
 
 @needs("log_probs", "entropy")
 def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
-    mask = batch["response_mask"]
-    advantages = batch["advantages"][:, None]
-    surrogate, clipped = out.clipped_surrogate(batch["old_log_probs"], advantages, config.clip_low, config.clip_high)
-
-    terms = {
-        "policy": objective(*total_and_count(-surrogate, batch, config)),
-        "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
-        "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
-        "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
-    }
-    if config.kl_coef > 0:
-        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator)
-        terms["kl"] = objective(*total_and_count(kl, batch, config), weight=config.kl_coef)
-    return terms
-
-
-def total_and_count(values: Tensor, batch: Mapping[str, Any], config: GRPOConfig) -> tuple[Tensor, Tensor]:
-    """Return M of `values` [rows, tokens] as a sum and a count."""
-    mask = batch["response_mask"]
-    if config.loss_mean == "sequence":
-        return masked_mean(values, mask, dim=-1).sum(), mask.any(-1).sum()
-    count = mask.sum() if config.loss_mean == "token" else batch["grpo_budget"].sum()
-    return masked_sum(values, mask), count
+    old, advantages, clips = batch["old_log_probs"], batch["advantages"][:, None], (config.clip_low, config.clip_high)
+    surrogate, clipped = out.clipped_surrogate(old, advantages, *clips, config.delta)
+    budget = batch["grpo_budget"] if config.loss_mean == "constant" else None
+    return policy_terms(out, batch, config, -surrogate, config.loss_mean, budget, clipped=clipped)
 
 
 class GRPO(Algorithm):
     """One step: sample groups, score them, compare within each group, update the actor."""
 
-    config_class = GRPOConfig
-    config: GRPOConfig
+    config_class: ClassVar[type] = GRPOConfig
+    loss: ClassVar[staticmethod[..., Mapping[str, Term]]] = staticmethod(grpo_loss)
 
     def roles(self) -> Mapping[str, Role]:
         """Return the actor, and the frozen reference if the KL is used."""
@@ -94,6 +87,13 @@ class GRPO(Algorithm):
                 f"{config.data.batch_size} groups; make it at most {config.data.batch_size}"
             )
 
+    def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
+        """Return the batch with the column `advantages`: A_i of each row, fp32 [rows]."""
+        weights = batch["response_length"] if self.config.baseline == "length" else None
+        std = self.config.divide_by_std
+        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=std, weights=weights)
+        return batch
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
@@ -101,11 +101,10 @@ class GRPO(Algorithm):
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
-        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=self.config.divide_by_std)
-        if self.config.loss_mean == "constant":
-            batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
+        batch = self.with_advantages(run, batch)
+        batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
         return run.actor.update(
-            batch, loss=grpo_loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
+            batch, loss=self.loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
         )
 
 

@@ -1,12 +1,13 @@
 """Pure torch: log-probs, KL, advantages, importance weights, masked sums, keyed noise, and the terms of a loss."""
 
-from rlcore.ops.advantages import gae, group_advantages, group_index, leave_one_out
-from rlcore.ops.importance import Correction, importance_weights, train_rollout_logprob_diff
+from rlcore.ops.advantages import gae, group_advantages, group_index, group_means, leave_one_out
+from rlcore.ops.importance import Correction, importance_weights, sequence_ratio, train_rollout_logprob_diff
 from rlcore.ops.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
-from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, metric, needs, needs_of, objective
+from rlcore.ops.loss import NEEDS, Loss, Need, Outputs, Term, clipped_surrogate, metric, needs, needs_of, objective
 from rlcore.ops.masked import masked_mean, masked_sum
 from rlcore.ops.noise import noise_key, uniform_noise
+from rlcore.ops.policy import policy_terms
 from rlcore.ops.preference import PairLoss, pair_loss, preference_terms
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "Term",
     "adapt_kl_coef",
     "chunked_log_probs",
+    "clipped_surrogate",
     "gae",
     "group_advantages",
     "group_index",
+    "group_means",
     "importance_weights",
     "kl_estimate",
     "leave_one_out",
@@ -34,7 +37,9 @@ __all__ = [
     "noise_key",
     "objective",
     "pair_loss",
+    "policy_terms",
     "preference_terms",
+    "sequence_ratio",
     "token_log_probs",
     "train_rollout_logprob_diff",
     "uniform_noise",

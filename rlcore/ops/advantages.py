@@ -8,52 +8,64 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Uid = Sequence[str] | np.ndarray
+"""The group of each row: one name per row."""
 
-def group_index(uid: Sequence[str] | np.ndarray) -> Tensor:
+
+def group_index(uid: Uid) -> Tensor:
     """Return each row's group number, int64 [rows]; groups are numbered in order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(str(u), len(numbers)) for u in uid], dtype=torch.int64)
 
 
+def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None) -> Tensor:
+    """Return the mean of `values` [rows] over the rows with each row's `uid`, fp64 [rows].
+
+    `weights` [rows], such as numbers of tokens, make it a weighted mean; it is 0 where a group's weights are all 0.
+    Equal values have exactly their value as their mean. Raises ValueError when the lengths differ.
+    """
+    if values.ndim != 1 or len(values) != len(uid):
+        raise ValueError(f"values has shape {tuple(values.shape)}, uid {len(uid)} rows; both must be one value per row")
+    # fp64, so that equal values minus their mean give exactly 0 in groups of any size.
+    shares = torch.ones_like(values) if weights is None else weights
+    total = _group_sums(shares.double(), uid)
+    return torch.where(total == 0, 0.0, _group_sums(values.double() * shares.double(), uid) / total)
+
+
 def group_advantages(
-    scores: Tensor, uid: Sequence[str] | np.ndarray, *, divide_by_std: bool = True, eps: float = 1e-6
+    scores: Tensor, uid: Uid, *, divide_by_std: bool = True, eps: float = 1e-6, weights: Tensor | None = None
 ) -> Tensor:
     """Return each score's advantage over its group, fp32 [rows]: (score - mean) / (std + eps) over rows of equal `uid`.
 
     `scores` is [rows]. The standard deviation is the unbiased one, and 0 for a group of one row. A group of equal
-    scores gets exactly 0. `divide_by_std=False` omits the division. Sources: GRPO, arXiv 2402.03300, section 4.1;
-    without the division: Dr. GRPO, arXiv 2503.20783. Raises ValueError when the lengths differ.
+    scores gets exactly 0. `divide_by_std=False` omits the division. `weights` [rows] are those of the mean that is
+    subtracted. Sources: GRPO, arXiv 2402.03300, section 4.1; without the division: Dr. GRPO, arXiv 2503.20783; weights:
+    OPO, arXiv 2505.23585. Raises ValueError when the lengths differ.
     """
-    if scores.ndim != 1 or len(scores) != len(uid):
-        raise ValueError(f"scores has shape {tuple(scores.shape)}, uid {len(uid)} rows; both must be one value per row")
-    index = group_index(uid).to(scores.device)
-    groups = int(index.max()) + 1 if len(index) else 0
-    # fp64, so that equal scores minus their mean give exactly 0 in groups of any size.
-    values = scores.double()
-    count = torch.zeros(groups, dtype=torch.float64, device=scores.device).index_add_(0, index, torch.ones_like(values))
-    mean = torch.zeros_like(count).index_add_(0, index, values) / count
-    centred = values - mean[index]
+    centred = scores.double() - group_means(scores, uid, weights)
     if divide_by_std:
-        variance = torch.zeros_like(count).index_add_(0, index, centred.square()) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)[index]
+        squares = (scores.double() - group_means(scores, uid)).square()
+        variance = _group_sums(squares, uid) / (_group_sums(torch.ones_like(squares), uid) - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
     return centred.float()
 
 
-def leave_one_out(values: Tensor, uid: Sequence[str] | np.ndarray) -> Tensor:
+def leave_one_out(values: Tensor, uid: Uid) -> Tensor:
     """Return each value minus the mean of the other values with its `uid`, fp32 [rows]; 0 for a group of one row.
 
     `values` is [rows]. Equal values of a group give exactly 0. Source: RLOO, arXiv 2402.14740, equation 6. Raises
     ValueError when the lengths differ.
     """
-    if values.ndim != 1 or len(values) != len(uid):
-        raise ValueError(f"values has shape {tuple(values.shape)}, uid {len(uid)} rows; both must be one value per row")
-    index = group_index(uid).to(values.device)
-    groups = int(index.max()) + 1 if len(index) else 0
-    exact = values.double()  # fp64, for the exact 0 of equal values
-    count = torch.zeros(groups, dtype=torch.float64, device=values.device).index_add_(0, index, torch.ones_like(exact))
-    centred = exact - (torch.zeros_like(count).index_add_(0, index, exact) / count)[index]
+    centred = values.double() - group_means(values, uid)
+    count = _group_sums(torch.ones_like(centred), uid)
     # value - mean of the others = (value - mean of all) n / (n - 1)
-    return (centred * (count / (count - 1).clamp(min=1))[index]).float()
+    return (centred * (count / (count - 1).clamp(min=1))).float()
+
+
+def _group_sums(values: Tensor, uid: Uid) -> Tensor:
+    """Return the sum of `values` [rows] over the rows with each row's `uid`, [rows]."""
+    index = group_index(uid).to(values.device)
+    return values.new_zeros(len(values)).index_add_(0, index, values)[index]
 
 
 def gae(

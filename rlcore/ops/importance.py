@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.ops.kl import kl_estimate
-from rlcore.ops.masked import masked_sum
+from rlcore.ops.masked import masked_mean, masked_sum
 
 Correction = Literal["token", "sequence", "mask"]
 
@@ -39,6 +39,15 @@ def importance_weights(
     else:
         raise ValueError(f"unknown correction {kind!r}; allowed: token, sequence, mask")
     return torch.where(inside, weights, 1.0)
+
+
+def sequence_ratio(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Return the geometric mean of each row's ratios, [rows], 1 where the mask is empty: exp(mean_t log_ratios_t).
+
+    `log_ratios` [rows, tokens] are log(pi(y_t) / pi_old(y_t)), and keep their gradient. Source: GSPO, arXiv 2507.18071,
+    eq. 7.
+    """
+    return masked_mean(log_ratios, mask, dim=-1).exp()
 
 
 def train_rollout_logprob_diff(

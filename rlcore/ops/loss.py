@@ -90,22 +90,13 @@ class Outputs:
         return self._get("scores")
 
     def clipped_surrogate(
-        self, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+        self, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, delta: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return PPO's surrogate and where clipping lowered it, both [rows, tokens]; the surrogate is to be maximised.
+        """Return PPO's surrogate of each token and where clipping changed it: `rlcore.ops.clipped_surrogate`.
 
-        With the ratio r = exp(log_probs - old_log_probs) and the advantage A of a token,
-
-            surrogate = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-
-        `old_log_probs` is [rows, tokens], in nats; `advantages` is [rows, tokens], or [rows, 1] for one per row. No
-        gradient reaches the log-probs of clipped tokens. Sources: arXiv 1707.06347, eq. 7; two separate bounds: DAPO,
-        arXiv 2503.14476, section 3.1.
+        `old_log_probs` is [rows, tokens], in nats; `advantages` is [rows, tokens], or [rows, 1] for one per row.
         """
-        ratio = (self.log_probs - old_log_probs).exp()
-        unclipped = ratio * advantages
-        surrogate = unclipped.minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-        return surrogate, surrogate < unclipped
+        return clipped_surrogate((self.log_probs - old_log_probs).exp(), advantages, clip_low, clip_high, delta)
 
     def clipped_value_error(self, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
         """Return the critic's squared error and where clipping raised it, both [rows, tokens].
@@ -129,6 +120,25 @@ class Outputs:
         """Return outputs filled with `fill` (a scalar), to run a loss only for its counts; they take no memory."""
         shapes = {"logits": (rows, tokens, vocab), "scores": (rows,)}
         return Outputs({name: fill.expand(shapes.get(name, (rows, tokens))) for name in needs})
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, delta: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return PPO's surrogate and where clipping changed it, both [...]; the surrogate is to be maximised.
+
+    With the ratio r [...] of the new to the old probability, of a token or a whole response, and the advantage A [...],
+
+        surrogate = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    `delta` is an upper bound of r in the first product where A is negative, the side that the clip leaves open; one
+    below 1 + clip_high acts like 1 + clip_high. No gradient reaches what is clipped. Sources: arXiv 1707.06347, eq. 7;
+    two separate bounds: DAPO, arXiv 2503.14476, section 3.1; delta: INTELLECT-2, arXiv 2505.07291.
+    """
+    unclipped = ratio * advantages
+    bounded = unclipped if delta is None else torch.where(advantages < 0, ratio.clamp(max=delta), ratio) * advantages
+    surrogate = bounded.minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    return surrogate, surrogate != unclipped
 
 
 def needs(*names: Need) -> Callable[[F], F]:

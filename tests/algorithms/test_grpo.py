@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from rlcore_grpo import GRPO, GRPOConfig, grpo_loss
+from rlcore_plugin_testing.policy_losses import compare_policy_loss
 
 from rlcore.config import compose
 from rlcore.errors import ConfigError
@@ -111,6 +112,93 @@ def test_kl_to_the_reference(kind, at_ln2, slope):
     sequence, _ = loss(kl_coef=0.25, kl_estimator=kind, loss_mean="sequence")
     assert sequence["kl"].total.item() == pytest.approx(at_ln2 / 2 + at_ln2 / 3)
     assert sequence["kl"].count == 2
+
+
+def written_out(config):
+    """Return GRPO's loss of responses, token by token."""
+
+    def token(response, t):
+        ratio, a = (response.log_probs[t] - response.old_log_probs[t]).exp(), response.advantages[t]
+        first = ratio.clamp(max=config.delta) if config.delta is not None and a < 0 else ratio
+        loss = -torch.minimum(first * a, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * a)
+        d = response.log_probs[t] - response.ref_log_probs[t]
+        kl = {"k2": d * d / 2, "k3": (-d).exp() - 1 + d}[config.kl_estimator]
+        return loss + config.kl_coef * (ratio * kl if config.kl_unbiased else kl)
+
+    def by_hand(responses):
+        losses = [torch.stack([token(r, t) for t in range(len(r.log_probs))]) for r in responses if r.log_probs]
+        if config.loss_mean == "sequence":
+            return torch.stack([loss.mean() for loss in losses]).mean()
+        total = torch.cat(losses)
+        return total.mean() if config.loss_mean == "token" else total.sum() / sum(r.budget for r in responses)
+
+    return by_hand
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_coef": 0.0},
+        {"kl_coef": 0.0, "delta": 1.4},
+        {"kl_coef": 0.0, "delta": 1.1},
+        {"kl_coef": 0.3, "kl_unbiased": True},
+        {"kl_coef": 0.3, "kl_unbiased": True, "kl_estimator": "k2", "delta": 2.0},
+    ],
+)
+def test_the_loss_is_the_formula_written_out(loss_mean, settings):
+    config = GRPOConfig(clip_low=0.2, clip_high=0.28, loss_mean=loss_mean, **settings)
+    compare_policy_loss(grpo_loss, config, written_out(config))
+
+
+def test_delta_bounds_the_ratio_only_where_the_advantage_is_negative():
+    """Of advantage -1, the ratio 1.5 counts as 1.4 and has no gradient; 0.5 is clipped to 0.8, and 1 stays."""
+    terms, log_probs = loss(delta=1.4)
+    assert terms["policy"].total.item() == pytest.approx(-2.6 - 1.0 + 0.8 + 1.4 + 1.0)
+    torch.testing.assert_close(gradient(terms["policy"], log_probs), torch.tensor([[0, -1.0, 0], [0, 0, 1.0]]))
+    assert terms["clipped"].total == 3
+    lower, _ = loss(delta=1.2)  # the second product's bound, 1 + clip_high, is larger, and acts
+    assert lower["policy"].total.item() == pytest.approx(-2.6 - 1.0 + 0.8 + 1.3 + 1.0)
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_kl():
+    """Over all tokens of pi_old, weighted by their probability, its gradient is that of sum_y pi log(pi / ref)."""
+    old, ref, logits = (torch.randn(6, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    old, ref = old.log_softmax(0), ref.log_softmax(0)
+    leaf = logits.requires_grad_()
+    batch = {"response_mask": torch.ones(6, 1), "old_log_probs": old[:, None], "ref_log_probs": ref[:, None]}
+    batch["advantages"] = torch.zeros(6)
+    for unbiased in (True, False):
+        out = Outputs({"log_probs": leaf.log_softmax(0)[:, None], "entropy": torch.zeros(6, 1)})
+        config = GRPOConfig(kl_coef=1.0, kl_unbiased=unbiased)
+        # Row y stands for a sample of token y: a sum over samples, each weighted by pi_old(y).
+        each = [grpo_loss(_row(out, y), {k: v[y : y + 1] for k, v in batch.items()}, config)["kl"] for y in range(6)]
+        expected = sum(p.exp() * term.total for p, term in zip(old, each, strict=True))
+        (got,) = torch.autograd.grad(expected, leaf)
+        policy = leaf.log_softmax(0)
+        (exact,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), leaf)
+        assert torch.allclose(got, exact, atol=1e-6) is unbiased
+
+
+def _row(out, y):
+    return Outputs({name: values[y : y + 1] for name, values in out.given.items()})
+
+
+def test_the_length_baseline_end_to_end(take_steps, tmp_path):
+    """OPO: the score minus sum(length * score) / sum(length) of the group, without a division."""
+    (tmp_path / "length.py").write_text("def score(prompt, response, answer):\n    return len(response)\n")
+    options = ["algo.kl_coef=0", "algo.divide_by_std=false", "algo.baseline=length", "algo.loss_mean=constant"]
+    options += ["algo.group_size=4", "rollout.temperature=2", f"reward.path={tmp_path / 'length.py'}:score"]
+    (metrics,), (batch,), _ = take_steps(*options)
+    total = 0.0
+    for first in range(0, 16, 4):
+        lengths = batch["response_length"][first : first + 4].tolist()
+        scores = batch["scores"][first : first + 4].tolist()
+        baseline = sum(n * s for n, s in zip(lengths, scores, strict=True)) / sum(lengths)
+        total -= sum(n * (s - baseline) for n, s in zip(lengths, scores, strict=True))
+    # Weighted by length, advantages over this baseline add up to 0: the token sum's constant part vanishes.
+    assert metrics["loss/policy"] == pytest.approx(total / (16 * 6), abs=1e-6) == 0
+    assert metrics["train/grad_norm"] > 0
 
 
 def test_metrics_are_reported_and_not_optimised():
@@ -224,7 +312,18 @@ def test_fewer_prompts_than_mini_batches_are_refused(mini_batches):
 
 
 @pytest.mark.parametrize(
-    "override", ["group_size=1", "clip_low=-0.1", "clip_low=1.5", "kl_coef=-1", "kl_estimator=k4", "epochs=0", "beta=1"]
+    "override",
+    [
+        "group_size=1",
+        "delta=0.9",
+        "baseline=max",
+        "clip_low=-0.1",
+        "clip_low=1.5",
+        "kl_coef=-1",
+        "kl_estimator=k4",
+        "epochs=0",
+        "beta=1",
+    ],
 )
 def test_settings_out_of_range_are_refused(override):
     with pytest.raises(ConfigError, match=override.split("=")[0]):

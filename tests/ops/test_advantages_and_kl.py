@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlcore.ops import group_advantages, group_index, kl_estimate, leave_one_out, masked_mean, masked_sum
+from rlcore.ops import group_advantages, group_index, group_means, kl_estimate, leave_one_out, masked_mean, masked_sum
 
 
 def test_group_index_numbers_groups_in_order_of_first_appearance():
@@ -24,6 +24,20 @@ def test_group_advantages_by_hand_with_interleaved_groups():
     assert got.tolist() == pytest.approx([x, -y, -x, -x, y, x], rel=1e-6)
     centred = group_advantages(scores, uid, divide_by_std=False)
     assert centred.tolist() == pytest.approx([0.5, -1.5, -0.5, -0.5, 1.5, 0.5])
+
+
+def test_group_means_by_hand():
+    """Of x: (1 + 4) / 2, or weighted (3 + 4) / 4. Of y: 2, or 0 where no row has a weight."""
+    uid, values, weights = ["x", "y", "x"], torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3, 0, 1])
+    assert group_means(values, uid).tolist() == [2.5, 2.0, 2.5]
+    assert group_means(values, uid, weights).tolist() == [1.75, 0.0, 1.75]
+    centred = group_advantages(values, uid, divide_by_std=False, weights=weights)
+    assert centred.tolist() == [-0.75, 2.0, 2.25]
+    # The deviation is about the plain mean: sqrt(2 * 1.5^2 / 1) = 2.12132.
+    divided = group_advantages(values, uid, weights=weights)
+    assert divided.tolist()[::2] == pytest.approx([-0.75 / 2.1213203, 2.25 / 2.1213203], rel=1e-5)
+    equal = torch.full((3,), 0.1)
+    assert group_advantages(equal, ["u"] * 3, weights=torch.tensor([3, 7, 9])).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 8])

@@ -5,13 +5,20 @@ import math
 import pytest
 import torch
 
-from rlcore.ops import importance_weights, train_rollout_logprob_diff
+from rlcore.ops import importance_weights, sequence_ratio, train_rollout_logprob_diff
 
 # Ratios pi / b of two rows; the last token of the second row does not count.
 RATIOS = torch.tensor([[2.0, 0.5, 3.0], [1.0, 0.25, 9.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 ROLLOUT = torch.full((2, 3), -1.5)
 POLICY = ROLLOUT + RATIOS.log()
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean():
+    """(2 * 0.5 * 3)^(1/3) = 1.44225 and (1 * 0.25)^(1/2) = 0.5; without a token 1."""
+    ratios = sequence_ratio(POLICY - ROLLOUT, MASK)
+    assert ratios.tolist() == pytest.approx([3 ** (1 / 3), 0.5])
+    assert sequence_ratio(POLICY - ROLLOUT, torch.zeros(2, 3)).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
