@@ -1,7 +1,5 @@
 """The judge's config: the keys `judge.*`, and their checks."""
 
-
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,5 @@
 """The keys `data.reasoning_gym.*` and `env.reasoning_gym.*`."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The keys `env.textarena.*` and `data.textarena.*`."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The keys `data.verifiers.*`."""
 
-# ruff: noqa: RUF009  (`option` declares a config field)
+
 
 from __future__ import annotations
 
