@@ -19,6 +19,8 @@ from rlcore.engine.model_folder import write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.fingerprint import add_up
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters
 from rlcore.engines.torch import state
 from rlcore.engines.torch.config import TorchConfig, check_layout
@@ -28,9 +30,12 @@ from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
 from rlcore.engines.torch.pipeline import Pipeline, Stage
 from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.selection import Selection, total_tokens
-from rlcore.errors import DataError
+from rlcore.errors import DataError, WeightsError
 from rlcore.ops import Need
 from rlcore.protocol import DataProto
+
+SAMPLED = 16
+"""Elements of each parameter whose change shows that the optimizer steps the model."""
 
 
 class TorchEngine(TrainEngine):
@@ -207,6 +212,33 @@ class TorchEngine(TrainEngine):
 
     # Optimizer
 
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """See TrainEngine. Raises WeightsError on every rank if no weight changed, though some should have."""
+        before = self._sample()
+        metrics = super().update(items, epochs=epochs, step=step)
+        self._check_moved(before, metrics["train/lr"], metrics["train/grad_norm"])
+        return metrics
+
+    def _sample(self) -> Tensor:
+        """Return evenly spaced elements of this rank's shard of each parameter, about SAMPLED of each."""
+        held = [each.flatten() for each in self.held_parameters().values()]
+        return torch.cat([each[:: max(1, len(each) // SAMPLED)] for each in held])
+
+    def _check_moved(self, before: Tensor, lr: float, norm: float) -> None:
+        """Raise WeightsError if no sampled weight changed in steps with this learning rate and mean gradient norm.
+
+        AdamW changes an element by about the learning rate, but by less where gradients are as small as its epsilon,
+        and by nothing where the change is below the element's precision.
+        """
+        changed = not torch.equal(before, self._sample())
+        visible = (before + lr != before).sum() > len(before) / 2
+        told = self.ranks.gather((changed, bool(visible)))
+        if norm > self.engine_config.eps and any(see for _, see in told) and not any(moved for moved, _ in told):
+            raise WeightsError(
+                f"the update changed no weight, with learning rate {lr:g} and gradient norm {norm:.3g}: the optimizer "
+                "does not hold the parameters of the model. Let it step the tensors of `held_parameters()`"
+            )
+
     def zero_grad(self) -> None:
         """See TrainEngine."""
         if self.optimizer is not None:
@@ -266,7 +298,13 @@ class TorchEngine(TrainEngine):
 
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""
+        self._ensure_resharded()
         return {name: state.local(parameter.detach()) for name, parameter in self.parameters.named_local()}
+
+    def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
+        """See TrainEngine. Made of the masters' shards, so it shares no code with `export`."""
+        self._ensure_resharded()
+        return add_up(self.ranks.gather(self.parameters.checksums(dtype)))
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter in fp32, in the order of `shapes`; all ranks iterate to the end."""
