@@ -29,7 +29,7 @@ class WeightRoute(ABC):
 
     def __init__(self, rollout: RolloutEngine) -> None:
         self.rollout = rollout
-        self.meter = Meter()
+        self.meter, self._fault = Meter(), ""
 
     @property
     @abstractmethod
@@ -51,9 +51,9 @@ class WeightRoute(ABC):
     def _refuse(self, fault: str) -> None:
         """Raise WeightsError for a fault of the delivered weights, unless it is ""; the engine then has no version."""
         if fault:
-            version, self.rollout.version = self.rollout.version, -1
+            self._fault, self.rollout.version = fault, -1
             raise WeightsError(
-                f"{type(self.rollout).__name__} has not got the trained weights of version {version} by the route "
+                f"{type(self.rollout).__name__} has not got the trained weights of version {self.version} by the route "
                 f"{type(self).__name__}: {fault}. Nothing was sampled; test both engines by `rlcore plugins test`"
             )
 
@@ -148,9 +148,13 @@ class Received(WeightRoute):
         return self._sent or 0
 
     def bring(self) -> None:
-        """See WeightRoute. Nothing can be brought from here: raises DataError, as the weights are missing or stale."""
+        """See WeightRoute. Nothing can be brought from here, so it raises: why the weights are missing or stale.
+
+        DataError, or the WeightsError of `receive`, as the controller reads the error of a sample first.
+        """
         if self._sent is None:
             raise DataError("this worker samples with the weights of other processes, but has received none")
+        self._refuse(self._fault)
         raise DataError(
             f"this worker was sent weights of version {self._sent}, but its engine has version {self.rollout.version}: "
             "the update failed; send the weights again before sampling"
@@ -161,7 +165,7 @@ class Received(WeightRoute):
 
         Raises DataError naming the parameters that do not fit, and WeightsError naming those that then differ.
         """
-        self._sent = weights.version
+        self._sent, self._fault = weights.version, ""
         self.rollout.sync(iter(weights.items()), weights.version, weights.shapes)
         if weights.trained and (held := self.rollout.fingerprint()) is not None:
             self._refuse(differences(held, weights.trained))
