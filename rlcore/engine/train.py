@@ -209,10 +209,7 @@ class TrainEngine(ABC):
         return self.export(self.dtype)
 
     def held_parameters(self) -> Mapping[str, Tensor]:
-        """Return the tensors that hold this rank's shard of the weights between calls, by name.
-
-        An update whose steps change none of them is an error; without any it is not checked.
-        """
+        """Return the tensors that hold this rank's shard of the weights between calls, by name."""
         return {}
 
     def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:

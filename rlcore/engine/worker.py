@@ -44,6 +44,7 @@ from rlcore.engine.update.micro_batch_size import (
     measure,
     place_of,
 )
+from rlcore.engine.weights.fingerprint import CHECK_EVERY
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
@@ -305,6 +306,7 @@ class ModelWorker(_GeneratingWorker):
         self.train: TrainEngine
         self._texts: TextEncoder | None = None
         self._micro_batch: MicroBatchSize | None = None
+        self._sends = 0
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -439,11 +441,15 @@ class ModelWorker(_GeneratingWorker):
 
     @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        """Return the whole parameters named by this rank's rows, in the columns of `packed_specs`; all ranks gather."""
+        """Return the whole parameters named by this rank's rows, in the columns of `packed_specs`; all ranks gather.
+
+        The first call and every CHECK_EVERY-th after it bring checksums.
+        """
         with self._timed("send"):
-            mine, trained = names.view("name").tolist(), self.train.fingerprint(dtype)
+            mine, self._sends = names.view("name").tolist(), self._sends + 1
+            trained = self.train.fingerprint(dtype) if self._sends % CHECK_EVERY == 1 else {}
             packed = pack_weights(mine, self.train.export(dtype), self.train.shapes, dtype, self.train.version)
-            packed["checksum"] = object_column([trained[name] for name in mine])
+            packed["checksum"] = object_column([trained.get(name) for name in mine])
         return packed
 
     @register(Dispatch.ONE_TO_ALL)

@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
-    """Return the columns of `pack_weights`, and `checksum`: those of the trained weights in `dtype`."""
+    """Return the columns of `pack_weights`, and `checksum`: of the trained weights in `dtype`, or None."""
     return {
         "checksum": ColumnSpec.objects(),
         "name": ColumnSpec.objects(),
@@ -74,7 +74,8 @@ class RemoteWeights(Mapping[str, Tensor]):
         self._row = {name: row for row, name in enumerate(names)}
         self.shapes: Shapes = dict(zip(names, batch.view("shape").tolist(), strict=True))
         self.version = int(batch.view("version")[0])
-        self.trained = dict(zip(names, batch.view("checksum"), strict=True)) if "checksum" in batch else {}
+        checksums = batch.view("checksum") if "checksum" in batch else [None] * len(names)
+        self.trained = {name: each for name, each in zip(names, checksums, strict=True) if each is not None}
 
     def __getitem__(self, name: str) -> Tensor:
         row = self._row[name]

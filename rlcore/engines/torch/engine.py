@@ -214,29 +214,35 @@ class TorchEngine(TrainEngine):
 
     def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
         """See TrainEngine. Raises WeightsError on every rank if no weight changed, though some should have."""
-        before = self._sample()
+        before = [each.clone() for each in self._sampled()]
         metrics = super().update(items, epochs=epochs, step=step)
         self._check_moved(before, metrics["train/lr"], metrics["train/grad_norm"])
         return metrics
 
-    def _sample(self) -> Tensor:
-        """Return evenly spaced elements of this rank's shard of each parameter, about SAMPLED of each."""
-        held = [each.flatten() for each in self.held_parameters().values()]
-        return torch.cat([each[:: max(1, len(each) // SAMPLED)] for each in held])
+    def _sampled(self) -> Iterator[Tensor]:
+        """Yield evenly spaced elements of this rank's shard of each parameter, about SAMPLED of each."""
+        self._ensure_resharded()
+        for _, parameter in self.parameters.named_local():
+            held = state.local(parameter.detach()).flatten()
+            yield held[:: max(1, len(held) // SAMPLED)]
 
-    def _check_moved(self, before: Tensor, lr: float, norm: float) -> None:
+    def _check_moved(self, before: Sequence[Tensor], lr: float, norm: float) -> None:
         """Raise WeightsError if no sampled weight changed in steps with this learning rate and mean gradient norm.
 
-        AdamW changes an element by about the learning rate, but by less where gradients are as small as its epsilon,
-        and by nothing where the change is below the element's precision.
+        AdamW changes an element by about the learning rate. It changes less where gradients are as small as its
+        epsilon, and nothing where the change is below the element's precision.
         """
-        changed = not torch.equal(before, self._sample())
-        visible = (before + lr != before).sum() > len(before) / 2
-        told = self.ranks.gather((changed, bool(visible)))
-        if norm > self.engine_config.eps and any(see for _, see in told) and not any(moved for moved, _ in told):
+        moved = any(not torch.equal(old, new) for old, new in zip(before, self._sampled(), strict=True))
+        visible = False
+        if not moved:  # the rare case
+            old = torch.cat(list(before))
+            visible = bool((old + lr != old).sum() > len(old) / 2)
+        told = self.ranks.gather((moved, visible))
+        if norm > self.engine_config.eps and any(see for _, see in told) and not any(moves for moves, _ in told):
             raise WeightsError(
                 f"the update changed no weight, with learning rate {lr:g} and gradient norm {norm:.3g}: the optimizer "
-                "does not hold the parameters of the model. Let it step the tensors of `held_parameters()`"
+                "does not step the parameters of the model. Something replaced them after the engine was made, or "
+                "took them out of the optimizer"
             )
 
     def zero_grad(self) -> None:
@@ -298,7 +304,6 @@ class TorchEngine(TrainEngine):
 
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""
-        self._ensure_resharded()
         return {name: state.local(parameter.detach()) for name, parameter in self.parameters.named_local()}
 
     def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:

@@ -220,7 +220,8 @@ def break_sync(monkeypatch, engine, fault):
 
 
 def bring(trained, worker):
-    """Make a worker sample with the newest weights, by its route."""
+    """Make a worker sample with the newest weights, by its route, in a switch that is checked."""
+    trained._sends = trained.route._switches = 0
     if worker is not trained:
         worker.take_weights(sent(trained))
     worker.generate(rows(), SAMPLING)
@@ -239,7 +240,6 @@ def pair_of(kind, can, folder, dtype="fp32"):
 def test_sound_weights_arrive_by_every_route(model_folder, kind, can, dtype):
     trained, worker = pair_of(kind, can, model_folder(), dtype)
     for _ in range(2):
-        worker.route._switches = 0
         bring(trained, worker)
         shared = can is ALL
         held = torch.float32 if shared else trained.train.dtype
@@ -286,7 +286,7 @@ def test_a_sampler_that_is_not_the_trained_module_is_found(model_folder):
         worker.generate(rows(), SAMPLING)
 
 
-def test_the_first_switch_is_checked_and_every_fiftieth_after_it(monkeypatch, model_folder):
+def test_the_first_switch_is_checked_and_every_47th_after_it(monkeypatch, model_folder):
     worker = worker_of(ModelWorker, model_folder(), NOTHING)
     shake(worker)
     compared = []
