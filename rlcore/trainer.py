@@ -400,9 +400,7 @@ class Trainer:
         found = {name: role.group.fingerprint()[0] for name, role in self.run_.roles.items()}
         for name, known in self._known.items():
             if wrong := differences(found[name], known):
-                raise WeightsError(
-                    f"the weights of role {name!r} changed without training: {wrong}. Restore its folder, or checkpoint"
-                )
+                raise WeightsError(f"role {name!r} changed without training: {wrong}. Restore its folder or checkpoint")
         frozen = [name for name, role in self.run_.roles.items() if not (role.role.trains or role.role.follows)]
         self._known = {name: found[name] for name in frozen}
         return found

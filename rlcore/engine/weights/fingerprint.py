@@ -45,7 +45,7 @@ def checksum(tensor: Tensor, place: Tensor | None = None) -> int:
     return total % 2**64
 
 
-def add_up(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+def sum_checksums(parts: Sequence[dict[str, int]]) -> dict[str, int]:
     """Return the fingerprint of whole parameters from those of all their parts."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0) for part in parts) % 2**64 for name in names}
@@ -53,6 +53,5 @@ def add_up(parts: Sequence[dict[str, int]]) -> dict[str, int]:
 
 def differences(found: dict[str, int], expected: dict[str, int]) -> str:
     """Return how many parameters differ and the first five of them, for an error; "" if none does."""
-    names = dict.fromkeys([*expected, *found])
-    wrong = [name for name in names if found.get(name) != expected.get(name)]
-    return f"{len(wrong)} of {len(names)} parameters differ: {', '.join(wrong[:5])}" if wrong else ""
+    wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return f"{len(wrong)} of {len(expected)} parameters differ: {', '.join(wrong[:5])}" if wrong else ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlcore.engine.parallel.tensor_parallel import plan_of, shard_dims
-from rlcore.engine.weights.fingerprint import add_up, checksum
+from rlcore.engine.weights.fingerprint import checksum, sum_checksums
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes
 
@@ -64,4 +64,4 @@ class TensorShards:
                 found[name] = checksum(shard, self.shard_of(name, torch.empty(shapes[name], device="meta")))
         everyone: list[Any] = [None] * self._count
         dist.all_gather_object(everyone, found, group=self._group.handle)
-        return add_up(everyone)
+        return sum_checksums(everyone)

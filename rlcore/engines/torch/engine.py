@@ -20,7 +20,7 @@ from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
 from rlcore.engine.update.items import UpdateItem
-from rlcore.engine.weights.fingerprint import add_up
+from rlcore.engine.weights.fingerprint import sum_checksums
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters
 from rlcore.engines.torch import state
 from rlcore.engines.torch.config import TorchConfig, check_layout
@@ -309,7 +309,7 @@ class TorchEngine(TrainEngine):
     def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
         """See TrainEngine. Made of the masters' shards, so it shares no code with `export`."""
         self._ensure_resharded()
-        return add_up(self.ranks.gather(self.parameters.checksums(dtype)))
+        return sum_checksums(self.ranks.gather(self.parameters.checksums(dtype)))
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter in fp32, in the order of `shapes`; all ranks iterate to the end."""

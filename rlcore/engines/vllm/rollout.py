@@ -16,7 +16,7 @@ from rlcore.config import ModelConfig
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
-from rlcore.engine.weights.fingerprint import add_up
+from rlcore.engine.weights.fingerprint import sum_checksums
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
@@ -148,7 +148,7 @@ class VLLMRollout(RolloutEngine):
         if group is not None:
             mine, parts = parts[0], [None] * ranks
             dist.all_gather_object(parts, mine, group=group.handle)
-        found = None if None in parts else add_up(parts)
+        found = None if None in parts else sum_checksums(parts)
         return found if found is not None and found.keys() == self.shapes.keys() else None
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from rlcore.engine.weights.fingerprint import add_up, checksum, differences
+from rlcore.engine.weights.fingerprint import checksum, differences, sum_checksums
 
 MASK = 2**64 - 1
 
@@ -54,7 +54,7 @@ def test_checksums_of_parts_add_up():
     for some, places in zip(parts(whole), parts(place), strict=True):
         own = [{"a": checksum(part, at)} for part, at in zip(some, places, strict=True)]
         assert len(own) > 1
-        assert add_up([{"b": 3}, *own]) == {"b": 3, "a": expected}
+        assert sum_checksums([{"b": 3}, *own]) == {"b": 3, "a": expected}
     assert checksum(whole[3:], place[:4]) != checksum(whole[3:], place[3:])
 
 
@@ -63,7 +63,7 @@ def test_a_large_parameter_is_summed_a_few_rows_at_a_time():
     whole = torch.randn(2**12 + 3, 2**12, generator=torch.Generator().manual_seed(3))
     place = torch.empty(whole.shape, device="meta")
     parts = [{"a": checksum(part, at)} for part, at in zip(whole.chunk(4, 1), place.chunk(4, 1), strict=True)]
-    assert add_up(parts)["a"] == checksum(whole)
+    assert sum_checksums(parts)["a"] == checksum(whole)
 
 
 def test_every_changed_bit_and_every_swap_changes_the_checksum():
@@ -89,5 +89,6 @@ def test_differences_name_parameters():
     ones = dict.fromkeys("abcdefg", 1)
     assert differences(ones, dict(ones)) == ""
     assert differences({**ones, "c": 2}, ones) == "1 of 7 parameters differ: c"
-    assert differences({"a": 1}, {"a": 1, "b": 1}) == differences({"a": 1, "b": 1}, {"a": 1})
+    assert differences({"a": 1}, {"a": 1, "b": 1}) == "1 of 2 parameters differ: b"
+    assert differences({"a": 1, "b": 1}, {"a": 1}) == "1 of 1 parameters differ: b"
     assert differences({}, ones) == "7 of 7 parameters differ: a, b, c, d, e"
