@@ -26,7 +26,8 @@ class ProbedWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def shake(self) -> None:
-        """Add noise to all weights, the same under any number of ranks."""
+        """Add noise to all weights, the same under any number of ranks; the next delivery brings checksums."""
+        self._sends = 0
         generator = torch.Generator().manual_seed(5)
         for name, parameter in self.train.parameters.named_local():
             noise = torch.randn(parameter.shape, generator=generator) / 7
