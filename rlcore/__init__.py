@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DataError,
         PluginError,
         RLCoreError,
+        WeightsError,
         WorkerError,
         did_you_mean,
     )
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         "RoleKind",
         "Run",
         "Tracker",
+        "WeightsError",
         "WorkerError",
         "did_you_mean",
         "hookimpl",
@@ -80,6 +82,7 @@ _HOMES = {
         "DataError",
         "PluginError",
         "RLCoreError",
+        "WeightsError",
         "WorkerError",
         "did_you_mean",
     ],

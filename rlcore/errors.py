@@ -37,6 +37,10 @@ class SandboxError(RLCoreError):
     """A process for model-written code cannot be set up; the message names the layer that the machine refuses."""
 
 
+class WeightsError(RLCoreError):
+    """The weights in use are not the trained ones, or training changes none; the message names the parameters."""
+
+
 class DeviceMemoryError(RLCoreError):
     """A call does not fit into a GPU's memory; the message names the call, its batch and the keys that lower it."""
 

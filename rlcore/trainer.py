@@ -24,9 +24,10 @@ from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
+from rlcore.engine.weights.fingerprint import differences
 from rlcore.episodes.from_config import default_reward, environment_files, episode_setup
 from rlcore.episodes.setup import EpisodeSetup
-from rlcore.errors import CheckpointError, ConfigError, EpisodesError, did_you_mean
+from rlcore.errors import CheckpointError, ConfigError, EpisodesError, WeightsError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
@@ -167,6 +168,7 @@ class Trainer:
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.saved_step: int | None = None
         self._last_end = 0.0
+        self._known: dict[str, dict[str, int]] = {}
         self._warned_of = 0.0
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
         self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
@@ -178,6 +180,7 @@ class Trainer:
         try:
             self._fit_micro_batches()
             self._restore()
+            self._fingerprints()
             self.trackers.start(resume_step=self.step)
             self.started = True
             self._describe()
@@ -383,9 +386,24 @@ class Trainer:
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
+            "fingerprints": self._fingerprints(),
         }
         self.plugins.checkpoint(self.run_, aside)
         return state
+
+    def _fingerprints(self) -> dict[str, dict[str, int]]:
+        """Return the fingerprints of all roles, and keep those of frozen roles as the known ones.
+
+        Raises WeightsError for a role whose weights are not the known ones: those at its checkpoint after a resume,
+        those at the last call for a frozen role.
+        """
+        found = {name: role.group.fingerprint()[0] for name, role in self.run_.roles.items()}
+        for name, known in self._known.items():
+            if wrong := differences(found[name], known):
+                raise WeightsError(f"role {name!r} changed without training: {wrong}. Restore its folder or checkpoint")
+        frozen = [name for name, role in self.run_.roles.items() if not (role.role.trains or role.role.follows)]
+        self._known = {name: found[name] for name in frozen}
+        return found
 
     def _restore(self) -> None:
         path = self.folder.resume_from
@@ -400,6 +418,7 @@ class Trainer:
                 loader.load_state_dict(state["loaders"][name])
             self.algorithm.load_state_dict(state["algorithm"]["state"])
             set_random_state(state["random"])
+            self._known = state["fingerprints"]
         except KeyError as error:
             raise CheckpointError(
                 f"{path / checkpoint.STATE} lacks {error}; another version of rlcore wrote it, so resume with that one"

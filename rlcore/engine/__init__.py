@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from rlcore.engine.update.items import UpdateItem as UpdateItem
     from rlcore.engine.update.micro_batch_size import micro_batch_limit as micro_batch_limit
     from rlcore.engine.update.updater import Updater as Updater
+    from rlcore.engine.weights.fingerprint import checksum as checksum
+    from rlcore.engine.weights.fingerprint import sum_checksums as sum_checksums
     from rlcore.engine.weights.generation import GenerationLayout as GenerationLayout
     from rlcore.engine.weights.meter import Group as Group
     from rlcore.engine.weights.transfer import Shapes as Shapes
@@ -86,6 +88,7 @@ _HOMES = {
     "rlcore.engine.update.items": ["Importance", "UpdateItem"],
     "rlcore.engine.update.micro_batch_size": ["micro_batch_limit"],
     "rlcore.engine.update.updater": ["Updater"],
+    "rlcore.engine.weights.fingerprint": ["checksum", "sum_checksums"],
     "rlcore.engine.weights.generation": ["GenerationLayout"],
     "rlcore.engine.weights.meter": ["Group"],
     "rlcore.engine.weights.transfer": ["Shapes", "check_same_parameters", "checked"],

@@ -203,6 +203,14 @@ class RolloutEngine(ABC):
         """
         self.sync(shards, version, shapes)
 
+    def fingerprint(self) -> dict[str, int] | None:
+        """Return the checksum of every whole parameter that it samples with, as `rlcore.engine.checksum` gives it.
+
+        All ranks of a tensor group call it together, and each returns the same. None: the engine holds its weights in
+        another form; then the log-probs of a few sampled tokens are compared with the train engine's instead.
+        """
+        return None
+
     def sleep(self) -> None:  # noqa: B027  (most stay awake)
         """Free memory for training, after a worker's call of `generate`.
 

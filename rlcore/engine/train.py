@@ -22,6 +22,7 @@ from rlcore.engine.parallel.mesh import TrainMesh
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.micro_batch_size import micro_batch_limit
 from rlcore.engine.update.updater import Updater
+from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.model_folder import model_dtype
 from rlcore.ops import Need
@@ -210,6 +211,13 @@ class TrainEngine(ABC):
     def held_parameters(self) -> Mapping[str, Tensor]:
         """Return the tensors that hold this rank's shard of the weights between calls, by name."""
         return {}
+
+    def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
+        """Return the checksum of every whole parameter, rounded to `dtype`, on every rank; all ranks call it together.
+
+        An engine that shards its weights may add up the checksums of the shards, which gathers no weights.
+        """
+        return {name: checksum(tensor) for name, tensor in self.export(dtype)}
 
     def offload(self) -> None:  # noqa: B027  (an engine need not)
         """Move weights and optimizer state to main memory until the next call of any other method."""

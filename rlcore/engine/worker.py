@@ -44,10 +44,11 @@ from rlcore.engine.update.micro_batch_size import (
     measure,
     place_of,
 )
+from rlcore.engine.weights.fingerprint import CHECK_EVERY
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 from rlcore.engine.weights.routes import Received, WeightRoute, choose_route
-from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
+from rlcore.engine.weights.transfer import RemoteWeights, object_column, pack_weights, packed_specs
 from rlcore.errors import DataError
 from rlcore.plugins import Role, RolloutEngineSpec, TrainEngineSpec
 from rlcore.protocol import DataProto
@@ -305,6 +306,7 @@ class ModelWorker(_GeneratingWorker):
         self.train: TrainEngine
         self._texts: TextEncoder | None = None
         self._micro_batch: MicroBatchSize | None = None
+        self._sends = 0
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -439,10 +441,21 @@ class ModelWorker(_GeneratingWorker):
 
     @register(Dispatch.ALL_RANKS_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        """Return the whole parameters named by this rank's rows, in the columns of `pack_weights`; all ranks gather."""
+        """Return the whole parameters named by this rank's rows, in the columns of `packed_specs`; all ranks gather.
+
+        The first call and every CHECK_EVERY-th after it bring checksums.
+        """
         with self._timed("send"):
-            weights = self.train.export(dtype)
-            return pack_weights(names.view("name").tolist(), weights, self.train.shapes, dtype, self.train.version)
+            mine, self._sends = names.view("name").tolist(), self._sends + 1
+            trained = self.train.fingerprint(dtype) if self._sends % CHECK_EVERY == 1 else {}
+            packed = pack_weights(mine, self.train.export(dtype), self.train.shapes, dtype, self.train.version)
+            packed["checksum"] = object_column([trained.get(name) for name in mine])
+        return packed
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fingerprint(self) -> dict[str, int]:
+        """Return the fingerprint of the weights: the masters, or those of a frozen role in the dtype of its forward."""
+        return self.train.fingerprint(self.train.dtype if self.setup.frozen else torch.float32)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, tau: float = 1.0) -> None:
@@ -491,9 +504,7 @@ class ModelWorker(_GeneratingWorker):
 class SamplingWorker(_GeneratingWorker):
     """One rank of a role's copy in other processes: it has no train engine and samples with received weights."""
 
-    def __init__(self, setup: RoleSetup) -> None:
-        super().__init__(setup)
-        self.route: Received
+    route: Received
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:

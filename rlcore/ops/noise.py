@@ -32,15 +32,19 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def uniform_noise(keys: Tensor, start: int | Tensor, length: int) -> Tensor:
-    """Return fp64 [rows, length] in [0, 1): numbers start .. start + length - 1 of each key in int64 [rows].
-
-    `start` is one number for all rows, or int64 [rows].
-    """
+def random_bits(keys: Tensor, start: int | Tensor, length: int) -> Tensor:
+    """Return int64 [rows, length], all 64 bits random: see `uniform_noise`, which makes its numbers of the upper 53."""
     first = start[:, None] if isinstance(start, Tensor) else start
     index = first + torch.arange(1, 1 + length, dtype=torch.int64, device=keys.device)[None, :]
     x = keys[:, None] + index * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).double() * 2.0**-53
+    return x ^ _shift_right(x, 31)
+
+
+def uniform_noise(keys: Tensor, start: int | Tensor, length: int) -> Tensor:
+    """Return fp64 [rows, length] in [0, 1): numbers start .. start + length - 1 of each key in int64 [rows].
+
+    `start` is one number for all rows, or int64 [rows].
+    """
+    return _shift_right(random_bits(keys, start, length), 11).double() * 2.0**-53

@@ -143,6 +143,12 @@ def test_an_update_is_that_of_the_cpu(model_folder, random_batch):
     assert max(apart) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_is_that_of_the_cpu(model_folder, dtype):
+    here, there = trained(model_folder()), trained(model_folder(), device=torch.device("cpu"))
+    assert here.fingerprint(dtype) == there.fingerprint(dtype)
+
+
 def test_training_goes_on_after_a_save_and_after_an_offload(model_folder, random_batch, tmp_path):
     straight, resumed = trained(model_folder()), trained(model_folder())
     update(straight, random_batch(seed=1))

@@ -156,6 +156,13 @@ def test_a_sampler_follows_the_trainer(model_folder, random_batch, gpu):
         assert_same_rows(sampled(copies, Sampling(max_tokens=4), 6), sampled(shares, Sampling(max_tokens=4), 6))
 
 
+def test_a_fingerprint_on_a_gpu_is_that_on_the_cpu(model_folder, gpu):
+    here, there = trained(model_folder(), gpu), trained(model_folder(), CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert here.fingerprint(dtype) == there.fingerprint(dtype)
+    assert rollout(model_folder(), gpu).fingerprint() == there.fingerprint(torch.float32)
+
+
 def test_training_goes_on_after_a_save(model_folder, random_batch, gpu, tmp_path):
     straight, resumed = trained(model_folder(), gpu), trained(model_folder(), gpu)
     update(straight, random_batch())

@@ -1,7 +1,5 @@
 """The keys `data.verifiers.*`."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

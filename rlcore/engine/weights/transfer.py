@@ -19,8 +19,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def packed_specs(names: DataProto, dtype: torch.dtype) -> dict[str, ColumnSpec]:
-    """Return the columns of `pack_weights`."""
+    """Return the columns of `pack_weights`, and `checksum`: of the trained weights in `dtype`, or None."""
     return {
+        "checksum": ColumnSpec.objects(),
         "name": ColumnSpec.objects(),
         "shape": ColumnSpec.objects(),
         "values": ColumnSpec.ragged(dtype),
@@ -63,7 +64,8 @@ def object_column(entries: Sequence[Any]) -> np.ndarray:
 class RemoteWeights(Mapping[str, Tensor]):
     """The parameters of `pack_weights` by name. Reading one fetches its block and no other.
 
-    `shapes` are known without fetching. `version` is that of the train engine that exported them.
+    `shapes` are known without fetching. `version` is that of the train engine that exported them. `trained`: its
+    fingerprint; empty if they came without checksums.
     """
 
     def __init__(self, batch: DataProto) -> None:
@@ -72,6 +74,8 @@ class RemoteWeights(Mapping[str, Tensor]):
         self._row = {name: row for row, name in enumerate(names)}
         self.shapes: Shapes = dict(zip(names, batch.view("shape").tolist(), strict=True))
         self.version = int(batch.view("version")[0])
+        checksums = batch.view("checksum") if "checksum" in batch else [None] * len(names)
+        self.trained = {name: each for name, each in zip(names, checksums, strict=True) if each is not None}
 
     def __getitem__(self, name: str) -> Tensor:
         row = self._row[name]

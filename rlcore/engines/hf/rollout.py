@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlcore.config import ModelConfig
 from rlcore.engine.responses import end_tokens
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
+from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
@@ -116,6 +117,12 @@ class HFRollout(RolloutEngine):
         for name, tensor in checked(shards, shapes):
             own[name].data = tensor
         self.version = version
+
+    def fingerprint(self) -> dict[str, int]:
+        """See RolloutEngine."""
+        if self._shards is not None:
+            return self._shards.fingerprint(self.hf, self.shapes)
+        return {name: checksum(parameter) for name, parameter in self.hf.named_parameters()}
 
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlcore.engine.parallel.tensor_parallel import plan_of, shard_dims
+from rlcore.engine.weights.fingerprint import checksum, sum_checksums
 from rlcore.engine.weights.meter import Group
+from rlcore.engine.weights.transfer import Shapes
 
 
 class RowParallelLinear(nn.Module):
@@ -38,7 +41,7 @@ class TensorShards:
     """
 
     def __init__(self, hf: Any, group: Group) -> None:
-        self._index, self._count = group.ranks.index(dist.get_rank()), len(group.ranks)
+        self._group, self._index, self._count = group, group.ranks.index(dist.get_rank()), len(group.ranks)
         self._dims = shard_dims(hf, self._count)
         for name, style in plan_of(hf).items():
             module = hf.get_submodule(name)
@@ -52,3 +55,13 @@ class TensorShards:
         """Return this rank's shard of a full parameter, as a view."""
         dim = self._dims.get(name)
         return whole if dim is None else whole.chunk(self._count, dim)[self._index]
+
+    def fingerprint(self, hf: Any, shapes: Shapes) -> dict[str, int]:
+        """Return the fingerprint of the whole parameters, with these `shapes`; `hf` holds the shards (collective)."""
+        found: dict[str, int] = {}
+        for name, shard in hf.named_parameters():
+            if name in self._dims or self._index == 0:  # the others are whole on every rank
+                found[name] = checksum(shard, self.shard_of(name, torch.empty(shapes[name], device="meta")))
+        everyone: list[Any] = [None] * self._count
+        dist.all_gather_object(everyone, found, group=self._group.handle)
+        return sum_checksums(everyone)

@@ -19,6 +19,8 @@ from rlcore.engine.model_folder import write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
+from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.fingerprint import sum_checksums
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters
 from rlcore.engines.torch import state
 from rlcore.engines.torch.config import TorchConfig, check_layout
@@ -28,9 +30,12 @@ from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
 from rlcore.engines.torch.pipeline import Pipeline, Stage
 from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.selection import Selection, total_tokens
-from rlcore.errors import DataError
+from rlcore.errors import DataError, WeightsError
 from rlcore.ops import Need
 from rlcore.protocol import DataProto
+
+SAMPLED = 16
+"""Elements of each parameter whose change shows that the optimizer steps the model."""
 
 
 class TorchEngine(TrainEngine):
@@ -207,6 +212,39 @@ class TorchEngine(TrainEngine):
 
     # Optimizer
 
+    def update(self, items: Sequence[UpdateItem], *, epochs: int, step: int) -> dict[str, float]:
+        """See TrainEngine. Raises WeightsError on every rank if no weight changed, though some should have."""
+        before = [each.clone() for each in self._sampled()]
+        metrics = super().update(items, epochs=epochs, step=step)
+        self._check_moved(before, metrics["train/lr"], metrics["train/grad_norm"])
+        return metrics
+
+    def _sampled(self) -> Iterator[Tensor]:
+        """Yield evenly spaced elements of this rank's shard of each parameter, about SAMPLED of each."""
+        self._ensure_resharded()
+        for _, parameter in self.parameters.named_local():
+            held = state.local(parameter.detach()).flatten()
+            yield held[:: max(1, len(held) // SAMPLED)]
+
+    def _check_moved(self, before: Sequence[Tensor], lr: float, norm: float) -> None:
+        """Raise WeightsError if no sampled weight changed in steps with this learning rate and mean gradient norm.
+
+        AdamW changes an element by about the learning rate. It changes less where gradients are as small as its
+        epsilon, and nothing where the change is below the element's precision.
+        """
+        moved = any(not torch.equal(old, new) for old, new in zip(before, self._sampled(), strict=True))
+        visible = False
+        if not moved:  # the rare case
+            old = torch.cat(list(before))
+            visible = bool((old + lr != old).sum() > len(old) / 2)
+        told = self.ranks.gather((moved, visible))
+        if norm > self.engine_config.eps and any(see for _, see in told) and not any(moves for moves, _ in told):
+            raise WeightsError(
+                f"the update changed no weight, with learning rate {lr:g} and gradient norm {norm:.3g}: the optimizer "
+                "does not step the parameters of the model. Something replaced them after the engine was made, or "
+                "took them out of the optimizer"
+            )
+
     def zero_grad(self) -> None:
         """See TrainEngine."""
         if self.optimizer is not None:
@@ -267,6 +305,11 @@ class TorchEngine(TrainEngine):
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""
         return {name: state.local(parameter.detach()) for name, parameter in self.parameters.named_local()}
+
+    def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
+        """See TrainEngine. Made of the masters' shards, so it shares no code with `export`."""
+        self._ensure_resharded()
+        return sum_checksums(self.ranks.gather(self.parameters.checksums(dtype)))
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter in fp32, in the order of `shapes`; all ranks iterate to the end."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlcore.engine.parallel import tensor_parallel
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.mesh import TrainMesh
+from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.transfer import Shapes
 from rlcore.engines.torch import state
 from rlcore.engines.torch.model import PackedModel
@@ -122,6 +123,15 @@ class Parameters:
                     empty = torch.empty(self.shard_specs[name].shape, dtype=dtype, device=mesh.ranks.device)
                     yield name, mesh.broadcast_from_stage(stage, empty)
 
+    def checksums(self, dtype: torch.dtype) -> dict[str, int]:
+        """Return the checksums of this rank's shards in `dtype`; those of all ranks add up to the fingerprint."""
+        found: dict[str, int] = {}
+        for name, parameter in self.named_local():
+            if self._is_counted(name):
+                place = self.shard_of(name, torch.empty(self.shapes[name], device="meta"))
+                found[name] = checksum(state.local(parameter.detach()).to(dtype), place)
+        return found
+
     # Gradients
 
     @torch.no_grad()
@@ -155,21 +165,20 @@ class Parameters:
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the local gradient shards, and the subset that this rank contributes to the global norm."""
-        mesh = self._mesh
         every, counted = [], []
         for name, parameter in self.named_local():
             if parameter.grad is None:
                 continue
             gradient = state.local(parameter.grad)
             every.append(gradient)
-            cut = self.shard_specs[name]
-            if (
-                mesh.copy == 0
-                and mesh.coordinates.pp == cut.stages[0]
-                and (cut.dim is not None or mesh.coordinates.tp == 0)
-            ):
+            if self._is_counted(name):
                 counted.append(gradient)
         return every, counted
+
+    def _is_counted(self, name: str) -> bool:
+        """Whether this rank's shard of a parameter counts in a sum over all ranks, and not a replica of it."""
+        at, cut = self._mesh.coordinates, self.shard_specs[name]
+        return self._mesh.copy == 0 and at.pp == cut.stages[0] and (cut.dim is not None or at.tp == 0)
 
 
 def reshard_fsdp(root: nn.Module) -> None:

@@ -16,6 +16,7 @@ from rlcore.config import ModelConfig
 from rlcore.engine.parallel.tensor_parallel import shard_dims
 from rlcore.engine.responses import end_tokens, ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
+from rlcore.engine.weights.fingerprint import sum_checksums
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.vllm.config import VLLMConfig
@@ -32,7 +33,7 @@ from rlcore.engines.vllm.internals import (
     tokens_so_far,
 )
 from rlcore.engines.vllm.memory import Needs, measure, plan
-from rlcore.engines.vllm.shards import with_shards
+from rlcore.engines.vllm.shards import checksums, with_shards
 from rlcore.engines.vllm.sleeper import Sleeper
 from rlcore.errors import DataError
 from rlcore.model_folder import load_model_config, model_dtype, model_path, read_tokenizer
@@ -76,6 +77,7 @@ class VLLMRollout(RolloutEngine):
         folder = model_path(model.path)
         self.tokenizer = read_tokenizer(model)
         ranks = 1 if tensor_group is None else len(tensor_group.ranks)
+        self._tensor_group = tensor_group
         self.shapes, self.shard_shapes, generation_config = _describe(model, ranks)
         self.end_ids = end_tokens(generation_config, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
@@ -135,6 +137,19 @@ class VLLMRollout(RolloutEngine):
         if not self.llm.reset_prefix_cache():
             raise DataError("vLLM could not empty its prefix cache, which holds keys and values of the old weights")
         self.version = version
+
+    def fingerprint(self) -> dict[str, int] | None:
+        """See RolloutEngine. None for a model whose parameters vLLM rearranges in a way that is not known here."""
+        group = self._tensor_group
+        rank, ranks = (0, 1) if group is None else (group.ranks.index(dist.get_rank()), len(group.ranks))
+        parts: list[Any] = self.llm.apply_model(
+            lambda module: checksums(module, self.shapes, self.shard_shapes, rank, ranks)
+        )
+        if group is not None:
+            mine, parts = parts[0], [None] * ranks
+            dist.all_gather_object(parts, mine, group=group.handle)
+        found = None if None in parts else sum_checksums(parts)
+        return found if found is not None and found.keys() == self.shapes.keys() else None
 
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine. Raises DataError also for a row that does not fit into the key-value cache."""

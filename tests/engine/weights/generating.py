@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from rlcore_grpo import GRPOConfig, grpo_loss
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
-from rlcore.engine.weights.transfer import RemoteWeights, pack_weights
+from rlcore.engine.weights.fingerprint import checksum, differences
+from rlcore.engine.weights.transfer import RemoteWeights, object_column, pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.hf.config import HFConfig
 from rlcore.engines.hf.plugin import rlcore_rollout_engines
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.plugin import rlcore_train_engines
+from rlcore.errors import WeightsError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import Worker, WorkerContext
@@ -119,8 +122,39 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     found["held"], found["parameters"] = kept["held"], sum(p.nbytes for p in worker.rollout.hf.parameters())
     whole = worker.train.shapes
     divided = [torch.Size(whole[name]).numel() for name, cut in worker.train.shard_specs.items() if cut.dim is not None]
+    found["unequal"] = unequal_fingerprints(worker)
     found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
+    found["refusal"] = refusal(worker)
     return found
+
+
+def unequal_fingerprints(worker: ModelWorker) -> list[str]:
+    """Return the parameters whose checksum, made of shards, is not that of the whole parameter, in fp32 and bf16."""
+    bad = []
+    for dtype in (torch.float32, torch.bfloat16):
+        found = worker.train.fingerprint(dtype)
+        bad += [name for name, whole in worker.train.export(dtype) if found.pop(name) != checksum(whole)] + list(found)
+    return bad
+
+
+def refusal(worker: ModelWorker) -> str:
+    """Return the error of a switch in which rank 0 got two rows of a parameter in the wrong order."""
+    gather = worker.route._reshard.gather
+
+    def swapped(shards: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shard in gather(shards):
+            if worker.rank == 0 and name.endswith("1.mlp.up_proj.weight"):
+                shard[:2] = shard[:2].flip(0)
+            yield name, shard
+
+    worker.route._reshard.gather = swapped  # type: ignore[method-assign]
+    worker.train.version += 1
+    worker.route._switches = 0
+    try:
+        worker.generate(rows().select(["prompts", "sample_index"], ["uid"]), SAMPLINGS["greedy"])
+    except WeightsError as error:
+        return str(error)
+    return ""
 
 
 def copy(context: WorkerContext, folder: str) -> dict:
@@ -130,9 +164,16 @@ def copy(context: WorkerContext, folder: str) -> dict:
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
     train = trained.train
     sent = pack_weights(list(train.shapes), train.export(torch.float32), train.shapes, torch.float32, 7)
+    expected = train.fingerprint(torch.float32)
+    sent["checksum"] = object_column(list(expected.values()))
     worker.take_weights(sent)
     plain.sync(iter(RemoteWeights(sent).items()), 7, trained.train.shapes)
-    return {**off(worker, plain), "version": worker.rollout.version}
+    found = {**off(worker, plain), "version": worker.rollout.version}
+    held = dict(worker.rollout.hf.named_parameters())
+    if worker.rank == 1:
+        held["model.layers.0.self_attn.o_proj.weight"].data[0, 0] += 1
+    found["differ"] = differences(worker.rollout.fingerprint(), expected)
+    return found
 
 
 def main(rank: int, world: int, port: int, result: str, folders: list[str]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig, compose
+from rlcore.engine.parallel.layout import Layout
+from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
@@ -60,6 +62,33 @@ def test_tensor_parallel_tokens_are_those_of_one_rank_after_every_update(ranks):
 @pytest.mark.e2e
 def test_what_generates_is_bit_for_bit_the_fully_gathered_weights(ranks):
     assert all(figures["wrong"] == [] for case in cases(ranks) for figures in case["rounds"])
+
+
+@pytest.mark.e2e
+def test_checksums_of_shards_add_up_to_those_of_whole_parameters_under_every_layout(ranks):
+    assert all(case["unequal"] == [] for case in cases(ranks))
+
+
+@pytest.mark.e2e
+def test_resharded_weights_that_differ_on_one_rank_are_named_by_its_replica(ranks):
+    """By rank 0 alone where it generates alone, and by all ranks of its tensor group."""
+    for number, case in enumerate(ranks[0]["cases"]):
+        pp, tp, shards = case["layout"]
+        refused = [rank for rank, found in enumerate(ranks) if found["cases"][number]["refusal"]]
+        assert refused == (
+            [0] if shards == 1 else GenerationLayout(Layout(pp, tp, 4 // pp // tp), tp=2).groups("tp")[0]
+        )
+        for rank in refused:
+            message = ranks[rank]["cases"][number]["refusal"]
+            assert "by the route Resharded: 1 of " in message
+            assert "parameters differ: model.layers.1.mlp.up_proj.weight." in message
+
+
+@pytest.mark.e2e
+def test_a_changed_shard_of_a_copy_is_seen_by_its_tensor_group(ranks):
+    """Rank 1's shard; the copies are of ranks 0 and 1, and of 2 and 3."""
+    differ = [found["copy"]["differ"].partition("differ: ")[2] for found in ranks]
+    assert differ == ["model.layers.0.self_attn.o_proj.weight"] * 2 + [""] * 2
 
 
 @pytest.mark.e2e

@@ -8,15 +8,15 @@ import torch
 
 from rlcore.config import ClusterConfig, Config, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.weights.transfer import RemoteWeights, pack_weights, packed_specs
-from rlcore.engine.worker import ModelWorker
+from rlcore.engine.worker import ModelWorker, SamplingWorker
 from rlcore.engines.torch import state
-from rlcore.errors import DataError
+from rlcore.errors import DataError, WeightsError
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.rollout_pool import RolloutPool
 from rlcore.roles.weight_exporter import WeightExporter
-from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
+from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register, wait_for
 
 ROLES = {"actor": Role(trains=True, generates=True), "average": Role(follows="actor")}
 
@@ -26,7 +26,8 @@ class ProbedWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def shake(self) -> None:
-        """Add noise to all weights, the same under any number of ranks."""
+        """Add noise to all weights, the same under any number of ranks; the next delivery brings checksums."""
+        self._sends = 0
         generator = torch.Generator().manual_seed(5)
         for name, parameter in self.train.parameters.named_local():
             noise = torch.randn(parameter.shape, generator=generator) / 7
@@ -36,6 +37,26 @@ class ProbedWorker(ModelWorker):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every parameter whole."""
         return {name: tensor.clone() for name, tensor in self.train.export(torch.float32)}
+
+
+class DroppingWorker(SamplingWorker):
+    """A sampling worker whose engine can be made to leave a parameter as it is."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drop(self, name: str) -> None:
+        """Have the engine keep the old values of this parameter."""
+        sync, own = self.rollout.sync, dict(self.rollout.hf.named_parameters())
+
+        def dropping(weights, version, shapes):
+            old = own[name].detach().clone()
+            sync(((each, old if each == name else tensor) for each, tensor in weights), version, shapes)
+
+        self.rollout.sync = dropping
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fingerprint(self) -> dict[str, int]:
+        """Return the checksums of the weights that it samples with."""
+        return self.rollout.fingerprint()
 
 
 def made(setup, **roles):
@@ -82,6 +103,31 @@ def test_a_follower_on_another_pool_has_the_same_bits_as_one_beside_its_leader(
         assert torch.equal(seen[0][0][name], seen[1][0][name])
         assert torch.equal(seen[0][1][name], tensor)
         assert torch.equal(seen[1][1][name], tensor)
+
+
+@pytest.mark.ray
+def test_a_pool_of_its_own_has_the_trained_weights_or_says_which_it_has_not(ray_cluster, engine_models, model_folder):
+    """Trained on 2 ranks with FSDP; sampled on one in another process, which then loses a parameter."""
+    setup, lost = setup_of(engine_models, model_folder()), "model.layers.0.mlp.down_proj.weight"
+    with make_executor(ClusterConfig(), by_value_modules=[sys.modules[__name__]]) as executor:
+        actor = executor.worker_group(executor.resource_pool(2), made(setup, actor=ROLES["actor"]), name="actor")[
+            "actor"
+        ]
+        sampling = executor.worker_group(executor.resource_pool(1), ClassWithInitArgs(DroppingWorker, setup))
+        pool = RolloutPool(sampling, WeightExporter(actor, torch.float32), 0)
+        for group in (actor, sampling):
+            group.start()
+        pool.prepare(1)
+        actor.shake()
+        pool.mark_stale()
+        pool.prepare(2)
+        assert sampling.fingerprint()[0] == actor.fingerprint()[0]
+        sampling.drop(lost)
+        actor.shake()
+        pool.mark_stale()
+        pool.prepare(3)
+        with pytest.raises(WeightsError, match=rf"route Received: 1 of 26 parameters differ: {lost}\."):
+            wait_for(sampling.outstanding())
 
 
 def test_a_parameter_that_does_not_fit_is_named_and_nothing_is_changed(make_engine):
@@ -142,7 +188,9 @@ class OneNumber(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("name",), gives=packed_specs)
     def send_weights(self, names: DataProto, dtype: torch.dtype) -> DataProto:
-        return pack_weights(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
+        packed = pack_weights(["step"], [("step", torch.tensor([self.step]))], {"step": (1,)}, dtype, self.step)
+        packed["checksum"] = ["of a copy that does not compare"]
+        return packed
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto, share: float = 1.0) -> None:

@@ -27,6 +27,7 @@ from vllm.distributed import get_tp_group
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.rollout import Sampling
 from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.weights.fingerprint import differences
 from rlcore.engine.weights.transfer import pack_weights
 from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.torch.config import TorchConfig
@@ -181,6 +182,9 @@ def compare(context: WorkerContext, folder: str, tp: int, shards: int, lr: float
             )
             worker.take_weights(sent)
         found["rounds"].append(answers(worker, hf))
+        found["rounds"][-1]["differ"] = differences(
+            worker.rollout.fingerprint(), trained.train.fingerprint(torch.float32)
+        )
     if not copy:
         meter, cuts = worker.route.meter, worker.train.shard_specs.values()
         divided = 4 * sum(torch.Size(cut.shape).numel() for cut in cuts if cut.dim is not None)

@@ -65,6 +65,7 @@ def check_answers(ranks):
                 assert figures["gap"] < 1e-4
                 assert figures["sampled"] == firsts["sampled"]
                 assert figures["versions"] == [version]
+                assert figures["differ"] == ""
                 assert len({tuple(row) for row in figures["sampled"]}) == 6
 
 

@@ -258,6 +258,7 @@ CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
         request_checks.abort,
         request_checks.refusals,
         request_checks.versions,
+        request_checks.fingerprint,
         request_checks.dead_update,
         capability_checks.adopted_weights,
         capability_checks.shared_module,

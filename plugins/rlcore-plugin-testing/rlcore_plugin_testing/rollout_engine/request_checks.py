@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlcore import DataError
-from rlcore.engine import Finished, Request, Sampling
+from rlcore.engine import Finished, Request, Sampling, checksum
 from rlcore.ops import noise_key
-from rlcore_plugin_testing.report import CheckFailed, expect_error
+from rlcore_plugin_testing.report import CheckFailed, NotApplicable, expect_error
 from rlcore_plugin_testing.rollout_engine.suite import SLOTS, Plan, RolloutEngineSuite, continued, held_bytes, shapes_of
 
 ORDERS: dict[str, Callable[[list[Request]], Plan]] = {
@@ -194,6 +194,19 @@ def versions(suite: RolloutEngineSuite) -> str:
         if [list(row.tokens) for row in rows.values()] in seen:
             raise CheckFailed("new weights give the old tokens")
     return f"{len(seen)} updates, by sync and by adopt"
+
+
+def fingerprint(suite: RolloutEngineSuite) -> str:
+    """The fingerprint has the checksums of the newest weights, by sync and by adopt; an engine may have none."""
+    for adopt in (False, True, False):
+        if suite.engine.fingerprint() is None:
+            raise NotApplicable("it has no fingerprint, so runs compare its log-probs with the train engine's")
+        suite.sync(adopt=adopt)
+        found = suite.engine.fingerprint() or {}
+        wanted = {name: checksum(parameter) for name, parameter in suite.reference.hf.named_parameters()}
+        if wrong := [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]:
+            raise CheckFailed(f"its fingerprint has {len(wrong)} wrong checksums, such as that of {wrong[0]}")
+    return f"{len(wanted)} checksums after each of 3 updates"
 
 
 def dead_update(suite: RolloutEngineSuite) -> str:
