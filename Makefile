@@ -15,8 +15,8 @@ PLUGINS := $(wildcard plugins/rlcore-plugin-*)
 STANDARD := plugins/rlcore-plugin-plan plugins/rlcore-plugin-judge plugins/rlcore-plugin-testing
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 B ?= all
-# Processes that share the tests.
-TESTERS ?= 2
+# Processes that share the tests: one more than cores, as tests also wait for one another's processes.
+TESTERS ?= 3
 # Two OpenMP pools that spin on two cores make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
