@@ -15,6 +15,7 @@ M is the mean over all tokens of the mini-batch (loss_mean=token), the mean over
 (loss_mean=constant), a divisor that does not depend on the responses' lengths. Dr. GRPO: divide_by_std=false,
 loss_mean=constant, kl_coef=0. Where A_i < 0, delta bounds r_it from above in the first product (2505.07291).
 kl_unbiased multiplies KL_it by r_it, with the gradient through both: that of k1 and k3 is then the KL's (2512.02556).
+Without it, the gradient of k2 is the reverse KL's, that of k3 is not, and that of k1 is 0 on average, so k1 is refused.
 Algorithms with another loss or other advantages replace `loss` or `with_advantages` of the class.
 """
 
@@ -80,7 +81,12 @@ class GRPO(Algorithm):
         return {**actor, "ref": Role()} if self.config.kl_coef > 0 else actor
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when a step has fewer prompts than mini-batches: some mini-batches would be empty."""
+        """Raise ConfigError for empty mini-batches, and for a KL without a gradient."""
+        algo = self.config
+        if algo.kl_coef > 0 and algo.kl_estimator == "k1" and not algo.kl_unbiased:
+            raise ConfigError(
+                "algo.kl_estimator=k1 has zero expected gradient as a loss; set k2, k3 or kl_unbiased=true"
+            )
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "

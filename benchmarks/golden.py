@@ -36,6 +36,8 @@ RUNS = {
     "remax": "algo=remax",
     "dapo": "algo=dapo",
     "sft": "algo=sft",
+    **{name: f"algo={name} algo.mini_batches=2" for name in ("gspo", "cispo", "sapo", "gmpo", "vespo", "dppo")},
+    **{name: f"algo={name}" for name in ("maxrl", "reinforce_pp", "pass_at_k", "gdpo")},
     "safe_rlhf": 'algo=safe_rlhf reward.functions={{arithmetic:1,{cost}:0}} algo.cost_function="{cost}"',
     "reward_model": "algo=reward_model data=file data.path={pairs} reward.functions={{}}",
     "grpo_ray": "algo=grpo cluster=local",

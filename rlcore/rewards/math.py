@@ -25,6 +25,7 @@ def math(prompt: str, response: str, answer: Any) -> float:
 def _reference(answer: str) -> list[Any]:
     import math_verify
 
+    answer = answer.replace("\\$", "")  # a currency sign delimits no formula
     delimited = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
     parsed = math_verify.parse(answer if delimited else f"${answer}$")
     if not parsed:

@@ -276,6 +276,7 @@ def test_kl_estimators_end_to_end(take_steps):
     found = {}
     for kind in ("k1", "k2", "k3"):
         options = ["algo.group_size=2", "algo.kl_coef=1", f"algo.kl_estimator={kind}"]
+        options += ["algo.kl_unbiased=true"] if kind == "k1" else []
         metrics, _, roles = take_steps(*options, steps=2)
         assert roles == {"actor", "ref"}
         assert metrics[0]["loss/kl"] == pytest.approx(0, abs=1e-6)
@@ -328,6 +329,15 @@ def test_fewer_prompts_than_mini_batches_are_refused(mini_batches):
 def test_settings_out_of_range_are_refused(override):
     with pytest.raises(ConfigError, match=override.split("=")[0]):
         compose(["algo=grpo", f"algo.{override}"], PluginManager.load())
+
+
+def test_a_kl_without_a_gradient_is_refused():
+    plugins = PluginManager.load()
+    same = ["algo=grpo", "cluster=in_process", "algo.kl_estimator=k1"]
+    for fine in ("algo.kl_unbiased=true", "algo.kl_coef=0"):
+        preflight(compose([*same, fine], plugins), plugins)
+    with pytest.raises(ConfigError, match=r"algo\.kl_estimator=k1 has zero expected gradient in the loss"):
+        preflight(compose(same, plugins), plugins)
 
 
 def test_roles_follow_the_kl():

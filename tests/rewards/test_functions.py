@@ -124,6 +124,9 @@ MATHS = [
     (r"\boxed{x^2 + 2x}", "x^2+2x+1", 0.0),
     (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
     (r"The answer is 1,234", "1234", 1.0),
+    (r"They pay \boxed{18.90}", r"\$18.90", 1.0),
+    (r"They pay \boxed{\$18.90}", r"\$18.90", 1.0),
+    (r"They pay \boxed{18}", r"\$18.90", 0.0),
     (r"\boxed{2\sqrt{2}}", r"the answer is \boxed{\sqrt{8}}", 1.0),
     ("no idea", "4", 0.0),
 ]
