@@ -336,7 +336,7 @@ def test_a_kl_without_a_gradient_is_refused():
     same = ["algo=grpo", "cluster=in_process", "algo.kl_estimator=k1"]
     for fine in ("algo.kl_unbiased=true", "algo.kl_coef=0"):
         preflight(compose([*same, fine], plugins), plugins)
-    with pytest.raises(ConfigError, match=r"algo\.kl_estimator=k1 has zero expected gradient in the loss"):
+    with pytest.raises(ConfigError, match=r"algo\.kl_estimator=k1 has zero expected gradient as a loss"):
         preflight(compose(same, plugins), plugins)
 
 
