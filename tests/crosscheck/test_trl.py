@@ -6,6 +6,10 @@ import pytest
 import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from rlcore_online_dpo import OnlineDPOConfig, online_dpo_loss
+from rlcore_plugin_cispo import CISPOConfig, cispo_loss
+from rlcore_plugin_gspo import GSPOConfig, gspo_loss
+from rlcore_plugin_sapo import SAPOConfig, sapo_loss
+from rlcore_plugin_vespo import VESPOConfig, vespo_loss
 from rlcore_ppo import PPOConfig, actor_loss, critic_loss, estimate_advantages, shift_and_scale, token_rewards
 
 from rlcore import DataProto, Ragged
@@ -56,6 +60,46 @@ def test_grpo(ask_trl, loss_type, loss_mean, kl_coef):
     batch["grpo_budget"] = torch.full((ROWS,), TOKENS)
     loss, grads = value_and_grad(grpo_loss, {"log_probs": new, "entropy": torch.zeros(ROWS, TOKENS)}, batch, config)
     assert loss == pytest.approx(theirs["loss"], rel=1e-5)
+    close(grads["log_probs"], theirs["grad"])
+
+
+CLIPS = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+OURS = {"clip_low": 0.2, "clip_high": 0.28}
+WHOLE = {**CLIPS, "importance_sampling_level": "sequence"}
+TAUS = {"args": {"sapo_temperature_pos": 0.8, "sapo_temperature_neg": 2.5}}
+GAMMA = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("settings", "loss", "config"),
+    [
+        ({"loss_type": "dapo", **CLIPS, "args": {"delta": 1.5}}, grpo_loss, partial(GRPOConfig, delta=1.5, **OURS)),
+        (
+            {"loss_type": "grpo", **CLIPS, "args": {"use_bias_correction_kl": True}},
+            grpo_loss,
+            partial(GRPOConfig, kl_unbiased=True, loss_mean="sequence", **OURS),
+        ),
+        ({"loss_type": "grpo", **WHOLE}, gspo_loss, partial(GSPOConfig, **OURS)),
+        ({"loss_type": "luspo", **WHOLE}, gspo_loss, partial(GSPOConfig, luspo=True, **OURS)),
+        ({"loss_type": "cispo", "epsilon_high": 1.5}, cispo_loss, partial(CISPOConfig, clip_high=1.5)),
+        ({"loss_type": "sapo", **TAUS}, sapo_loss, partial(SAPOConfig, tau_pos=0.8, tau_neg=2.5)),
+        ({"loss_type": "vespo", "args": GAMMA}, vespo_loss, VESPOConfig),
+    ],
+    ids=["delta", "unbiased-kl", "gspo", "luspo", "cispo", "sapo", "vespo"],
+)
+def test_losses_on_grpo(ask_trl, settings, loss, config, kl_coef):
+    old, ref = noise(1, ROWS, TOKENS), noise(2, ROWS, TOKENS)
+    new = old + 0.4 * noise(0, ROWS, TOKENS)
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
+    columns = {"old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": MASK}
+    tensors = {"log_probs": new, **columns, "advantages": advantages}
+    theirs = ask_trl("grpo", tensors, {"beta": kl_coef, **settings})
+    batch = {"response_mask": MASK, "old_log_probs": old, "ref_log_probs": ref, "rollout_log_probs": old}
+    batch["advantages"] = advantages
+    outputs = {"log_probs": new, "entropy": torch.zeros(ROWS, TOKENS)}
+    value, grads = value_and_grad(loss, outputs, batch, config(kl_coef=kl_coef))
+    assert value == pytest.approx(theirs["loss"], rel=1e-5)
     close(grads["log_probs"], theirs["grad"])
 
 

@@ -20,20 +20,22 @@ def grpo(request):
     tensors = {name: torch.tensor(value) for name, value in request["tensors"].items()}
     log_probs = tensors.pop("log_probs").requires_grad_()
     mask = tensors["completion_mask"]
+    settings = {"importance_sampling_level": "token", **request["settings"]}
+    args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **settings.pop("args", {})}
     trainer = MagicMock(
         **{"_get_per_token_logps_and_entropies.return_value": (log_probs, torch.zeros_like(log_probs), None)},
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
         use_vllm=False,
         _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
         accelerator=MagicMock(num_processes=1),
         max_completion_length=mask.shape[1],
-        **request["settings"],
+        **settings,
     )
-    trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.args = SimpleNamespace(**args)
+    trainer.get_gamma_weights = GRPOTrainer.get_gamma_weights
     trainer.model.training = True
     trainer.accelerator.gather.side_effect = lambda value: value
     prompts = torch.ones(len(mask), 1, dtype=torch.int64)

@@ -72,3 +72,10 @@ def test_bounds_without_1_between_them_are_refused(words, weights):
         return
     with pytest.raises(ConfigError, match=rf"clips weights to {weights}, which must hold 1"):
         preflight(config, plugins)
+
+
+def test_grpos_own_check_remains():
+    plugins = PluginManager.load()
+    config = compose(["algo=cispo", "cluster=in_process", "data.batch_size=2", "algo.mini_batches=3"], plugins)
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 3"):
+        preflight(config, plugins)

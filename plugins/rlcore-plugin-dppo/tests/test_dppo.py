@@ -11,6 +11,7 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
 from rlcore.plugins import PluginManager
+from rlcore.preflight import preflight
 
 
 def written_out(config):
@@ -92,3 +93,10 @@ def test_a_second_correction_for_older_policies_is_refused():
     config = compose(words, plugins)
     with pytest.raises(ConfigError, match=r"set trainer\.importance=off"):
         plugins.algorithm("dppo").algorithm(config.algo).check(config)
+
+
+def test_grpos_own_check_remains():
+    plugins = PluginManager.load()
+    config = compose(["algo=dppo", "cluster=in_process", "data.batch_size=2", "algo.mini_batches=3"], plugins)
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 3"):
+        preflight(config, plugins)

@@ -74,3 +74,10 @@ def test_bounds_that_could_not_act_are_no_keys():
     with pytest.raises(ConfigError, match="clip_low"):
         compose(["algo=pass_at_k", "algo.clip_low=0.1"], PluginManager.load())
     assert set(PassAtK(PassAtKConfig()).roles()) == {"actor"}
+
+
+def test_grpos_own_check_remains():
+    plugins = PluginManager.load()
+    config = compose(["algo=pass_at_k", "cluster=in_process", "data.batch_size=2", "algo.mini_batches=3"], plugins)
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 3"):
+        preflight(config, plugins)

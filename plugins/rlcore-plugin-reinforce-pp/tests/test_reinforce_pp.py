@@ -111,3 +111,10 @@ def test_a_baseline_without_a_group_is_refused(size, refused):
         return
     with pytest.raises(ConfigError, match=r"algo\.group_size to 2"):
         preflight(config, plugins)
+
+
+def test_grpos_own_check_remains():
+    plugins = PluginManager.load()
+    config = compose(["algo=reinforce_pp", "cluster=in_process", "data.batch_size=2", "algo.mini_batches=3"], plugins)
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 3"):
+        preflight(config, plugins)

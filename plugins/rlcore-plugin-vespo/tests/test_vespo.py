@@ -89,3 +89,10 @@ def test_a_second_correction_for_older_policies_is_refused(words, refused):
 def test_a_run_without_older_policies_needs_no_setting():
     plugins = PluginManager.load()
     preflight(compose(["algo=vespo", "cluster=in_process"], plugins), plugins)
+
+
+def test_grpos_own_check_remains():
+    plugins = PluginManager.load()
+    config = compose(["algo=vespo", "cluster=in_process", "data.batch_size=2", "algo.mini_batches=3"], plugins)
+    with pytest.raises(ConfigError, match=r"algo\.mini_batches is 3"):
+        preflight(config, plugins)
