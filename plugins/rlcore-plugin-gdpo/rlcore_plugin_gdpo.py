@@ -1,11 +1,7 @@
 """GDPO: group reward-decoupled normalisation (arXiv 2601.05242).
 
 The loop, the loss and the KL are GRPO's, the advantages are not. With several rewards, GRPO normalises their sum, in
-<<<<<<< HEAD
-which different combinations of rewards are equal. Here each reward k is normalised in its group first (eq. 4), then all
-=======
 which different combinations of rewards are equal. Here each reward k is first normalised in its group (eq. 4), then all
->>>>>>> losses
 are added with the weights of reward.functions and reward.model_weight (eq. 7), and normalised over the batch (eq. 6):
 
     A_ik = (s_ik - b_k) / (std(s_k) + 1e-6)                      (divide_by_std=false leaves out the division)
