@@ -58,7 +58,7 @@ def roles(ray_cluster, engine_models, model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scored")
     shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
     hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(hf.score.weight)
+    torch.nn.init.normal_(hf.score.weight, generator=torch.Generator().manual_seed(7))
     hf.save_pretrained(folder)
     config = Config(algorithm="", algo=None, model=ModelConfig(path=str(folder)))
     engine = EngineConfig(lr=1e-2, clip_grad=0.0, micro_batch_rows=3)
