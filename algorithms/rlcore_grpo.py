@@ -83,7 +83,7 @@ class GRPO(Algorithm):
     def check(self, config: Config) -> None:
         """Raise ConfigError for empty mini-batches, and for a KL without a gradient."""
         algo = self.config
-        if algo.kl_coef > 0 and algo.kl_estimator == "k1" and not algo.kl_unbiased:
+        if algo.kl_coef > 0 and getattr(algo, "kl_estimator", "") == "k1" and not algo.kl_unbiased:
             raise ConfigError(
                 "algo.kl_estimator=k1 has zero expected gradient as a loss; set k2, k3 or kl_unbiased=true"
             )

@@ -186,13 +186,13 @@ def _made_up_column(spec: Any, rows: int) -> Any:
     return values
 
 
-def _rows(config: Any, split: str) -> list[dict[str, str]]:
+def _rows(config: Any, split: str) -> list[dict[str, Any]]:
     first = 0 if split == "train" else 50
     keys = ("prompt", "answer", "completion", "chosen", "rejected", config.prompt_key, config.answer_key)
     rows = []
     for number in range(first, first + 4 * PROMPTS):
         texts = {key: f"{number} {key[:3]}" for key in keys}
-        rows.append({**texts, config.prompt_key: f"{number}+1="})
+        rows.append({"label": number % 2 == 0, **texts, config.prompt_key: f"{number}+1="})
     return rows
 
 

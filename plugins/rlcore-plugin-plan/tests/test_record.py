@@ -60,7 +60,7 @@ def test_pairs_wait_for_the_scores_and_have_fewer_rows(plugins):
 
 
 def test_every_installed_algorithm_can_be_recorded(plugins):
-    settings = {"safe_rlhf": ["algo.cost_model=elsewhere"]}
+    settings = {"safe_rlhf": ["algo.cost_model=elsewhere"], "on_policy_distill": ["algo.teacher=elsewhere"]}
     for name in plugins.algorithms():
         flow = record(compose([f"algo={name}", *settings.get(name, [])], plugins), plugins)
         assert any(call.method == "update" and call.rows > 0 for stage in flow.stages for call in stage), name
