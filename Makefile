@@ -30,8 +30,10 @@ train: $(VENV)/.installed
 	$(BIN)/rlcore train experiment=quickstart run.dir=runs/quickstart
 
 # The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
+# Tests that look at how busy a process is run alone, after the others.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
+	$(BIN)/python -m pytest -m alone tests/workers
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile -m slow

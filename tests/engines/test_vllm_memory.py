@@ -8,6 +8,7 @@ import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig, compose
 from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.worker import ModelWorker
 from rlcore.engines.vllm import internals
@@ -127,7 +128,10 @@ class Engine(RolloutEngine):
         return self.requests
 
     def sync(self, weights, version, shapes):
-        self.version = version
+        self.version, self.held = version, {name: checksum(tensor) for name, tensor in weights}
+
+    def fingerprint(self):
+        return self.held
 
     def sleep(self):
         self.sleeps += 1

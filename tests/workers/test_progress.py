@@ -85,7 +85,7 @@ class Pair(Worker):
         return self.rank
 
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.alone]
 
 
 @pytest.fixture
