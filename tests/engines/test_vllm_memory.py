@@ -128,10 +128,10 @@ class Engine(RolloutEngine):
         return self.requests
 
     def sync(self, weights, version, shapes):
-        self.version, self.held = version, {name: checksum(tensor) for name, tensor in weights}
+        self.version = version
 
     def fingerprint(self):
-        return self.held
+        return {name: checksum(tensor) for name, tensor in self.setup.shared.named_parameters()}
 
     def sleep(self):
         self.sleeps += 1
