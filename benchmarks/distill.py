@@ -11,9 +11,9 @@ import torch
 from benchmarks.learning import SEEDS, Run, train
 from benchmarks.report import Bar, Figure, write
 
-NOISE = 0.2
+NOISE = 0.3
 """Standard deviation of the noise on each matrix, as a share of the matrix's own standard deviation."""
-WORDS = ("algo=on_policy_distill", "algo.group_size=8", "trainer.total_steps=150")
+WORDS = ("algo=on_policy_distill", "algo.group_size=16", "trainer.total_steps=400")
 BEFORE, AFTER, SECONDS = 0.4, 0.9, 300
 
 
