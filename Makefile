@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/rlcore-plugin-*)
 # The plugins that bring rlcore's own commands and keys; `make train` has them too.
 STANDARD := plugins/rlcore-plugin-plan plugins/rlcore-plugin-judge plugins/rlcore-plugin-testing
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Makes a venv if there is none, and installs with uv; pip's settings hold.
+INSTALL := $(PYTHON) install.py
 B ?= all
 # Processes that share the tests: one more than cores, as tests also wait for one another's processes.
 TESTERS ?= 3
@@ -41,11 +42,10 @@ test-slow: $(VENV)/.installed-dev
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/engines/vllm
 
-# The list is whole, so nothing is resolved; what is never imported need not be compiled.
+# The list is whole, so nothing is resolved.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml plugins/rlcore-plugin-testing/pyproject.toml
-	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-vllm.txt
-	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
+	$(INSTALL) .venv-vllm --torch cpu --no-deps --requirement requirements-vllm.txt
+	$(INSTALL) .venv-vllm --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
 	touch $@
 
 test-verifiers: .venv-verifiers/.installed
@@ -54,8 +54,7 @@ test-verifiers: .venv-verifiers/.installed
 # verifiers needs older versions of two packages: its own come first on the path, and then those of $(VENV).
 .venv-verifiers/.installed: requirements-verifiers.txt $(VENV)/.installed-dev
 	rm -rf .venv-verifiers
-	$(PYTHON) -m venv .venv-verifiers
-	.venv-verifiers/bin/python -m pip install --quiet --no-deps --requirement requirements-verifiers.txt
+	$(INSTALL) .venv-verifiers --no-deps --requirement requirements-verifiers.txt
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$(.venv-verifiers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/over.pth
 	touch $@
@@ -83,10 +82,9 @@ bench-setup: $(VENV)/.installed-dev .venv-verl/.installed .venv-trl/.installed
 
 # Of verl only the package and what its DataProto and its Ray controller import.
 .venv-verl/.installed: constraints.txt
-	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install --quiet torch==2.13.0 ray==2.60.0 numpy==2.4.6 pandas==3.1.1 hydra-core==1.3.8 \
+	$(INSTALL) .venv-verl torch==2.13.0 ray==2.60.0 numpy==2.4.6 pandas==3.1.1 hydra-core==1.3.8 \
 		tensordict==0.10.0 transformers==5.10.4
-	.venv-verl/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	$(INSTALL) .venv-verl --no-deps verl==0.9.1
 	touch $@
 
 crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
@@ -94,20 +92,18 @@ crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
 
 # Of TRL 1.12 only the package, for its PPO; what it imports is what 1.16 needs too.
 .venv-trl/.installed: constraints.txt
-	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --constraint constraints.txt torch trl==1.16.0
-	.venv-trl/bin/python -m pip install --quiet --no-deps --upgrade --target .venv-trl/trl-1.12 trl==1.12.0
+	$(INSTALL) .venv-trl --constraint constraints.txt torch trl==1.16.0
+	$(INSTALL) .venv-trl --no-deps --upgrade --target .venv-trl/trl-1.12 trl==1.12.0
 	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm .venv-verifiers build *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(STANDARD:=/pyproject.toml)
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable . $(STANDARD:%=--editable %)
+	$(INSTALL) $(VENV) --constraint constraints.txt --editable . $(STANDARD:%=--editable %)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(PLUGINS:=/pyproject.toml)
-	$(PIP) --editable ".[dev]"
-	$(PIP) --no-deps --no-build-isolation $(PLUGINS:%=--editable %)
+	$(INSTALL) $(VENV) --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) $(VENV) --no-deps --no-build-isolation $(PLUGINS:%=--editable %)
 	touch $@
