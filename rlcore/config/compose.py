@@ -53,7 +53,7 @@ def compose(
     search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
     with hydra_nodes(_nodes(plugins, base), search_path) as hydra:
         own = {path for path in plugins.sections() if "." not in path}
-        prepared = _prepare(overrides, own, lambda group: _options(hydra, group, search_path))
+        prepared = _prepare(overrides, own, _options(hydra, search_path))
         try:
             composed = hydra.compose_config(
                 config_name="config" if base is None else "saved",
@@ -123,7 +123,8 @@ def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequen
         # hydra has added its own nodes by now, so only the nodes added below have to be removed again.
         store = ConfigStore.instance()
         before = store.repo
-        files = {group: _options(hydra, group, search_path) for group in {group for group, _ in nodes} if group}
+        options_of = _options(hydra, search_path)
+        files = {group: options_of(group) for group in {group for group, _ in nodes} if group}
         store.repo = {key: dict(value) if isinstance(value, dict) else value for key, value in before.items()}
         try:
             for (group, name), node in nodes.items():
@@ -135,13 +136,13 @@ def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequen
             store.repo = before
 
 
-def _options(hydra: Hydra, group: str, search_path: Sequence[str]) -> list[str]:
+def _options(hydra: Hydra, search_path: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a function that lists a group's options. hydra's own `get_group_options` copies all nodes for each group."""
     from hydra.core.object_type import ObjectType
 
-    loader = hydra.config_loader
-    if not search_path:
-        return loader.get_group_options(group, ObjectType.CONFIG)
-    return loader.get_group_options(group, ObjectType.CONFIG, config_name="config", overrides=list(search_path))
+    config_name = "config" if search_path else None
+    _, repository = hydra.config_loader._parse_overrides_and_create_caching_repo(config_name, list(search_path))
+    return lambda group: repository.get_group_options(group, ObjectType.CONFIG)
 
 
 def core_values() -> dict[str, dict[str, Any]]:

@@ -16,6 +16,8 @@ from typing import Literal
 from rlcore.errors import PluginError, did_you_mean
 
 GROUP = "rlcore"
+OWN = "rlcore"
+"""The distribution whose plugins come with rlcore itself."""
 UNKNOWN = "unknown"
 """The name and version of a distribution whose metadata lacks them."""
 UNREADABLE = "unreadable: "
@@ -61,16 +63,16 @@ class BrokenPlugin(PluginError):
 
 def installed() -> list[EntryPoint]:
     """Return the installed plugins' entry points in the order of loading, from metadata; imports nothing."""
-    found: list[EntryPoint] = []
+    found: list[tuple[bool, str, EntryPoint]] = []
     seen: set[str] = set()
     for distribution in metadata.distributions():
         # One whose metadata cannot be read breaks `entry_points()`, and so every command, whatever it brings.
         if f"[{GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
-            name = _metadata(distribution, "Name")
+            name, _ = _name_and_version(distribution)
             if name not in seen:
-                found += _entries_of(distribution)
+                found += [(name != OWN, entry.name, entry) for entry in _entries_of(distribution)]
             seen |= {name} - {UNKNOWN}
-    return sorted(found, key=lambda entry: (not is_own(entry), entry.name))
+    return [entry for *_, entry in sorted(found, key=lambda each: each[:2])]
 
 
 def _entries_of(distribution: metadata.Distribution) -> Sequence[EntryPoint]:
@@ -78,18 +80,20 @@ def _entries_of(distribution: metadata.Distribution) -> Sequence[EntryPoint]:
         return distribution.entry_points.select(group=GROUP)
     except Exception as error:  # importlib.metadata splits the lines and does not check them
         text = f"{UNREADABLE}{type(error).__name__}: {error}"
-        return [EntryPoint(_metadata(distribution, "Name"), text, GROUP)._for(distribution)]  # type: ignore[attr-defined]
+        name, _ = _name_and_version(distribution)
+        return [EntryPoint(name, text, GROUP)._for(distribution)]  # type: ignore[attr-defined]
 
 
-def _metadata(distribution: metadata.Distribution, key: str) -> str:
-    """Return a field of a distribution's metadata, UNKNOWN where it is missing."""
-    facts = distribution.metadata
-    return facts[key] if key in facts else UNKNOWN  # noqa: SIM401 (typed without `get` in Python 3.11)
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
+    """Return a distribution's name and version, UNKNOWN for one that its metadata lacks."""
+    facts = distribution.metadata  # read from the disk and parsed each time
+    name, version = (facts[key] if key in facts else UNKNOWN for key in ("Name", "Version"))  # noqa: SIM401
+    return name, version
 
 
 def is_own(entry: EntryPoint) -> bool:
     """Whether a plugin comes with rlcore itself."""
-    return distribution_of(entry)[0] == "rlcore"
+    return distribution_of(entry)[0] == OWN
 
 
 def algorithm_of(entry_point: str) -> str | None:
@@ -107,7 +111,7 @@ def distribution_of(entry: EntryPoint) -> tuple[str, str]:
     """Return the name and version of the distribution that brings an entry point."""
     # Typed optional, but always set on the entry points of a distribution.
     assert entry.dist is not None
-    return _metadata(entry.dist, "Name"), _metadata(entry.dist, "Version")
+    return _name_and_version(entry.dist)
 
 
 def info_of(entry: EntryPoint) -> PluginInfo:
