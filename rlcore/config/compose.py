@@ -137,7 +137,7 @@ def hydra_nodes(nodes: Mapping[tuple[str | None, str], Any], search_path: Sequen
 
 
 def _options(hydra: Hydra, search_path: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function that lists a group's options. hydra's own `get_group_options` copies all nodes for each group."""
+    """Return a function that lists a group's options; hydra's `get_group_options` copies all nodes for each group."""
     from hydra.core.object_type import ObjectType
 
     config_name = "config" if search_path else None
