@@ -21,6 +21,7 @@ class Break:
 
 
 POLICY = "-masked_sum(gain, mask), mask.sum()"
+HIDDEN_STATE = ('self.steps = state["steps"]', 'state["steps"]', "belongs in state_dict")
 BROKEN = {
     "mean_over_micro_batch": Break(
         "micro_batch_split", POLICY, "-(gain * mask).mean() * mask.sum(), mask.sum()", "term 'policy' was"
@@ -32,7 +33,8 @@ BROKEN = {
         "response_mask 0 get",
     ),
     "flipped_sign": Break("better_sample", POLICY, "masked_sum(gain, mask), mask.sum()", "higher advantage of row"),
-    "hidden_state": Break("kill_and_resume", 'self.steps = state["steps"]', 'state["steps"]', "belongs in state_dict"),
+    "hidden_state": Break("resume", *HIDDEN_STATE),
+    "hidden_state_of_a_killed_run": Break("kill_and_resume", *HIDDEN_STATE),
     "global_random": Break(
         "same_seed", 'random.Random(f"{run.config.trainer.seed} {run.step}")', "random", "Randomness must come"
     ),

@@ -23,8 +23,8 @@ def test_the_command_prints_a_report_card_and_fails_with_a_check(ray_cluster, br
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("FAIL")] == ["one_worker_equals_two"]
     assert "map of centred: sound_weight of a row depends" in next(line for line in lines if line.startswith("FAIL"))
-    assert lines[-1].startswith("sound: 15 pass, 1 FAIL, 0 n/a, in ")
-    assert len(lines) == 17
+    assert lines[-1].startswith("sound: 16 pass, 1 FAIL, 0 n/a, in ")
+    assert len(lines) == 18
     assert all(len(line.split(maxsplit=2)) == 3 for line in lines[:-1])
 
 

@@ -16,7 +16,8 @@ from rlcore import PluginManager, Run
 from rlcore.config import compose, from_yaml, to_yaml
 from rlcore.preflight import preflight
 from rlcore_plugin_testing.algorithm import loss_checks
-from rlcore_plugin_testing.algorithm.suite import KILLED_AT, AlgorithmSuite, FinishedRun, contents
+from rlcore_plugin_testing.algorithm.problem import STEPS
+from rlcore_plugin_testing.algorithm.suite import STOPPED_AT, AlgorithmSuite, FinishedRun, contents
 from rlcore_plugin_testing.algorithm.watch import Changes, function_name, plain_function
 from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 
@@ -129,20 +130,30 @@ def zero_learning_rate(suite: AlgorithmSuite) -> str:
     return f"weights equal; {f'ratio of {ratios} at 1' if ratios else 'no loss reads old_log_probs'}"
 
 
+def resume(suite: AlgorithmSuite) -> str:
+    """A run that stops before a checkpoint and is resumed in this process equals an uninterrupted one bit for bit."""
+    files = _equal_end(suite, suite.stopped_and_resumed)
+    return f"stopped in step {STOPPED_AT} of {STEPS}; {files} files of weights and optimizers are equal"
+
+
 def kill_and_resume(suite: AlgorithmSuite) -> str:
-    """A killed and resumed run equals an uninterrupted one bit for bit: metrics, samples, weights, optimizers."""
-    resumed = suite.resumed
+    """A run that is killed in its own process and resumed equals an uninterrupted one bit for bit."""
+    files = _equal_end(suite, suite.killed_and_resumed)
+    return f"killed in step {STOPPED_AT} of {STEPS}; {files} files of weights and optimizers are equal"
+
+
+def _equal_end(suite: AlgorithmSuite, resumed: FinishedRun) -> int:
+    """Compare a resumed run with the plain one: metrics, samples, state, weights, optimizers. Return the file count."""
     if found := _unequal(suite.plain, resumed, exact=True):
         raise CheckFailed(
             f"the resumed run differs: {found}. State that one step writes and a later one reads belongs in state_dict"
         )
-    last = len(suite.plain.record.metrics)
-    one, other = suite.plain.saved(last), resumed.saved(last)
-    if (state := suite.plain.state(last)) != (resumed_state := resumed.state(last)):
+    one, other = suite.plain.saved(STEPS), resumed.saved(STEPS)
+    if (state := suite.plain.state(STEPS)) != (resumed_state := resumed.state(STEPS)):
         raise CheckFailed(f"the resumed run ends with the state_dict() {resumed_state}, not {state}")
     if different := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
         raise CheckFailed(f"the resumed run ends with different contents in {', '.join(different)}")
-    return f"killed in step {KILLED_AT} of {last}; {len(one)} files of weights and optimizers are equal"
+    return len(one)
 
 
 def non_finite(suite: AlgorithmSuite) -> str:
@@ -204,6 +215,7 @@ CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
         loss_checks.better_sample,
         zero_learning_rate,
         non_finite,
+        resume,
         kill_and_resume,
         reaches_workers,
         in_process_equals_ray,

@@ -34,8 +34,8 @@ from rlcore_plugin_testing.report import CheckFailed, CheckSuite, NotApplicable,
 
 START_SECONDS = 600.0
 """Seconds for the start of Ray's workers: their imports take long on a machine that runs other tests."""
-KILLED_AT = 2
-"""The step at whose end the run is killed; the checkpoint of the step before is then the newest."""
+STOPPED_AT = 2
+"""The step at whose end a run is stopped or killed; the checkpoint of the step before is then the newest."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,20 @@ class AlgorithmSuite(CheckSuite):
         return True
 
     @property
-    def resumed(self) -> FinishedRun:
+    def stopped_and_resumed(self) -> FinishedRun:
+        """A run that stopped in this process before a checkpoint, and was resumed."""
+
+        def make() -> FinishedRun:
+            stopped = self._in_process("stopped", Changes(stop_after=STOPPED_AT))
+            if len(stopped.record.metrics) != STOPPED_AT:
+                raise CheckFailed(f"the run to be stopped took {len(stopped.record.metrics)} steps, not {STOPPED_AT}")
+            self._train(self.config, "stopped", PluginManager.load(self.plugins))
+            return FinishedRun(self.folder / "stopped", RunRecord())
+
+        return self.once("stopped", make)
+
+    @property
+    def killed_and_resumed(self) -> FinishedRun:
         """A run that was killed in its own process and resumed in this one."""
 
         def make() -> FinishedRun:
@@ -186,7 +199,7 @@ class AlgorithmSuite(CheckSuite):
 
     def _start_killed(self) -> BaseProcess:
         process = killed.start(
-            KILLED_AT, to_yaml(self.config), self.folder / "resumed", self.plugins, self.folder / "killed.log"
+            STOPPED_AT, to_yaml(self.config), self.folder / "resumed", self.plugins, self.folder / "killed.log"
         )
         self._stack.callback(process.join)
         self._stack.callback(process.kill)  # before waiting, if nobody has waited for it
