@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import Benchmark, Figure, at_most
 from rlcore.ops import chunked_log_probs, token_log_probs
 
 POSITIONS, VOCABULARY, HIDDEN = 4096, 151_936, 896
@@ -31,6 +31,20 @@ log-probs alone, of which a random weighted sum goes backward to the hidden stat
 ({LOGITS / MIB:.0f} MiB), log_softmax, and autograd. Each measurement is a process of its own, the sides in turn. Extra
 memory: the most resident memory (the kernel's own high-water mark) less what was resident before, less results and
 gradients. Gradients: the largest difference between the sides' by the largest entry of dense's."""
+
+BOTH, ALONE = KINDS = ("log-probs and entropy", "log-probs alone")
+FORWARD = at_most(f"{BOTH}: forward, times dense", 1.1)
+TIMES = {
+    BOTH: at_most(f"{BOTH}: forward and backward, times dense", 1.15),
+    ALONE: at_most(f"{ALONE}: forward and backward, times dense", 1.5),
+}
+MEMORY = {kind: at_most(f"{kind}: peak extra memory, of all logits", 0.1) for kind in KINDS}
+GRADIENTS = {kind: at_most(f"{kind}: difference of the gradients", 1e-5) for kind in KINDS}
+BENCHMARK = Benchmark(
+    "logprobs",
+    measures=("rlcore/ops/logprobs.py", "benchmarks/logprobs.py"),
+    bars=(FORWARD, *TIMES.values(), *MEMORY.values(), *GRADIENTS.values()),
+)
 
 Both = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -47,10 +61,10 @@ def dense_alone(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor,
 
 
 SIDES: dict[tuple[str, str], Both] = {
-    ("dense", "log-probs and entropy"): dense,
-    ("rlcore", "log-probs and entropy"): chunked_log_probs,
-    ("dense", "log-probs alone"): dense_alone,
-    ("rlcore", "log-probs alone"): chunked_log_probs,
+    ("dense", BOTH): dense,
+    ("rlcore", BOTH): chunked_log_probs,
+    ("dense", ALONE): dense_alone,
+    ("rlcore", ALONE): chunked_log_probs,
 }
 
 
@@ -71,7 +85,7 @@ def resident(key: str) -> int:
 
 def backward(results: tuple[Tensor, Tensor], kind: str, given: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients of a weighted sum of what the kind of measurement asks for."""
-    number = 1 if kind == "log-probs alone" else 2
+    number = 1 if kind == ALONE else 2
     return torch.autograd.grad(results[:number], of, list(given[:number]))
 
 
@@ -128,22 +142,16 @@ def main() -> bool:
             values = [each[key] / scale for each in found]
             figures.append(Figure(side, f"{kind}: {name}", unit, values))
             medians[side, kind, key] = statistics.median(values)
-    both, alone = "log-probs and entropy", "log-probs alone"
 
     def times(kind: str, key: str) -> float:
         return medians["rlcore", kind, key] / medians["dense", kind, key]
 
-    bars = [
-        Bar(f"{both}: forward, times dense", times(both, "forward"), 1.1, at_least=False),
-        Bar(f"{both}: forward and backward, times dense", times(both, "both"), 1.15, at_least=False),
-        Bar(f"{alone}: forward and backward, times dense", times(alone, "both"), 1.5, at_least=False),
-    ]
-    for kind in (both, alone):
+    bars = [FORWARD.at(times(BOTH, "forward")), *(TIMES[kind].at(times(kind, "both")) for kind in KINDS)]
+    for kind in KINDS:
         share = medians["rlcore", kind, "memory"] * MIB / LOGITS
-        bars.append(Bar(f"{kind}: peak extra memory, of all logits", share, 0.1, at_least=False))
-        apart = child("compare", kind)["difference"]
-        bars.append(Bar(f"{kind}: difference of the gradients", apart, 1e-5, at_least=False))
-    return write("logprobs", "make bench B=logprobs", figures, bars, NOTES)
+        bars.append(MEMORY[kind].at(share))
+        bars.append(GRADIENTS[kind].at(child("compare", kind)["difference"]))
+    return BENCHMARK.write(figures, bars, NOTES)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rlcore_plugin_plan.profile import Profile, load
 from rlcore_plugin_plan.search import search
 
 from benchmarks.models import write_characters
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 from rlcore.config import ModelConfig, compose
 from rlcore.data.chat import PromptEncoder, load_tokenizer
 from rlcore.plugins import PluginManager
@@ -50,6 +50,22 @@ LLAMA_13B = {
 }
 CLUSTERS = {128: 2.0, 1024: 30.0}
 """A100s for which PPO of four 13B models is planned, and the seconds that the search may take on one core."""
+ERROR = at_most("median error of a step's time", 0.2)
+TAU = at_least("Kendall's tau within an algorithm", 0.7)
+COMBINATIONS = at_least("combinations", 12)
+SEARCH = {gpus: at_most(f"search for 4 models on {gpus} devices (s)", most) for gpus, most in CLUSTERS.items()}
+BENCHMARK = Benchmark(
+    "plan",
+    measures=(
+        *GRPO,
+        "algorithms/rlcore_ppo.py",
+        "algorithms/rlcore_online_dpo.py",
+        "plugins/rlcore-plugin-plan/rlcore_plugin_plan",
+        "benchmarks/plan.py",
+        "benchmarks/models.py",
+    ),
+    bars=(ERROR, TAU, COMBINATIONS, *SEARCH.values()),
+)
 NOTES = """\
 A random Qwen2 of 4 layers and hidden 256 in fp32; a step of {prompts} prompts of {prompt} tokens and four responses of
 {response} each. Devices are two cores of one machine, a worker with one thread on each. First `rlcore plan --calibrate`
@@ -183,13 +199,10 @@ def main() -> bool:
     figures = [Figure("measured", f"{r.algorithm}, {r.placement}, {r.layout}", "s", r.measured) for r in rows]
     figures += [Figure("predicted", f"{r.algorithm}, {r.placement}, {r.layout}", "s", [r.predicted]) for r in rows]
     bars = [
-        Bar("median error of a step's time", statistics.median(abs(row.error) for row in rows), 0.2, at_least=False),
-        Bar("Kendall's tau within an algorithm", tau(rows), 0.7, at_least=True),
-        Bar("combinations", len(rows), 12, at_least=True),
-        *(
-            Bar(f"search for 4 models on {gpus} devices (s)", statistics.median(searches[gpus]), most, at_least=False)
-            for gpus, most in CLUSTERS.items()
-        ),
+        ERROR.at(statistics.median(abs(row.error) for row in rows)),
+        TAU.at(tau(rows)),
+        COMBINATIONS.at(len(rows)),
+        *(bar.at(statistics.median(searches[gpus])) for gpus, bar in SEARCH.items()),
     ]
     figures += [Figure("rlcore plan", f"search for 4 models on {n} devices", "s", t) for n, t in searches.items()]
     found = {name: getattr(profile, name) for name, source in profile.sources.items() if source.startswith("measured")}
@@ -201,4 +214,4 @@ def main() -> bool:
         table="\n".join(map(str, rows)),
         profile="\n".join(f"| {name} | {value:.4g} |" for name, value in found.items()),
     )
-    return write("plan", "make bench B=plan", figures, bars, notes)
+    return BENCHMARK.write(figures, bars, notes)

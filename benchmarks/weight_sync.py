@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import write_llama
-from benchmarks.report import Figure, write
+from benchmarks.report import Benchmark, Figure
 from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
 from rlcore.engines.hf.config import HFConfig
@@ -27,6 +27,13 @@ POOLS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """Workers that train, and that sample."""
 ROUNDS = 6
 """The first connects the processes and is not timed."""
+BENCHMARK = Benchmark(
+    "weight_sync",
+    measures=(
+        *("rlcore/engine", "rlcore/engines/hf", "rlcore/engines/torch", "rlcore/roles/weight_exporter.py"),
+        *("rlcore/workers", "rlcore/protocol", "benchmarks/weight_sync.py", "benchmarks/models.py"),
+    ),
+)
 NOTES = """\
 A Llama of 8 layers, hidden 512, in fp32: M = {m:.0f} MiB, which is sent and loaded whole in every round, on one machine
 of {cores} cores with one thread a process. The actor's ranks (FSDP2 shards where there are two) gather layer by layer,
@@ -117,4 +124,4 @@ def main() -> bool:
             figures += [ours, peer]
     mebibytes = sum(shape.numel() for shape in shapes) * 4 / 2**20
     notes = NOTES.format(m=mebibytes, cores=os.cpu_count())
-    return write("weight_sync", "make bench B=weight_sync", figures, [], notes)
+    return BENCHMARK.write(figures, [], notes)

@@ -12,10 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.episodes import throughput
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Bar, Benchmark, Figure, at_least, at_most
 
 SEEDS = (0, 1, 2)
-SECONDS = 600
+BEFORE = at_most("guess: accuracy before, worst seed", 0.3)
+AFTER = at_least("guess: accuracy after, worst seed", 0.9)
+SECONDS = at_most("guess: whole command, slowest (s)", 600)
+GAIN = at_least("reasoning-gym: gain of accuracy, worst seed", 0.1)
+BENCHMARK = Benchmark(
+    "episodes",
+    measures=(
+        *GRPO,
+        "rlcore/episodes",
+        "plugins/rlcore-plugin-reasoning-gym/rlcore_plugin_reasoning_gym.py",
+        "benchmarks/episodes",
+    ),
+    bars=(BEFORE, AFTER, SECONDS, GAIN, throughput.SEVERAL, throughput.DECODING),
+)
 
 GUESS = (
     "-p",
@@ -77,10 +90,10 @@ def bars(guess: Sequence[Run], divisors: Sequence[Run]) -> list[Bar]:
     """Return the bars, each for the worst seed."""
     gains = [run["accuracy_after"] - run["accuracy_before"] for run in divisors]
     return [
-        Bar("guess: accuracy before, worst seed", max(run["accuracy_before"] for run in guess), 0.3, at_least=False),
-        Bar("guess: accuracy after, worst seed", min(run["accuracy_after"] for run in guess), 0.9, at_least=True),
-        Bar("guess: whole command, slowest (s)", max(run["wall_seconds"] for run in guess), SECONDS, at_least=False),
-        Bar("reasoning-gym: gain of accuracy, worst seed", min(gains), 0.1, at_least=True),
+        BEFORE.at(max(run["accuracy_before"] for run in guess)),
+        AFTER.at(min(run["accuracy_after"] for run in guess)),
+        SECONDS.at(max(run["wall_seconds"] for run in guess)),
+        GAIN.at(min(gains)),
     ]
 
 
@@ -99,9 +112,7 @@ def main() -> bool:
     )
     measured = [figure for name, done in runs.items() for figure in figures(name, done)]
     speed, held, how = throughput.measure()
-    return write(
-        "episodes",
-        "make bench B=episodes",
+    return BENCHMARK.write(
         [*measured, *speed],
         [*bars(*runs.values()), *held],
         f"{notes} Speed: {how}.",

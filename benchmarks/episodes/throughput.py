@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Bar, Figure
+from benchmarks.report import Bar, Figure, at_least
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
@@ -28,6 +28,8 @@ from rlcore.protocol import DataProto, Ragged
 
 TURNS, TURN_TOKENS, ROWS = 4, 32, 64
 RUNS = 3
+SEVERAL = at_least("tokens/s of several turns, of one turn", 0.85)
+DECODING = at_least("share of the time that decodes, answers after 200 ms", 0.80)
 
 
 class AtOnce:
@@ -126,9 +128,6 @@ def measure() -> tuple[list[Figure], list[Bar], str]:
         Figure(f"{TURNS} turns", "tokens", "tokens/s", several),
         Figure("answers after 200 ms", "decoding", "share of the time", busy),
     ]
-    bars = [
-        Bar("tokens/s of several turns, of one turn", statistics.median(ratios), 0.85, at_least=True),
-        Bar("share of the time that decodes, answers after 200 ms", statistics.median(busy), 0.80, at_least=True),
-    ]
+    bars = [SEVERAL.at(statistics.median(ratios)), DECODING.at(statistics.median(busy))]
     note = f"{ROWS} episodes, {TURNS} turns of {TURN_TOKENS} tokens, 20 M parameters in fp32, two threads"
     return figures, bars, note
