@@ -61,7 +61,7 @@ def compare(name: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the named benchmarks, or all; the exit status is 1 when something is worse, or `--stored` names a result."""
+    """Check the named benchmarks, or all; the exit status is 1 when something is worse, or named by `--stored`."""
     asked = [word for word in argv if word != "--stored"]
     every, only_stored = asked in ([], ["all"]), "--stored" in argv
     names = asked if not every else list(BENCHMARKS) if only_stored else ON_CPU

@@ -157,6 +157,8 @@ def check(benchmarks: Iterable[Benchmark], results: Path, root: Path = ROOT, *, 
         if not file.exists():
             bars.append(f"bars differ: {benchmark.name}: there is no stored result")
             continue
+        absent = [path for path in benchmark.measures if not (root / path).exists()]
+        ages += [f"age unknown: {benchmark.name} measures {path}, which does not exist" for path in absent]
         stored = json.loads(file.read_text())
         bars += [f"bars differ: {benchmark.name}: {line}" for line in differing_bars(benchmark, stored)]
         if history and (line := age(benchmark, stored, file, history)):

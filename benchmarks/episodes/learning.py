@@ -24,7 +24,7 @@ BENCHMARK = Benchmark(
     measures=(
         *GRPO,
         "rlcore/episodes",
-        "plugins/rlcore-plugin-reasoning-gym/rlcore_plugin_reasoning_gym.py",
+        "plugins/rlcore-plugin-reasoning-gym/rlcore_plugin_reasoning_gym",
         "benchmarks/episodes",
     ),
     bars=(BEFORE, AFTER, SECONDS, GAIN, throughput.SEVERAL, throughput.DECODING),
