@@ -6,8 +6,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
-
 from benchmarks.learning import SEEDS, Run, train
 from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 
@@ -31,6 +29,7 @@ BENCHMARK = Benchmark(
 
 def perturb(teacher: Path, student: Path, seed: int) -> None:
     """Write `student`, the teacher's model with noise on its matrices."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)

@@ -11,21 +11,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from rlcore_plugin_plan.calibrate import measure
-from rlcore_plugin_plan.devices import devices
-from rlcore_plugin_plan.overrides import values
-from rlcore_plugin_plan.plans import problem_of
-from rlcore_plugin_plan.problem import Devices
-from rlcore_plugin_plan.profile import Profile, load
-from rlcore_plugin_plan.search import search
+from typing import TYPE_CHECKING
 
 from benchmarks.models import write_characters
 from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 from rlcore.config import ModelConfig, compose
-from rlcore.data.chat import PromptEncoder, load_tokenizer
 from rlcore.plugins import PluginManager
-from rlcore.trainer import train
+
+if TYPE_CHECKING:
+    from rlcore_plugin_plan.profile import Profile
 
 ALGORITHMS = {
     "ppo": ("actor, critic, ref", ["algo.samples=4", "algo.kl_coef=0.1"], ("critic", "ref")),
@@ -129,6 +123,8 @@ def combinations() -> Iterator[tuple[str, str, str, list[str]]]:
 
 def write_prompts(folder: Path, model: Path) -> int:
     """Write prompts of equal length and return their tokens."""
+    from rlcore.data.chat import PromptEncoder, load_tokenizer
+
     rows = [{"prompt": f"{number:0{PROMPT}d}", "answer": "0"} for number in range(100, 164)]
     for name, some in (("train", rows[:48]), ("test", rows[48:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -147,6 +143,13 @@ def tau(rows: list[Row]) -> float:
 
 def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: Path) -> tuple[float, list[float]]:
     """Return the predicted seconds of a step, and those of the steps of a run."""
+    from rlcore_plugin_plan.overrides import values
+    from rlcore_plugin_plan.plans import problem_of
+    from rlcore_plugin_plan.problem import Devices
+    from rlcore_plugin_plan.search import search
+
+    from rlcore.trainer import train
+
     config = compose([*overrides, f"run.dir={folder}"], plugins)
     plan = search(problem_of(config, plugins, (Devices(profile, 2),)))[0]
     train(config.with_values(values(plan, config)), plugins)
@@ -157,6 +160,11 @@ def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: 
 
 def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[float]:
     """Return the processor seconds of searches for PPO with a reward model on so many A100s."""
+    from rlcore_plugin_plan.plans import problem_of
+    from rlcore_plugin_plan.problem import Devices
+    from rlcore_plugin_plan.profile import load
+    from rlcore_plugin_plan.search import search
+
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_13B))
     words = [
@@ -175,6 +183,10 @@ def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[floa
 
 def main() -> bool:
     """Calibrate, run all combinations, and write the results."""
+    from rlcore_plugin_plan.calibrate import measure
+    from rlcore_plugin_plan.devices import devices
+    from rlcore_plugin_plan.problem import Devices
+
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     plugins = PluginManager.load()
     with tempfile.TemporaryDirectory() as name:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.data_plane import metadata, steps
+from benchmarks.data_plane import steps
 from benchmarks.report import GRPO, Bar, Benchmark, Figure, at_least, at_most
 
 HERE = Path(__file__).parent
@@ -174,6 +174,8 @@ def small_calls(rounds: int = 60) -> tuple[list[Figure], list[Bar]]:
 
 def choosing_rows(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
     """Choose rows of 4,096 shards of 20 columns by reference."""
+    from benchmarks.data_plane import metadata
+
     batch = metadata.make()
     times = [metadata.seconds(batch, seed) for seed in range(rounds)]
     figure = summed("rlcore", "repeat, reorder, chunk of 4,096 shards and 20 columns", times)

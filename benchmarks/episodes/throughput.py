@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Bar, Figure, at_least
+from benchmarks.report import Figure
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
@@ -28,8 +28,6 @@ from rlcore.protocol import DataProto, Ragged
 
 TURNS, TURN_TOKENS, ROWS = 4, 32, 64
 RUNS = 3
-SEVERAL = at_least("tokens/s of several turns, of one turn", 0.85)
-DECODING = at_least("share of the time that decodes, answers after 200 ms", 0.80)
 
 
 class AtOnce:
@@ -89,8 +87,8 @@ def sampled(out: DataProto) -> int:
     return int(out["response_mask"].values.sum())
 
 
-def measure() -> tuple[list[Figure], list[Bar], str]:
-    """Return the figures, the bars, and a note."""
+def measure() -> tuple[list[Figure], float, float, str]:
+    """Return the figures, tokens/s of several turns by those of one, the share of the time that decodes, and a note."""
     torch.set_num_threads(2)
     one_turn, several, ratios, busy = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -128,6 +126,5 @@ def measure() -> tuple[list[Figure], list[Bar], str]:
         Figure(f"{TURNS} turns", "tokens", "tokens/s", several),
         Figure("answers after 200 ms", "decoding", "share of the time", busy),
     ]
-    bars = [SEVERAL.at(statistics.median(ratios)), DECODING.at(statistics.median(busy))]
     note = f"{ROWS} episodes, {TURNS} turns of {TURN_TOKENS} tokens, 20 M parameters in fp32, two threads"
-    return figures, bars, note
+    return figures, statistics.median(ratios), statistics.median(busy), note
