@@ -109,6 +109,16 @@ def test_a_result_older_than_code_or_program_is_named(repository: Repository) ->
     assert repository.check() == [f"{line}, benchmarks/tail.py changed {LATER} ({program})"]
 
 
+def test_code_committed_between_measuring_and_storing_is_newer(repository: Repository) -> None:
+    repository.write("code/decode.py", "TOKENS = 2\n")
+    repository.git("add", "code")
+    repository.git("commit", "--quiet", "--message=change", date=AFTER)
+    assert len(repository.check()) == 1
+    repository.commit(LATER)
+    (line,) = repository.check()
+    assert line.startswith(f"older than the code: tail: result of {MEASURED}; code/decode.py changed {AFTER}")
+
+
 def test_code_committed_with_its_result_is_not_newer(repository: Repository) -> None:
     repository.write("code/decode.py", "TOKENS = 2\n")
     repository.commit(AFTER)
