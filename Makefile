@@ -4,6 +4,7 @@
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
 # make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
+# make bench-check STORED=1   run nothing, and name the stored results with other bars than their program, or older
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
 # make test-verifiers   run the tests of rlcore-plugin-verifiers, in a venv over the other one
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
@@ -75,8 +76,13 @@ bench: bench-setup
 	$(BIN)/python -m benchmarks $(B)
 endif
 
+ifeq ($(STORED),1)
+bench-check: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.check --stored $(B)
+else
 bench-check: bench-setup
 	$(BIN)/python -m benchmarks.check $(B)
+endif
 
 bench-setup: $(VENV)/.installed-dev .venv-verl/.installed .venv-trl/.installed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 from benchmarks import (
     against_trl,
@@ -24,29 +25,33 @@ from benchmarks import (
 from benchmarks.against_trl import others
 from benchmarks.episodes import learning as episodes
 from benchmarks.gpu import doctor
+from benchmarks.report import Benchmark
 
-BENCHMARKS = {
-    "learning": learning.main,
-    "data_plane": data_plane.main,
-    "distill": distill.main,
-    "layouts": layouts.main,
-    "reshard": reshard.main,
-    "weight_sync": weight_sync.main,
-    "plan": plan.main,
-    "quickstart": against_trl.quickstart,
-    "long_tail": against_trl.long_tail,
-    "long_tail_bf16": against_trl.long_tail_bf16,
-    "online_dpo": others.online_dpo,
-    "ppo": others.ppo,
-    "logprobs": logprobs.main,
-    "overhead": overhead.main,
-    "growth": growth.main,
-    "start": start.main,
-    "memory": memory.main,
-    "episodes": episodes.main,
-    "serve": serve_load.main,
-    "gpu": lambda: doctor.main([]),
-}
+PROGRAMS: tuple[tuple[Benchmark, Callable[[], bool]], ...] = (
+    (learning.BENCHMARK, learning.main),
+    (data_plane.BENCHMARK, data_plane.main),
+    (distill.BENCHMARK, distill.main),
+    (layouts.BENCHMARK, layouts.main),
+    (reshard.BENCHMARK, reshard.main),
+    (weight_sync.BENCHMARK, weight_sync.main),
+    (plan.BENCHMARK, plan.main),
+    (against_trl.QUICKSTART, against_trl.quickstart),
+    (against_trl.LONG_TAIL, against_trl.long_tail),
+    (against_trl.LONG_TAIL_BF16, against_trl.long_tail_bf16),
+    (others.ONLINE_DPO, others.online_dpo),
+    (others.PPO, others.ppo),
+    (logprobs.BENCHMARK, logprobs.main),
+    (overhead.BENCHMARK, overhead.main),
+    (growth.BENCHMARK, growth.main),
+    (start.BENCHMARK, start.main),
+    (memory.BENCHMARK, memory.main),
+    (episodes.BENCHMARK, episodes.main),
+    (serve_load.BENCHMARK, serve_load.main),
+    (doctor.BENCHMARK, lambda: doctor.main([])),
+)
+BENCHMARKS = {declared.name: run for declared, run in PROGRAMS}
+"""What runs a benchmark, by the name of its results."""
+DECLARED = {declared.name: declared for declared, _ in PROGRAMS}
 ON_CPU = [name for name in BENCHMARKS if name != "gpu"]
 """The benchmarks that `all` runs."""
 

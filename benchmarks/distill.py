@@ -6,19 +6,30 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
-
 from benchmarks.learning import SEEDS, Run, train
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 
 NOISE = 0.3
 """Standard deviation of the noise on each matrix, as a share of the matrix's own standard deviation."""
 WORDS = ("algo=on_policy_distill", "algo.group_size=16", "trainer.total_steps=400")
-BEFORE, AFTER, SECONDS = 0.4, 0.9, 300
+BEFORE = at_most("accuracy of the perturbed student, worst seed", 0.4)
+AFTER = at_least("accuracy after distillation, worst seed", 0.9)
+SECONDS = at_most("whole command, slowest seed (s)", 300)
+BENCHMARK = Benchmark(
+    "distill",
+    measures=(
+        *GRPO,
+        "plugins/rlcore-plugin-on-policy-distill/rlcore_plugin_on_policy_distill.py",
+        "benchmarks/distill.py",
+        "benchmarks/learning.py",
+    ),
+    bars=(BEFORE, AFTER, SECONDS),
+)
 
 
 def perturb(teacher: Path, student: Path, seed: int) -> None:
     """Write `student`, the teacher's model with noise on its matrices."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
@@ -53,14 +64,10 @@ def main() -> bool:
         Figure("student", "held-out accuracy after", "share of samples", after),
         Figure("student", "whole command", "s", seconds),
     ]
-    bars = [
-        Bar("accuracy of the perturbed student, worst seed", max(before), BEFORE, at_least=False),
-        Bar("accuracy after distillation, worst seed", min(after), AFTER, at_least=True),
-        Bar("whole command, slowest seed (s)", max(seconds), SECONDS, at_least=False),
-    ]
+    bars = [BEFORE.at(max(before)), AFTER.at(min(after)), SECONDS.at(max(seconds))]
     notes = (
         "The teacher is the tiny model after the quickstart. Each student is the teacher with Gaussian noise on its "
         f"matrices, {NOISE:g} of each matrix's standard deviation. It learns from the teacher's log-probs of its own "
         "samples only; no reward is computed in training."
     )
-    return write("distill", "make bench B=distill", figures, bars, notes)
+    return BENCHMARK.write(figures, bars, notes)

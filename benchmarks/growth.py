@@ -12,12 +12,27 @@ from pathlib import Path
 from benchmarks.against_trl import Side, Work, long_tails, run
 from benchmarks.models import write_characters
 from benchmarks.plot import draw
-from benchmarks.report import Bar, Figure, plot_file, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_most, plot_file
 
 STEPS = 6
 """The first does not count."""
 NOISE = 1.1
 """Seconds may grow by so much more than the work does, from any point of an axis to any later one."""
+ROWS, LENGTH, GROUP, WORKERS, SIZE = AXES = (
+    "rows",
+    "response length",
+    "group size, of 64 rows",
+    "workers, one thread each",
+    "parameters (M)",
+)
+GROWTH = {axis: at_most(f"{axis}: growth of seconds, by that of the work", NOISE) for axis in AXES}
+PLOTS = {axis: f"growth_{axis.split()[0].rstrip(',')}" for axis in AXES}
+BENCHMARK = Benchmark(
+    "growth",
+    measures=(*GRPO, "benchmarks/growth.py", "benchmarks/against_trl/__init__.py", "benchmarks/models.py"),
+    bars=tuple(GROWTH.values()),
+    plots=tuple(PLOTS.values()),
+)
 HIDDEN, LAYERS, PROMPT = 256, 8, 40
 NOTES = f"""\
 GRPO without a reference on the long-tail workload's model (8 layers, hidden 256) with responses of exactly the length
@@ -61,12 +76,12 @@ def axes(base: Work, folder: Path) -> dict[str, list[Point]]:
 
     found: dict[str, list[Point]] = {}
     rows = [(8 * n, replace(base, prompts=n)) for n in (4, 8, 16, 32)]
-    found["rows"] = [point(n, work, operations(n, 64)) for n, work in rows]
+    found[ROWS] = [point(n, work, operations(n, 64)) for n, work in rows]
     lengths = (64, 128, 256, 512)
-    found["response length"] = [point(n, replace(base, response_len=n), operations(64, n)) for n in lengths]
+    found[LENGTH] = [point(n, replace(base, response_len=n), operations(64, n)) for n in lengths]
     groups = [(n, replace(base, prompts=64 // n, samples=n)) for n in (2, 4, 8, 16, 32)]
-    found["group size, of 64 rows"] = [point(n, work, operations(64, 64, samples=n)) for n, work in groups]
-    found["workers, one thread each"] = [point(n, base, operations(64, 64), n) for n in (1, 2, 4)]
+    found[GROUP] = [point(n, work, operations(64, 64, samples=n)) for n, work in groups]
+    found[WORKERS] = [point(n, base, operations(64, 64), n) for n in (1, 2, 4)]
     sizes = []
     for hidden in (128, HIDDEN, 512):
         work = base
@@ -74,7 +89,7 @@ def axes(base: Work, folder: Path) -> dict[str, list[Point]]:
             write_characters(folder / str(hidden), hidden=hidden)
             work = replace(base, model=str(folder / str(hidden)))
         sizes.append(point(12 * hidden**2 * LAYERS / 1e6, work, operations(64, 64, hidden)))
-    found["parameters (M)"] = sizes
+    found[SIZE] = sizes
     return found
 
 
@@ -115,11 +130,11 @@ def main(measure: Callable[[Point], list[float]] = seconds) -> bool:
             for point, each in zip(points, times, strict=True)
         ]
         grown = worst_growth(medians, [point.operations for point in points])
-        bars.append(Bar(f"{axis}: growth of seconds, by that of the work", grown, NOISE, at_least=False))
+        bars.append(GROWTH[axis].at(grown))
         measured = [(point.at, each) for point, each in zip(points, medians, strict=True)]
         scale = medians[0] / points[0].operations
         expected = [(point.at, point.operations * scale) for point in points]
-        file = plot_file(f"growth_{axis.split()[0].rstrip(',')}")
+        file = plot_file(PLOTS[axis])
         lines = {"measured": measured, "~as the work": expected}
         draw(file, f"A step against {axis}", axis, "seconds", lines, logarithmic=True)
-    return write("growth", "make bench B=growth", figures, bars, NOTES)
+    return BENCHMARK.write(figures, bars, NOTES)

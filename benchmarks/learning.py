@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Bar, Benchmark, DeclaredBar, Figure, at_least, at_most
 
 SEEDS = (0, 1, 2)
 AFTER = {"quickstart": 0.90, "ppo": 0.85, "online_dpo": 0.85, "rejection_sampling": 0.75}
@@ -20,6 +20,27 @@ BEFORE = 0.40
 SECONDS = 300
 
 Run = Mapping[str, float]
+
+
+def declared(experiment: str) -> tuple[DeclaredBar, DeclaredBar, DeclaredBar]:
+    """Return the bars of one experiment: accuracy before, accuracy after, and seconds."""
+    return (
+        at_most(f"{experiment}: accuracy before, worst seed", BEFORE),
+        at_least(f"{experiment}: accuracy after, worst seed", AFTER[experiment]),
+        at_most(f"{experiment}: whole command, slowest seed (s)", SECONDS),
+    )
+
+
+BENCHMARK = Benchmark(
+    "learning",
+    measures=(
+        *GRPO,
+        *(f"algorithms/rlcore_{name}.py" for name in ("ppo", "online_dpo", "rejection_sampling")),
+        *(f"configs/experiment/{name}.yaml" for name in AFTER),
+        "benchmarks/learning.py",
+    ),
+    bars=tuple(bar for experiment in AFTER for bar in declared(experiment)),
+)
 
 
 def train(experiment: str, seed: int, folder: Path, *overrides: str) -> dict[str, float]:
@@ -50,11 +71,8 @@ def bars(experiment: str, runs: Sequence[Run]) -> list[Bar]:
     """Return the bars of one experiment, each for its worst seed."""
     keys = ("accuracy_before", "accuracy_after", "wall_seconds")
     before, after, seconds = ([run[key] for run in runs] for key in keys)
-    return [
-        Bar(f"{experiment}: accuracy before, worst seed", max(before), BEFORE, at_least=False),
-        Bar(f"{experiment}: accuracy after, worst seed", min(after), AFTER[experiment], at_least=True),
-        Bar(f"{experiment}: whole command, slowest seed (s)", max(seconds), SECONDS, at_least=False),
-    ]
+    worst = (max(before), min(after), max(seconds))
+    return [bar.at(value) for bar, value in zip(declared(experiment), worst, strict=True)]
 
 
 def main() -> bool:
@@ -71,4 +89,4 @@ def main() -> bool:
     )
     measured = [figure for experiment, done in runs.items() for figure in figures(experiment, done)]
     kept = [bar for experiment, done in runs.items() for bar in bars(experiment, done)]
-    return write("learning", "make bench B=learning", measured, kept, notes)
+    return BENCHMARK.write(measured, kept, notes)

@@ -13,13 +13,25 @@ from pathlib import Path
 
 from benchmarks.against_trl import small_steps, tree
 from benchmarks.plot import draw
-from benchmarks.report import Bar, Figure, plot_file, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_most, plot_file
 
 STEPS, WARM = 500, 100
 MIB = 2**20
 EXECUTORS = {"in process": ("cluster=in_process",), "Ray": ("cluster=local", "cluster.workers=2")}
-GROWTH = 0.01
-"""Of a process's memory, in 100 steps."""
+PROCESSES = {"in process": ("controller",), "Ray": ("controller", "worker 0", "worker 1", "worker 2")}
+"""On Ray two workers train and one scores."""
+GROWTH = {
+    (executor, process): at_most(f"{executor}: {process}: growth in 100 steps, share", 0.01)
+    for executor, processes in PROCESSES.items()
+    for process in processes
+}
+"""Of a process's memory."""
+BENCHMARK = Benchmark(
+    "memory",
+    measures=(*GRPO, "benchmarks/memory.py", "benchmarks/against_trl/__init__.py"),
+    bars=tuple(GROWTH.values()),
+    plots=("memory",),
+)
 NOTES = f"""\
 The quickstart's work (GRPO, shipped model, 16 prompts x 8 samples) for {STEPS} steps: the resident memory (VmRSS) of
 the controller and of each worker twice a second. Growth: the median slope between all pairs of moments (Theil and
@@ -90,6 +102,6 @@ def main() -> bool:
             late = [value for step, value in line if step >= WARM]
             figures.append(Figure(f"{name}: {who}", f"resident memory after step {WARM}", "MiB", late))
             growth = slope(line) * 100 / late[0]
-            bars.append(Bar(f"{name}: {who}: growth in 100 steps, share", growth, GROWTH, at_least=False))
+            bars.append(GROWTH[name, who].at(growth))
     draw(plot_file("memory"), "Resident memory", "step", "MiB", lines, logarithmic=False)
-    return write("memory", "make bench B=memory", figures, bars, NOTES)
+    return BENCHMARK.write(figures, bars, NOTES)

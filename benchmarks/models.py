@@ -1,20 +1,24 @@
-"""Models for benchmarks: random weights of a given shape, with the tiny model's tokenizer."""
+"""Models for benchmarks: random weights of a given shape, with the tiny model's tokenizer.
+
+What takes seconds to import is imported by the functions: every benchmark imports this, also to say what it declares.
+"""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from benchmarks.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 from rlcore.assets import TINY
+
+if TYPE_CHECKING:
+    import torch
 
 
 def write_llama(folder: Path) -> list[torch.Size]:
     """Write a Llama of 8 layers, hidden 512, in fp32 (128 MiB); return the shapes of its parameters."""
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=512,
@@ -35,6 +39,12 @@ def write_llama(folder: Path) -> list[torch.Size]:
 
 def write_characters(folder: Path, *, hidden: int = 256, layers: int = 8, kv_heads: int = 2) -> list[str]:
     """Write a random Qwen2 of 8 heads with 80 tokens, of which 74 are characters; return those."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from benchmarks.make_tiny import CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
+
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     characters = [chr(code) for code in range(33, 127)][: 80 - len(special)]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *characters])}, merges=[]))

@@ -8,13 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.against_trl import TWO_THREADS, Run, Side, alternate, long_tails
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_most
 
 WORKS = ("time/actor_generate", "time/actor_log_probs", "time/actor_update")
 """Seconds that the workers' engines spend; the rest of a step is overhead."""
 SIDES = (
     Side("in process, two threads", 2, TWO_THREADS),
     Side("Ray, one worker, two threads", 2, ("cluster=local", "cluster.workers=1", "cluster.cpus_per_worker=2")),
+)
+OVERHEAD = {side.name: at_most(f"{side.name}: overhead, share of a step", 0.05) for side in SIDES}
+BENCHMARK = Benchmark(
+    "overhead",
+    measures=(*GRPO, "benchmarks/overhead.py", "benchmarks/against_trl/__init__.py", "benchmarks/models.py"),
+    bars=tuple(OVERHEAD.values()),
 )
 NOTES = """\
 The long-tail workload (see long_tail), fp32, GRPO without a reference, one worker. Overhead: what is left of a step's
@@ -44,5 +50,5 @@ def main() -> bool:
         figures.append(Figure(side, "step", "s", of_runs(runs, "time/step")))
         figures += [Figure(side, name, "s", of_runs(runs, name)) for name in (*WORKS, "time/actor_sync")]
         figures.append(Figure(side, "overhead", "share of a step", shares))
-        bars.append(Bar(f"{side}: overhead, share of a step", statistics.median(shares), 0.05, at_least=False))
-    return write("overhead", "make bench B=overhead", figures, bars, NOTES)
+        bars.append(OVERHEAD[side].at(statistics.median(shares)))
+    return BENCHMARK.write(figures, bars, NOTES)

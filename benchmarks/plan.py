@@ -11,21 +11,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from rlcore_plugin_plan.calibrate import measure
-from rlcore_plugin_plan.devices import devices
-from rlcore_plugin_plan.overrides import values
-from rlcore_plugin_plan.plans import problem_of
-from rlcore_plugin_plan.problem import Devices
-from rlcore_plugin_plan.profile import Profile, load
-from rlcore_plugin_plan.search import search
+from typing import TYPE_CHECKING
 
 from benchmarks.models import write_characters
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 from rlcore.config import ModelConfig, compose
-from rlcore.data.chat import PromptEncoder, load_tokenizer
 from rlcore.plugins import PluginManager
-from rlcore.trainer import train
+
+if TYPE_CHECKING:
+    from rlcore_plugin_plan.profile import Profile
 
 ALGORITHMS = {
     "ppo": ("actor, critic, ref", ["algo.samples=4", "algo.kl_coef=0.1"], ("critic", "ref")),
@@ -50,6 +44,22 @@ LLAMA_13B = {
 }
 CLUSTERS = {128: 2.0, 1024: 30.0}
 """A100s for which PPO of four 13B models is planned, and the seconds that the search may take on one core."""
+ERROR = at_most("median error of a step's time", 0.2)
+TAU = at_least("Kendall's tau within an algorithm", 0.7)
+COMBINATIONS = at_least("combinations", 12)
+SEARCH = {gpus: at_most(f"search for 4 models on {gpus} devices (s)", most) for gpus, most in CLUSTERS.items()}
+BENCHMARK = Benchmark(
+    "plan",
+    measures=(
+        *GRPO,
+        "algorithms/rlcore_ppo.py",
+        "algorithms/rlcore_online_dpo.py",
+        "plugins/rlcore-plugin-plan/rlcore_plugin_plan",
+        "benchmarks/plan.py",
+        "benchmarks/models.py",
+    ),
+    bars=(ERROR, TAU, COMBINATIONS, *SEARCH.values()),
+)
 NOTES = """\
 A random Qwen2 of 4 layers and hidden 256 in fp32; a step of {prompts} prompts of {prompt} tokens and four responses of
 {response} each. Devices are two cores of one machine, a worker with one thread on each. First `rlcore plan --calibrate`
@@ -113,6 +123,8 @@ def combinations() -> Iterator[tuple[str, str, str, list[str]]]:
 
 def write_prompts(folder: Path, model: Path) -> int:
     """Write prompts of equal length and return their tokens."""
+    from rlcore.data.chat import PromptEncoder, load_tokenizer
+
     rows = [{"prompt": f"{number:0{PROMPT}d}", "answer": "0"} for number in range(100, 164)]
     for name, some in (("train", rows[:48]), ("test", rows[48:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -131,6 +143,13 @@ def tau(rows: list[Row]) -> float:
 
 def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: Path) -> tuple[float, list[float]]:
     """Return the predicted seconds of a step, and those of the steps of a run."""
+    from rlcore_plugin_plan.overrides import values
+    from rlcore_plugin_plan.plans import problem_of
+    from rlcore_plugin_plan.problem import Devices
+    from rlcore_plugin_plan.search import search
+
+    from rlcore.trainer import train
+
     config = compose([*overrides, f"run.dir={folder}"], plugins)
     plan = search(problem_of(config, plugins, (Devices(profile, 2),)))[0]
     train(config.with_values(values(plan, config)), plugins)
@@ -141,6 +160,11 @@ def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: 
 
 def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[float]:
     """Return the processor seconds of searches for PPO with a reward model on so many A100s."""
+    from rlcore_plugin_plan.plans import problem_of
+    from rlcore_plugin_plan.problem import Devices
+    from rlcore_plugin_plan.profile import load
+    from rlcore_plugin_plan.search import search
+
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_13B))
     words = [
@@ -159,6 +183,10 @@ def search_seconds(folder: Path, gpus: int, plugins: PluginManager) -> list[floa
 
 def main() -> bool:
     """Calibrate, run all combinations, and write the results."""
+    from rlcore_plugin_plan.calibrate import measure
+    from rlcore_plugin_plan.devices import devices
+    from rlcore_plugin_plan.problem import Devices
+
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     plugins = PluginManager.load()
     with tempfile.TemporaryDirectory() as name:
@@ -183,13 +211,10 @@ def main() -> bool:
     figures = [Figure("measured", f"{r.algorithm}, {r.placement}, {r.layout}", "s", r.measured) for r in rows]
     figures += [Figure("predicted", f"{r.algorithm}, {r.placement}, {r.layout}", "s", [r.predicted]) for r in rows]
     bars = [
-        Bar("median error of a step's time", statistics.median(abs(row.error) for row in rows), 0.2, at_least=False),
-        Bar("Kendall's tau within an algorithm", tau(rows), 0.7, at_least=True),
-        Bar("combinations", len(rows), 12, at_least=True),
-        *(
-            Bar(f"search for 4 models on {gpus} devices (s)", statistics.median(searches[gpus]), most, at_least=False)
-            for gpus, most in CLUSTERS.items()
-        ),
+        ERROR.at(statistics.median(abs(row.error) for row in rows)),
+        TAU.at(tau(rows)),
+        COMBINATIONS.at(len(rows)),
+        *(bar.at(statistics.median(searches[gpus])) for gpus, bar in SEARCH.items()),
     ]
     figures += [Figure("rlcore plan", f"search for 4 models on {n} devices", "s", t) for n, t in searches.items()]
     found = {name: getattr(profile, name) for name, source in profile.sources.items() if source.startswith("measured")}
@@ -201,4 +226,4 @@ def main() -> bool:
         table="\n".join(map(str, rows)),
         profile="\n".join(f"| {name} | {value:.4g} |" for name, value in found.items()),
     )
-    return write("plan", "make bench B=plan", figures, bars, notes)
+    return BENCHMARK.write(figures, bars, notes)

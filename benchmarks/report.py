@@ -36,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound that a figure has to keep: `at_least` or at most `bound`."""
+    """A bound that a figure has to keep: `at_least` or at most `bound`. `DeclaredBar.at` makes it."""
 
     name: str
     value: float
@@ -49,24 +49,83 @@ class Bar:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
-def write(name: str, command: str, figures: Sequence[Figure], bars: Sequence[Bar], notes: str) -> bool:
-    """Write both files, print the table, and return whether all bars hold."""
-    report = {
-        "name": name,
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "notes": notes,
-        "figures": [figure.summary for figure in figures],
-        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
-    table = markdown(report)
-    (RESULTS / f"{name}.md").write_text(table)
-    print(table)
-    return all(bar.holds for bar in bars)
+@dataclass(frozen=True)
+class DeclaredBar:
+    """A bar before there is a value: a benchmark lists these in its `Benchmark`, and fills in values with `at`."""
+
+    name: str
+    bound: float
+    at_least: bool
+
+    def at(self, value: float) -> Bar:
+        """Return the bar with a measured value."""
+        return Bar(self.name, value, self.bound, self.at_least)
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.bound:.4g}"
+
+
+def at_least(name: str, bound: float) -> DeclaredBar:
+    """Declare a bar whose value must be `bound` or more."""
+    return DeclaredBar(name, bound, at_least=True)
+
+
+def at_most(name: str, bound: float) -> DeclaredBar:
+    """Declare a bar whose value must be `bound` or less."""
+    return DeclaredBar(name, bound, at_least=False)
+
+
+TRAINING = (
+    *("rlcore/engine", "rlcore/engines/hf", "rlcore/engines/torch", "rlcore/ops", "rlcore/protocol", "rlcore/roles"),
+    *("rlcore/workers", "rlcore/rewards", "rlcore/trainer.py", "rlcore/run.py"),
+)
+"""The code that every training run with engine=torch and rollout=hf spends its time in, but for the algorithm."""
+GRPO = (*TRAINING, "algorithms/rlcore_grpo.py")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark's stored results contain. Raises ValueError when two bars have the same name."""
+
+    name: str
+    measures: Sequence[str]
+    """Files and folders of the code that is measured, and of the benchmark's own program, from the root of the
+    repository. Stored results are older than the code when any of these has changed since."""
+    bars: Sequence[DeclaredBar] = ()
+    plots: Sequence[str] = ()
+    """The plots stored with the table, without `.svg`."""
+    command: str = ""
+    """The command that measures; `make bench B=NAME` where it is left out."""
+
+    def __post_init__(self) -> None:
+        names = [bar.name for bar in self.bars]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"benchmark {self.name!r} declares two bars named {', '.join(map(repr, twice))}")
+
+    def write(self, figures: Sequence[Figure], bars: Sequence[Bar], notes: str) -> bool:
+        """Write both files, print the table, and return whether all bars hold.
+
+        Raises ValueError, and writes nothing, when a bar is not declared.
+        """
+        for bar in bars:
+            if DeclaredBar(bar.name, bar.bound, bar.at_least) not in self.bars:
+                raise ValueError(f"benchmark {self.name!r} does not declare the bar {bar}")
+        report = {
+            "name": self.name,
+            "command": self.command or f"make bench B={self.name}",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "notes": notes,
+            "figures": [figure.summary for figure in figures],
+            "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(report, indent=2) + "\n")
+        table = markdown(report)
+        (RESULTS / f"{self.name}.md").write_text(table)
+        print(table)
+        return all(bar.holds for bar in bars)
 
 
 def plot_file(name: str) -> Path:

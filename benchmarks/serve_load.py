@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import Benchmark, Figure, at_most
 from benchmarks.start import environment
 
 SESSIONS = 200
@@ -25,6 +25,17 @@ SECONDS = 600
 TURNS = 3
 EVERY = 5.0
 """Seconds between two looks at the server's memory."""
+ERRORS = at_most("errors", 0.0)
+GROWTH = at_most("growth of the resident set (MiB)", 32.0)
+BENCHMARK = Benchmark(
+    "serve",
+    measures=(
+        *("rlcore/episodes", "rlcore/commands/serve.py", "rlcore/engine", "rlcore/engines/hf"),
+        "benchmarks/serve_load.py",
+    ),
+    bars=(ERRORS, GROWTH),
+    command="python -m benchmarks.serve_load",
+)
 NOTES = f"""\
 `rlcore serve tiny` in a process of its own; {SESSIONS} clients over loopback, each opening one session after another:
 {TURNS} turns of a conversation, a fork, a stream, a reward, and the end, which returns the captured rows. Each answer
@@ -138,15 +149,12 @@ def main(seconds: float = SECONDS) -> bool:
         Figure("rlcore serve", "time of a request, 99th of a hundred", "s", [ranked[int(0.99 * len(ranked))]]),
         Figure("rlcore serve", "resident set", "MiB", megabytes[:: max(1, len(megabytes) // 12)]),
     ]
-    bars = [
-        Bar("errors", float(sum(seen.errors.values())), 0.0, at_least=False),
-        Bar("growth of the resident set (MiB)", growth, 32.0, at_least=False),
-    ]
+    bars = [ERRORS.at(float(sum(seen.errors.values()))), GROWTH.at(growth)]
     if seconds != SECONDS:
         print(*(f"{each.name}: {each.summary['median']:.4g} {each.unit}" for each in figures), sep="\n")
         print(*(f"{each.name}: {each.value:.4g}" for each in bars), sep="\n")
         return all(bar.holds for bar in bars)
-    return write("serve", "python -m benchmarks.serve_load", figures, bars, NOTES)
+    return BENCHMARK.write(figures, bars, NOTES)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import Benchmark, Figure, at_most
 
 ROUNDS = 5
 COMMAND = [sys.executable, "-m", "rlcore.cli"]
 BOUNDS = {"in_process": 1.0, "local": 2.4}
 """Times a bare import of the model class measured beside it, by `cluster=`: machines differ."""
 NAMES = {"in_process": "in process", "local": "Ray, two workers"}
+FIRST = {
+    cluster: at_most(f"{NAMES[cluster]}: first sampled token, times a bare import", bound)
+    for cluster, bound in BOUNDS.items()
+}
+HELP = at_most("--help (s)", 1.0)
+BENCHMARK = Benchmark(
+    "start", measures=("rlcore", "algorithms", "configs", "benchmarks/start.py"), bars=(*FIRST.values(), HELP)
+)
 NOTES = """\
 `rlcore train experiment=quickstart` (its evaluation left out) with responses of one token: from the start of the
 process until the first call that samples has ended on the first worker, by the run's own trace (trainer.trace). Ray: a
@@ -67,14 +75,6 @@ def main() -> bool:
     figures = [Figure(NAMES[cluster], "first sampled token", "s", found) for cluster, found in runs.items()]
     figures.append(Figure("rlcore --help", "whole command", "s", helps))
     figures.append(Figure("transformers", "bare import of the model class", "s", imports))
-    bars = [
-        Bar(
-            f"{NAMES[cluster]}: first sampled token, times a bare import",
-            statistics.median(found) / statistics.median(imports),
-            BOUNDS[cluster],
-            at_least=False,
-        )
-        for cluster, found in runs.items()
-    ]
-    bars.append(Bar("--help (s)", statistics.median(helps), 1.0, at_least=False))
-    return write("start", "make bench B=start", figures, bars, NOTES)
+    bars = [FIRST[cluster].at(statistics.median(found) / statistics.median(imports)) for cluster, found in runs.items()]
+    bars.append(HELP.at(statistics.median(helps)))
+    return BENCHMARK.write(figures, bars, NOTES)

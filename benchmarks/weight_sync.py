@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from benchmarks.models import write_llama
-from benchmarks.report import Figure, write
-from rlcore.config import ClusterConfig, EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.worker import ModelWorker, RoleSetup, SamplingWorker
-from rlcore.engines.hf.config import HFConfig
-from rlcore.engines.hf.plugin import rlcore_rollout_engines
-from rlcore.engines.torch.config import TorchConfig
-from rlcore.engines.torch.plugin import rlcore_train_engines
-from rlcore.plugins import Role
-from rlcore.roles.weight_exporter import WeightExporter
-from rlcore.workers import ClassWithInitArgs, Dispatch, Executor, Worker, WorkerGroup, make_executor, register
+from benchmarks.report import Benchmark, Figure
 
 POOLS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """Workers that train, and that sample."""
 ROUNDS = 6
 """The first connects the processes and is not timed."""
+BENCHMARK = Benchmark(
+    "weight_sync",
+    measures=(
+        *("rlcore/engine", "rlcore/engines/hf", "rlcore/engines/torch", "rlcore/roles/weight_exporter.py"),
+        *("rlcore/workers", "rlcore/protocol"),
+        *("benchmarks/weight_sync.py", "benchmarks/weight_sync_sides.py", "benchmarks/models.py"),
+    ),
+)
 NOTES = """\
 A Llama of 8 layers, hidden 512, in fp32: M = {m:.0f} MiB, which is sent and loaded whole in every round, on one machine
 of {cores} cores with one thread a process. The actor's ranks (FSDP2 shards where there are two) gather layer by layer,
@@ -37,75 +31,10 @@ with one process more than there are samplers; it gathers, packs and loads nothi
 meanwhile."""
 
 
-class Broadcaster(Worker):
-    """A rank of a gloo group that has parameters of the given shapes."""
-
-    def __init__(self, shapes: list[torch.Size]) -> None:
-        self.parameters = [torch.zeros(shape) for shape in shapes]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def join(self) -> None:
-        """Meet the other ranks."""
-        self.init_process_group()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def broadcast(self) -> None:
-        """Send rank 0's parameters to all."""
-        for parameter in self.parameters:
-            dist.broadcast(parameter, src=0)
-
-
-def seconds(call: Callable[[], object]) -> list[float]:
-    """Return how long each round but the first took."""
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times[1:]
-
-
-def model_workers(executor: Executor, folder: Path, workers: int, *, samples_only: bool) -> WorkerGroup:
-    """Start an actor's workers, or those of its copy that samples."""
-    role, model = Role(trains=True, generates=samples_only), ModelConfig(path=str(folder))
-    setup = RoleSetup(
-        role,
-        model,
-        EngineConfig(),
-        RolloutConfig(),
-        rlcore_train_engines(),
-        rlcore_rollout_engines(),
-        TorchConfig(),
-        HFConfig(),
-        0,
-        1,
-    )
-    kind, name = (SamplingWorker, "sampling") if samples_only else (ModelWorker, "trained")
-    group = executor.worker_group(executor.resource_pool(workers), ClassWithInitArgs(kind, setup), name)
-    group.start().get()
-    return group
-
-
-def by_rlcore(folder: Path, trained: int, sampling: int) -> list[float]:
-    """Return the seconds from the call until the pool that samples has the weights."""
-    with make_executor(ClusterConfig(executor="ray", workers=trained + sampling)) as executor:
-        actor = model_workers(executor, folder, trained, samples_only=False)
-        copy = model_workers(executor, folder, sampling, samples_only=True)
-        sender = WeightExporter(actor, torch.float32)
-        return seconds(lambda: copy.take_weights(sender.send()).get())
-
-
-def by_broadcast(shapes: list[torch.Size], sampling: int) -> list[float]:
-    """Return the seconds of a broadcast from one process to those that sample."""
-    with make_executor(ClusterConfig(executor="ray", workers=1 + sampling)) as executor:
-        made = ClassWithInitArgs(Broadcaster, shapes)
-        group = executor.worker_group(executor.resource_pool(1 + sampling), made, "broadcast")
-        group.join()
-        return seconds(group.broadcast)
-
-
 def main() -> bool:
     """Measure every pair of pools and write the results."""
+    from benchmarks.weight_sync_sides import by_broadcast, by_rlcore
+
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     figures = []
     with tempfile.TemporaryDirectory() as folder:
@@ -117,4 +46,4 @@ def main() -> bool:
             figures += [ours, peer]
     mebibytes = sum(shape.numel() for shape in shapes) * 4 / 2**20
     notes = NOTES.format(m=mebibytes, cores=os.cpu_count())
-    return write("weight_sync", "make bench B=weight_sync", figures, [], notes)
+    return BENCHMARK.write(figures, [], notes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.models import write_characters
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Benchmark, Figure, at_least, at_most
 from rlcore.assets import TINY
 from rlcore.data.arithmetic import problems
 
@@ -32,6 +32,17 @@ ALGORITHMS = {
 }
 """rlcore's settings of each."""
 GIB = 2**30
+
+
+PROGRAM = ("benchmarks/against_trl/__init__.py", "benchmarks/against_trl/trl_side.py", "benchmarks/models.py")
+IN_PROCESS = at_least("in process, one core: times TRL's steps", 1.3)
+RAY = at_least("Ray, two workers, two cores: times TRL's steps", 1.7)
+QUICKSTART = Benchmark("quickstart", measures=(*GRPO, *PROGRAM), bars=(IN_PROCESS, RAY))
+SPEED, SPEED_BF16 = at_least("times TRL's tokens/s", 5.5), at_least("times TRL's tokens/s", 4)
+MEMORY = at_most("peak memory, of TRL's", 0.5)
+SECOND_WORKER = at_least("two workers on two cores, times one on one", 1.5)
+LONG_TAIL = Benchmark("long_tail", measures=(*GRPO, *PROGRAM), bars=(SPEED, MEMORY, SECOND_WORKER))
+LONG_TAIL_BF16 = Benchmark("long_tail_bf16", measures=(*GRPO, *PROGRAM), bars=(SPEED_BF16, MEMORY))
 
 
 @dataclass(frozen=True)
@@ -212,11 +223,7 @@ def quickstart() -> bool:
         ]
         found = alternate(work, sides, rounds=5)
     peer, alone, ray = (statistics.median(rates(found[side.name])) for side in sides)
-    bars = [
-        Bar("in process, one core: times TRL's steps", alone / peer, 1.3, at_least=True),
-        Bar("Ray, two workers, two cores: times TRL's steps", ray / peer, 1.7, at_least=True),
-    ]
-    return write("quickstart", "make bench B=quickstart", figures(found), bars, QUICKSTART)
+    return QUICKSTART.write(figures(found), [IN_PROCESS.at(alone / peer), RAY.at(ray / peer)], QUICKSTART_NOTES)
 
 
 def small_steps(folder: Path) -> Work:
@@ -227,7 +234,7 @@ def small_steps(folder: Path) -> Work:
     return Work(str(TINY), str(folder), str(HERE / "sums.py"), prompts=16, response_len=16, steps=60, warm=10)
 
 
-QUICKSTART = """\
+QUICKSTART_NOTES = """\
 The shipped model (Qwen2, 1 M parameters), GRPO without a reference, 16 prompts x 8 samples, at most 16 new tokens,
 AdamW, one optimizer step a batch, fp32. TRL: one process, one thread on one core, Hugging Face generation, 128 rows in
 one micro-batch. Runs of 60 steps in turn, the first 10 do not count; a run's steps/s are of its median step. rlcore
@@ -236,15 +243,15 @@ scores in isolated processes and writes its metrics and samples; TRL does neithe
 
 def long_tail() -> bool:
     """Measure responses of very different length in fp32 and write the results."""
-    return _long_tail("long_tail", bf16=False)
+    return _long_tail(LONG_TAIL, bf16=False)
 
 
 def long_tail_bf16() -> bool:
     """Measure them in bf16, which takes four times as long where there are no units for it."""
-    return _long_tail("long_tail_bf16", bf16=True)
+    return _long_tail(LONG_TAIL_BF16, bf16=True)
 
 
-def _long_tail(name: str, *, bf16: bool) -> bool:
+def _long_tail(benchmark: Benchmark, *, bf16: bool) -> bool:
     sides = [Side(TRL, 2, bf16=bf16), Side("rlcore in process", 2, TWO_THREADS, bf16=bf16)]
     if not bf16:
         sides += ON_RAY
@@ -252,14 +259,11 @@ def _long_tail(name: str, *, bf16: bool) -> bool:
         found = alternate(long_tails(Path(folder)), sides, rounds=5)
     speeds = [statistics.median(throughputs(found[side.name])) for side in sides]
     theirs, own = (statistics.median(run.memory for run in found[side.name]) for side in sides[:2])
-    bars = [
-        Bar("times TRL's tokens/s", speeds[1] / speeds[0], 4 if bf16 else 5.5, at_least=True),
-        Bar("peak memory, of TRL's", own / theirs, 0.5, at_least=False),
-    ]
+    bars = [(SPEED_BF16 if bf16 else SPEED).at(speeds[1] / speeds[0]), MEMORY.at(own / theirs)]
     if not bf16:
-        bars.append(Bar("two workers on two cores, times one on one", speeds[3] / speeds[2], 1.5, at_least=True))
+        bars.append(SECOND_WORKER.at(speeds[3] / speeds[2]))
     kind = "bf16" if bf16 else "fp32"
-    return write(name, f"make bench B={name}", figures(found), bars, LONG_TAIL.format(kind=kind))
+    return benchmark.write(figures(found), bars, LONG_TAIL_NOTES.format(kind=kind))
 
 
 def long_tails(folder: Path) -> Work:
@@ -282,7 +286,7 @@ def long_tails(folder: Path) -> Work:
     )
 
 
-LONG_TAIL = """\
+LONG_TAIL_NOTES = """\
 A random-weight Qwen2 of 8 layers, hidden 256, intermediate 1024, 8 heads, 2 key-value heads, 80 characters, so that
 response lengths are geometric with a mean near 64; 8 prompts of 8 to 64 tokens x 8 samples, at most 512 new tokens,
 {kind}, GRPO without a reference, one optimizer step a batch. Both sides on the same two cores with two threads, rlcore

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.against_trl import (
     HERE,
     OLD_TRL,
+    PROGRAM,
     TRL,
     TWO_THREADS,
     Run,
@@ -21,24 +22,34 @@ from benchmarks.against_trl import (
     small_steps,
     throughputs,
 )
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import TRAINING, Benchmark, Figure, at_least
 
 SMALL, LONG = "quickstart", "long tail"
+UNITS = {SMALL: "steps", LONG: "tokens/s"}
 BOUNDS = {SMALL: 1.5, LONG: 3.0}
+BARS = {name: at_least(f"{name}: times TRL's {UNITS[name]}", bound) for name, bound in BOUNDS.items()}
+ONLINE_DPO, PPO = (
+    Benchmark(
+        name,
+        measures=(*TRAINING, f"algorithms/rlcore_{name}.py", *PROGRAM, "benchmarks/against_trl/others.py"),
+        bars=tuple(BARS.values()),
+    )
+    for name in ("online_dpo", "ppo")
+)
 WORK = """\
 Two workloads. quickstart: the shipped model, {small} prompts x {samples}, at most 16 new tokens, one thread on one
 core, runs of 60 steps of which the first 10 do not count. long tail: a random Qwen2 of 8 layers, hidden 256, {long}
 prompts x {samples}, at most 512 new tokens, two threads on two cores, runs of two steps of which the first does not
 count. fp32, AdamW, one optimizer step a batch, a frozen reference on both sides, rlcore in process; the sides in turn.
 """
-ONLINE_DPO = (
+ONLINE_DPO_NOTES = (
     WORK.format(small=64, long=32, samples=2)
     + """\
 The reward is a number made from the text, so that only equal responses tie. TRL: OnlineDPOTrainer samples inside each
 micro-batch, of {micro} prompts on the long tail and of all on the quickstart, and trains on tied pairs too; rlcore
 leaves those out (the figure says how many)."""
 )
-PPO = (
+PPO_NOTES = (
     WORK.format(small=128, long=64, samples=1)
     + """\
 Policy and critic start from the same weights. TRL 1.12 (the last with PPO; experimental) takes only models for
@@ -50,16 +61,17 @@ has two."""
 
 def online_dpo() -> bool:
     """Measure online DPO and write the results."""
-    return compare("online_dpo", TRL, samples=2, micro=16, notes=ONLINE_DPO)
+    return compare(ONLINE_DPO, TRL, samples=2, micro=16, notes=ONLINE_DPO_NOTES)
 
 
 def ppo() -> bool:
     """Measure PPO and write the results."""
-    return compare("ppo", OLD_TRL, samples=1, micro=16, notes=PPO)
+    return compare(PPO, OLD_TRL, samples=1, micro=16, notes=PPO_NOTES)
 
 
-def compare(algorithm: str, peer: str, *, samples: int, micro: int, notes: str) -> bool:
+def compare(benchmark: Benchmark, peer: str, *, samples: int, micro: int, notes: str) -> bool:
     """Measure both workloads with as many rows a step as GRPO's have, and write the results."""
+    algorithm = benchmark.name
     measured: list[Figure] = []
     bars = []
     for name, make in ((SMALL, small_steps), (LONG, long_tails)):
@@ -76,9 +88,8 @@ def compare(algorithm: str, peer: str, *, samples: int, micro: int, notes: str) 
             measured.append(Figure(sides[1].name, "tied pairs, left out", "share", [tied(run) for run in ours]))
         of = rates if name == SMALL else throughputs
         ratio = statistics.median(of(ours)) / statistics.median(of(theirs))
-        what = "steps" if name == SMALL else "tokens/s"
-        bars.append(Bar(f"{name}: times TRL's {what}", ratio, BOUNDS[name], at_least=True))
-    return write(algorithm, f"make bench B={algorithm}", measured, bars, notes.format(micro=micro))
+        bars.append(BARS[name].at(ratio))
+    return benchmark.write(measured, bars, notes.format(micro=micro))
 
 
 def tied(run: Run) -> float:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.data_plane import metadata, steps
-from benchmarks.report import Bar, Figure, write
+from benchmarks.data_plane import steps
+from benchmarks.report import GRPO, Bar, Benchmark, Figure, at_least, at_most
 
 HERE = Path(__file__).parent
 VERL = HERE.parents[1] / ".venv-verl" / "bin" / "python"
@@ -27,6 +27,24 @@ PEERS = {
     **dict.fromkeys(PLAIN, "plain_ray.py"),
     **dict.fromkeys(("verl padded default", "verl padded numpy"), "verl_path.py"),
 }
+CONSUMERS = (2, 3, 5)
+"""Numbers of consumers whose pulls are counted."""
+FASTER = at_least("256 MiB, 4 to 2: times faster than the better plain one", 5.0)
+PASSED = at_most("share that passes through the controller", 0.01)
+GROWN = at_most("growth of the controller's memory", 0.05)
+PULLED, TOUCHED = (
+    {count: at_most(f"4 to {count}: pulled, of what is used, worst consumer ({counted})", 1.1) for count in CONSUMERS}
+    for counted in ("blocks", "pages touched")
+)
+SMALL_CALLS = at_most("small batches: times as long as plain calls", 1.3)
+METADATA = at_most("metadata alone (s)", 0.05)
+OVERLAP = at_most("both, of the longer", 1.15)
+STEP = at_most("a step of the quickstart, of the same before", 1.0)
+BENCHMARK = Benchmark(
+    "data_plane",
+    measures=(*GRPO, "benchmarks/data_plane"),
+    bars=(FASTER, PASSED, GROWN, *PULLED.values(), *TOUCHED.values(), SMALL_CALLS, METADATA, OVERLAP, STEP),
+)
 NOTES = """\
 One machine, every process with one thread. Moving a batch: 4 producers hold 3,840 rows of 256 MiB (ragged int64 tokens,
 eight ragged columns, three dense ones); from the call of the producers until the consumers have summed all their rows.
@@ -93,7 +111,7 @@ def main() -> bool:
         bars += kept
         for bar in kept:
             print(f"{bar.name}: {bar.value:.4g} (bound {bar.bound:g})", flush=True)
-    return write("data_plane", "make bench B=data_plane", figures, bars, NOTES)
+    return BENCHMARK.write(figures, bars, NOTES)
 
 
 def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = ROUNDS) -> tuple[list[Figure], list[Bar]]:
@@ -108,7 +126,7 @@ def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = ROUNDS) -> 
                 alternate({"rlcore": ours, name: peer}, rounds, seconds)
                 others[name] = peer.ask("move", consumers=2, watch=True)
         watched = {}
-        for count in (2, 3, 5):
+        for count in CONSUMERS:
             ours.ask("move", consumers=count)
             watched[count] = ours.ask("move", consumers=count, watch=True)
     figures, bars = [], []
@@ -116,18 +134,16 @@ def moving(megabytes: float = MEGABYTES, rounds: Mapping[int, int] = ROUNDS) -> 
         figures.append(Figure(name, f"4 producers to {count} consumers", "s", runs))
     plain = min(statistics.median(seconds[name, 2]) for name in PLAIN)
     times = plain / statistics.median(seconds["rlcore", 2])
-    bars.append(Bar("256 MiB, 4 to 2: times faster than the better plain one", times, 5.0, at_least=True))
+    bars.append(FASTER.at(times))
     for name, answer in {"rlcore": watched[2], **others}.items():
         figures.append(Figure(name, "through the controller", "share of the payload", [answer["passed"] / size]))
         figures.append(
             Figure(name, "private memory of the controller", "share of the payload", [answer["grown"] / size])
         )
-    bars.append(Bar("share that passes through the controller", watched[2]["passed"] / size, 0.01, at_least=False))
-    bars.append(Bar("growth of the controller's memory", watched[2]["grown"] / size, 0.05, at_least=False))
+    bars.append(PASSED.at(watched[2]["passed"] / size))
+    bars.append(GROWN.at(watched[2]["grown"] / size))
     for count, answer in watched.items():
-        name = f"4 to {count}: pulled, of what is used, worst consumer"
-        bars.append(Bar(f"{name} (blocks)", answer["pulled"], 1.1, at_least=False))
-        bars.append(Bar(f"{name} (pages touched)", answer["touched"], 1.1, at_least=False))
+        bars += [PULLED[count].at(answer["pulled"]), TOUCHED[count].at(answer["touched"])]
     return figures, bars
 
 
@@ -153,15 +169,17 @@ def small_calls(rounds: int = 60) -> tuple[list[Figure], list[Bar]]:
     figures = [summed(side, "six small columns, 8 workers, in and out", times[key]) for key, side in names.items()]
     figures += [summed(side, "empty call to 8 workers", times[f"{key}_empty"]) for key, side in names.items()]
     ratio = statistics.median(times["rlcore"]) / statistics.median(times["plain"])
-    return figures, [Bar("small batches: times as long as plain calls", ratio, 1.3, at_least=False)]
+    return figures, [SMALL_CALLS.at(ratio)]
 
 
 def choosing_rows(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
     """Choose rows of 4,096 shards of 20 columns by reference."""
+    from benchmarks.data_plane import metadata
+
     batch = metadata.make()
     times = [metadata.seconds(batch, seed) for seed in range(rounds)]
     figure = summed("rlcore", "repeat, reorder, chunk of 4,096 shards and 20 columns", times)
-    return [figure], [Bar("metadata alone (s)", statistics.median(times), 0.05, at_least=False)]
+    return [figure], [METADATA.at(statistics.median(times))]
 
 
 def overlap(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
@@ -171,7 +189,7 @@ def overlap(rounds: int = 9) -> tuple[list[Figure], list[Bar]]:
         times = side.ask("call", rounds=rounds)
     figures = [summed("rlcore", f"{way}, on pools of their own", runs) for way, runs in times.items()]
     longer = max(statistics.median(times["ref"]), statistics.median(times["critic"]))
-    return figures, [Bar("both, of the longer", statistics.median(times["both"]) / longer, 1.15, at_least=False)]
+    return figures, [OVERLAP.at(statistics.median(times["both"]) / longer)]
 
 
 def quickstart(rounds: int = 3) -> tuple[list[Figure], list[Bar]]:
@@ -185,7 +203,7 @@ def quickstart(rounds: int = 3) -> tuple[list[Figure], list[Bar]]:
     sides = {"now": "rlcore", "before": f"rlcore {steps.BEFORE}"}
     figures = [Figure(sides[name], "a step of the quickstart", "s", runs) for name, runs in times.items()]
     ratio = statistics.median(times["now"]) / statistics.median(times["before"])
-    return figures, [Bar("a step of the quickstart, of the same before", ratio, 1.0, at_least=False)]
+    return figures, [STEP.at(ratio)]
 
 
 def summed(side: str, name: str, runs: Sequence[float]) -> Figure:

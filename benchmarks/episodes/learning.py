@@ -11,11 +11,25 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.episodes import throughput
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Bar, Benchmark, Figure, at_least, at_most
 
 SEEDS = (0, 1, 2)
-SECONDS = 600
+BEFORE = at_most("guess: accuracy before, worst seed", 0.3)
+AFTER = at_least("guess: accuracy after, worst seed", 0.9)
+SECONDS = at_most("guess: whole command, slowest (s)", 600)
+GAIN = at_least("reasoning-gym: gain of accuracy, worst seed", 0.1)
+SEVERAL = at_least("tokens/s of several turns, of one turn", 0.85)
+DECODING = at_least("share of the time that decodes, answers after 200 ms", 0.80)
+BENCHMARK = Benchmark(
+    "episodes",
+    measures=(
+        *GRPO,
+        "rlcore/episodes",
+        "plugins/rlcore-plugin-reasoning-gym/rlcore_plugin_reasoning_gym",
+        "benchmarks/episodes",
+    ),
+    bars=(BEFORE, AFTER, SECONDS, GAIN, SEVERAL, DECODING),
+)
 
 GUESS = (
     "-p",
@@ -77,15 +91,17 @@ def bars(guess: Sequence[Run], divisors: Sequence[Run]) -> list[Bar]:
     """Return the bars, each for the worst seed."""
     gains = [run["accuracy_after"] - run["accuracy_before"] for run in divisors]
     return [
-        Bar("guess: accuracy before, worst seed", max(run["accuracy_before"] for run in guess), 0.3, at_least=False),
-        Bar("guess: accuracy after, worst seed", min(run["accuracy_after"] for run in guess), 0.9, at_least=True),
-        Bar("guess: whole command, slowest (s)", max(run["wall_seconds"] for run in guess), SECONDS, at_least=False),
-        Bar("reasoning-gym: gain of accuracy, worst seed", min(gains), 0.1, at_least=True),
+        BEFORE.at(max(run["accuracy_before"] for run in guess)),
+        AFTER.at(min(run["accuracy_after"] for run in guess)),
+        SECONDS.at(max(run["wall_seconds"] for run in guess)),
+        GAIN.at(min(gains)),
     ]
 
 
 def main() -> bool:
     """Run both experiments with all seeds and write the results."""
+    from benchmarks.episodes import throughput
+
     runs: dict[str, list[dict[str, float]]] = {"guess": [], "reasoning-gym": []}
     with tempfile.TemporaryDirectory() as place:
         for seed in SEEDS:
@@ -98,11 +114,9 @@ def main() -> bool:
         "answer and the frequent answers."
     )
     measured = [figure for name, done in runs.items() for figure in figures(name, done)]
-    speed, held, how = throughput.measure()
-    return write(
-        "episodes",
-        "make bench B=episodes",
+    speed, several, decoding, how = throughput.measure()
+    return BENCHMARK.write(
         [*measured, *speed],
-        [*bars(*runs.values()), *held],
+        [*bars(*runs.values()), SEVERAL.at(several), DECODING.at(decoding)],
         f"{notes} Speed: {how}.",
     )

@@ -18,15 +18,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.parts import ON_REQUEST, PARTS, NotHere
+from benchmarks.gpu.parts import PARTS, NotHere
 from benchmarks.gpu.sizes import SIZES
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import GRPO, Bar, Benchmark, DeclaredBar, Figure, at_least, at_most
 
 ROOT = Path(__file__).parents[2]
+PARTS_HELP = (
+    f"{', '.join(PARTS)} (default: all but {', '.join(name for name, part in PARTS.items() if part.on_request)})"
+)
 MOST_SECONDS = 480.0
 """All parts together; what has not begun by then is left out."""
 
@@ -51,7 +54,7 @@ class Findings:
 def main(argv: Sequence[str] | None = None) -> bool:
     """Run the parts, write the results, and return whether no part failed and all bars hold."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=PARTS_HELP)
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: a test of the code, no figures")
     parser.add_argument("--keep", type=Path, help="a folder for models, runs and logs that is not removed")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for all parts together (default: 480)")
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     if not asked.small and not _has_card():
         print("B=gpu needs a GPU, and torch finds none here; --small runs the same code on the CPU", file=sys.stderr)
         return False
-    names = asked.parts or [name for name in PARTS if name not in ON_REQUEST]
+    names = asked.parts or [name for name, part in PARTS.items() if not part.on_request]
     with tempfile.TemporaryDirectory() as scratch:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         found = Findings()
 
         def report() -> bool:
-            return write("gpu", "make bench B=gpu", found.figures, bars(found), notes(found, size))
+            return BENCHMARK.write(found.figures, bars(found), notes(found, size))
 
         for _ in run_parts(found, wanted, size, folder.absolute(), env, where=Path(scratch), seconds=asked.seconds):
             with contextlib.redirect_stdout(None):
@@ -127,7 +130,7 @@ def run_parts(
     """Run each part in a process of its own, in the folder `where`, and yield its name when `found` has its figures."""
     began = time.perf_counter()
     for name in names:
-        limit = min(PARTS[name][1], seconds - (time.perf_counter() - began))
+        limit = min(PARTS[name].seconds, seconds - (time.perf_counter() - began))
         if limit <= 0:
             found.absent[name] = "time left"
             continue
@@ -164,7 +167,7 @@ def _one(name: str, size: str, out: Path) -> bool:
     """Run a part in this process and write its figures to `out`, which lies beside the folder of models."""
     answer: dict[str, object]
     try:
-        answer = {"figures": [asdict(each) for each in PARTS[name][0](SIZES[size], out.parent)]}
+        answer = {"figures": [asdict(each) for each in PARTS[name].run(SIZES[size], out.parent)]}
     except NotHere as error:
         answer = {"absent": str(error)}
     except Exception:  # the doctor prints it and goes on
@@ -177,43 +180,56 @@ HALF, LARGER, TAIL, TRL = "rlcore hf 0.5B", "rlcore hf 1.5B", "rlcore hf 0.5B, l
 GENERATING = "sampled tokens while generating"
 
 
+PEAK, ARITHMETIC, PRODUCT = "peak memory of tensors", "arithmetic of an update", ("card", "matrix product")
+FP32 = "device against CPU, fp32"
+Value = Callable[[Findings], float | None]
+"""A bar's value; None where its figures were not measured."""
+
+
+def median(side: str, name: str) -> Value:
+    """Return the reader of a figure's median."""
+    return lambda found: found.median(side, name)
+
+
+def ratio(above: tuple[str, str], below: tuple[str, str]) -> Value:
+    """Return the reader of the ratio of two figures' medians."""
+
+    def value(found: Findings) -> float | None:
+        numerator, denominator = found.median(*above), found.median(*below)
+        return None if numerator is None or not denominator else numerator / denominator
+
+    return value
+
+
+BARS: Sequence[tuple[DeclaredBar, Value]] = (
+    (at_least("0.5B: sampled tokens/s while generating", 60_000), median(HALF, GENERATING)),
+    (at_least("1.5B: sampled tokens/s while generating", 30_000), median(LARGER, GENERATING)),
+    (at_least("long tail, of the flat rate", 0.6), ratio((TAIL, GENERATING), (HALF, GENERATING))),
+    (at_least("0.5B: an update, of the card's matrix product", 0.40), ratio((HALF, ARITHMETIC), PRODUCT)),
+    (at_least("1.5B: an update, of the card's matrix product", 0.45), ratio((LARGER, ARITHMETIC), PRODUCT)),
+    (at_most("head: ms", 50), median("head", "forward and backward")),
+    (at_most("head: memory, % of the logits", 10), median("head", "memory, of all logits in fp32")),
+    (at_least("times TRL's steps", 6), ratio((TRL, "a step"), (HALF, "a step"))),
+    (at_most("peak memory, of TRL's", 0.6), ratio((HALF, PEAK), (TRL, PEAK))),
+    (at_most("fp32 log-probs from the CPU's, nats", 1e-4), median(FP32, "log-probs, largest difference")),
+    (at_most("fp32 gradient from the CPU's, relative", 1e-4), median(FP32, "gradient, |difference| / |gradient|")),
+    (
+        at_most("bf16: sampler's log-probs from the trainer's, mean", 2e-3),
+        median(HALF, "sampler's log-probs from the trainer's, mean"),
+    ),
+    (at_least("resumed bit for bit", 1), median("resumed against uninterrupted", "weights are equal, bit by bit")),
+)
+BENCHMARK = Benchmark(
+    "gpu",
+    measures=(*GRPO, "rlcore/engines/vllm", "benchmarks/gpu"),
+    bars=tuple(bar for bar, _ in BARS),
+)
+
+
 def bars(found: Findings) -> list[Bar]:
     """Return the bars of the measured figures; a missing figure has no bar."""
-    made: list[Bar] = []
-
-    def bar(name: str, value: float | None, bound: float, *, at_least: bool = True) -> None:
-        if value is not None:
-            made.append(Bar(name, value, bound, at_least))
-
-    def ratio(above: float | None, below: float | None) -> float | None:
-        return None if above is None or not below else above / below
-
-    flat = found.median(HALF, GENERATING)
-    product = found.median("card", "matrix product")
-    bar("0.5B: sampled tokens/s while generating", flat, 60_000)
-    bar("1.5B: sampled tokens/s while generating", found.median(LARGER, GENERATING), 30_000)
-    bar("long tail, of the flat rate", ratio(found.median(TAIL, GENERATING), flat), 0.6)
-    arithmetic = "arithmetic of an update"
-    bar("0.5B: an update, of the card's matrix product", ratio(found.median(HALF, arithmetic), product), 0.40)
-    bar("1.5B: an update, of the card's matrix product", ratio(found.median(LARGER, arithmetic), product), 0.45)
-    bar("head: ms", found.median("head", "forward and backward"), 50, at_least=False)
-    bar("head: memory, % of the logits", found.median("head", "memory, of all logits in fp32"), 10, at_least=False)
-    bar("times TRL's steps", ratio(found.median(TRL, "a step"), found.median(HALF, "a step")), 6)
-    peak = "peak memory of tensors"
-    bar("peak memory, of TRL's", ratio(found.median(HALF, peak), found.median(TRL, peak)), 0.6, at_least=False)
-    against = "device against CPU, fp32"
-    bar(
-        "fp32 log-probs from the CPU's, nats",
-        found.median(against, "log-probs, largest difference"),
-        1e-4,
-        at_least=False,
-    )
-    gradient = found.median(against, "gradient, |difference| / |gradient|")
-    bar("fp32 gradient from the CPU's, relative", gradient, 1e-4, at_least=False)
-    gap = found.median(HALF, "sampler's log-probs from the trainer's, mean")
-    bar("bf16: sampler's log-probs from the trainer's, mean", gap, 2e-3, at_least=False)
-    bar("resumed bit for bit", found.median("resumed against uninterrupted", "weights are equal, bit by bit"), 1)
-    return made
+    values = [(bar, value(found)) for bar, value in BARS]
+    return [bar.at(value) for bar, value in values if value is not None]
 
 
 def notes(found: Findings, size: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.sizes import Shape, Size
@@ -378,20 +379,30 @@ def _last_weights(out: Path) -> dict:
     return load_file(last / "actor" / "model" / "model.safetensors")
 
 
-PARTS: dict[str, tuple[Callable[[Size, Path], list[Figure]], float]] = {
-    "models": (models, 60),
-    "ceilings": (ceilings, 40),
-    "grpo_0.5b": (grpo_half, 150),
-    "trl": (trl, 150),
-    "grpo_1.5b": (grpo_larger, 150),
-    "long_tail": (long_tail, 120),
-    "head": (head, 60),
-    "numbers": (numbers, 120),
-    "resume": (resume, 100),
-    "vllm": (grpo_vllm, 180),
-    "ray_switch": (ray_switch, 160),
-    "cudnn": (grpo_cudnn, 120),
+@dataclass(frozen=True)
+class Part:
+    """A part of the doctor."""
+
+    run: Callable[[Size, Path], list[Figure]]
+    seconds: float
+    """The most that it may take."""
+    on_request: bool = False
+    """The part runs only when it is named."""
+
+
+PARTS = {
+    "models": Part(models, 60),
+    "ceilings": Part(ceilings, 40),
+    "grpo_0.5b": Part(grpo_half, 150),
+    "trl": Part(trl, 150),
+    "grpo_1.5b": Part(grpo_larger, 150),
+    "long_tail": Part(long_tail, 120),
+    "head": Part(head, 60),
+    "numbers": Part(numbers, 120),
+    "resume": Part(resume, 100),
+    "vllm": Part(grpo_vllm, 180),
+    "vllm_asleep": Part(grpo_vllm_asleep, 180, on_request=True),
+    "ray_switch": Part(ray_switch, 160),
+    "cudnn": Part(grpo_cudnn, 120, on_request=True),
 }
-"""Each part with the most seconds that it may take, in the order in which they run: what matters most comes first."""
-ON_REQUEST = ("cudnn", "vllm_asleep")
-"""Parts that run only where they are named."""
+"""The parts in the order in which they run: what matters most comes first."""

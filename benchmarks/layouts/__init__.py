@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.models import write_llama
-from benchmarks.report import Figure, write
+from benchmarks.report import Benchmark, Figure
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 WORLD, ROUNDS = 4, 4
@@ -26,6 +26,13 @@ LAYOUTS = {
     "2-2-1": [2, 2, 1, 1],
     "4-1-1": [4, 1, 1, 1],
 }
+BENCHMARK = Benchmark(
+    "layouts",
+    measures=(
+        *("rlcore/engine", "rlcore/engines/torch", "rlcore/ops", "algorithms/rlcore_grpo.py"),
+        *("benchmarks/layouts", "benchmarks/models.py"),
+    ),
+)
 NOTES = """\
 {world} gloo processes with one thread each on one machine of {cores} cores; a Llama of 8 layers and hidden 512 in fp32,
 P = {p:.0f} MiB; one GRPO update of 16 rows of 64 tokens, in micro-batches of 4 rows. A layout is pp-tp-dp. Held:
@@ -63,4 +70,4 @@ def main() -> bool:
         figures.append(Figure("rlcore", f"{name}: held by a rank", "share of 4 P", [held]))
         table.append(f"| {name} | {held:.3f} | {statistics.median(sent):.2f} | {statistics.median(seconds):.2f} |")
     notes = NOTES.format(world=WORLD, cores=os.cpu_count(), p=weights / 2**20, table="\n".join(table))
-    return write("layouts", "make bench B=layouts", figures, [], notes)
+    return BENCHMARK.write(figures, [], notes)

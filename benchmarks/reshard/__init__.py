@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import write_characters
-from benchmarks.report import Bar, Figure, write
+from benchmarks.report import Bar, Benchmark, DeclaredBar, Figure, at_most
+from benchmarks.reshard.cases import LAYOUTS, LIVE
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 WORLD, WIDTH, ROUNDS = 8, 512, 6
@@ -57,6 +58,49 @@ Parameters that tensor ranks do not divide ({norms}) travel only between stages 
 at most in these layouts."""
 
 Case = Mapping[str, Any]
+
+
+def names(layout: Sequence[int]) -> tuple[str, str]:
+    """Return training's p-t-d and generation's p_g-t_g-d_g-d."""
+    p, t, d, p_g, t_g = layout
+    return f"{p}-{t}-{d}", f"{p_g}-{t_g}-{p * t // (p_g * t_g)}-{d}"
+
+
+def live_name(layout: Sequence[int]) -> str:
+    """Return the name of a live switch: training and generation, and whether shards are cut along dp too."""
+    p, t, d, shards, shard = layout
+    training, generation = names([p, t, d, 1, shards])
+    return f"live {training}{' (FSDP)' if d > 1 and shard == 0 else ''} to {generation}"
+
+
+def formulas_bar(strategy: str, layout: Sequence[int]) -> DeclaredBar:
+    """Declare the bar of one strategy under one layout."""
+    return at_most(f"{' to '.join(names(layout))}, {STRATEGIES[strategy]}: bytes off the formulas, worst rank", 0)
+
+
+def live_bars(layout: Sequence[int]) -> tuple[DeclaredBar, DeclaredBar, DeclaredBar]:
+    """Declare the bars of one live switch: bytes off Table 2, bytes held twice, and wrong weights."""
+    name = live_name(layout)
+    return (
+        at_most(f"{name}: bytes off Table 2's received and peak, worst rank", 0),
+        at_most(f"{name}: bytes held twice, off those of the training shard", 0),
+        at_most(f"{name}: weights that are not the trained ones, bit for bit", 0),
+    )
+
+
+WRONG_SHARDS = at_most("shards that are not those of the whole, bit for bit", 0)
+BENCHMARK = Benchmark(
+    "reshard",
+    measures=(
+        *("rlcore/engine/weights", "rlcore/engine/parallel", "rlcore/engine/worker.py"),
+        *("rlcore/engines/hf", "rlcore/engines/torch", "benchmarks/reshard", "benchmarks/models.py"),
+    ),
+    bars=(
+        *(formulas_bar(strategy, layout) for layout in LAYOUTS for strategy in STRATEGIES),
+        WRONG_SHARDS,
+        *(bar for layout in LIVE for bar in live_bars(layout)),
+    ),
+)
 
 
 def formulas(strategy: str, layout: Sequence[int]) -> dict[str, Fraction]:
@@ -104,7 +148,7 @@ def main() -> bool:
             figures += measured
             bars.append(bar)
     wrong = sum(len(each[kind]["wrong"]) for rank in found for each in cases(rank) for kind in STRATEGIES)
-    bars.append(Bar("shards that are not those of the whole, bit for bit", wrong, 0, at_least=False))
+    bars.append(WRONG_SHARDS.at(wrong))
     switches = live(ROUNDS)
     rows = []
     for case in zip(*switches, strict=True):
@@ -122,7 +166,7 @@ def main() -> bool:
         live="\n".join(rows),
         live_m=switches[0][0]["divided"] / MEGA,
     )
-    return write("reshard", "make bench B=reshard", figures, bars, notes)
+    return BENCHMARK.write(figures, bars, notes)
 
 
 def cases(rank: Case) -> list[Case]:
@@ -143,8 +187,7 @@ def compare(strategy: str, case: Sequence[Case], whole: int) -> tuple[str, list[
     name = " to ".join(names(layout))
     figures = [Figure(STRATEGIES[strategy], f"{name}: {key}", "MiB", [max(counts[key]) / MEGA]) for key in says]
     figures.append(Figure(STRATEGIES[strategy], f"{name}: until all shards are there", "s", slowest))
-    bar = Bar(f"{name}, {STRATEGIES[strategy]}: bytes off the formulas, worst rank", float(off), 0, at_least=False)
-    return row, figures, bar
+    return row, figures, formulas_bar(strategy, layout).at(float(off))
 
 
 def live(rounds: int) -> list[list[dict[str, Any]]]:
@@ -170,7 +213,7 @@ def compare_live(case: Sequence[Case]) -> tuple[str, list[Figure], list[Bar]]:
     slowest = [max(times) for times in zip(*(figures["seconds"] for figures in case), strict=True)][1:]
     training, generation = names([p, t, d, 1, shards])
     sharded = " (FSDP)" if d > 1 and shard == 0 else ""
-    name = f"live {training}{sharded} to {generation}"
+    name = live_name(case[0]["layout"])
     cells = [
         f"{max(received) / whole:.4g} = {says['received']}",
         f"{max(peak) / whole:.4g} = {says['peak']}",
@@ -182,17 +225,8 @@ def compare_live(case: Sequence[Case]) -> tuple[str, list[Figure], list[Bar]]:
     off = max(off, *(abs(each - says["peak"] * whole) for each in peak))
     wrong = sum(len(figures["wrong"]) for figures in case)
     twice = max(abs(figures["redundant"] - each) for figures, each in zip(case, held, strict=True))
-    bars = [
-        Bar(f"{name}: bytes off Table 2's received and peak, worst rank", float(off), 0, at_least=False),
-        Bar(f"{name}: bytes held twice, off those of the training shard", float(twice), 0, at_least=False),
-        Bar(f"{name}: weights that are not the trained ones, bit for bit", wrong, 0, at_least=False),
-    ]
+    values = (float(off), float(twice), wrong)
+    bars = [bar.at(value) for bar, value in zip(live_bars(case[0]["layout"]), values, strict=True)]
     redundant = [max(figures["redundant"] for figures in case) / MEGA]
     figures = [Figure("live", f"{name}: redundant", "MiB", redundant), Figure("live", f"{name}: switch", "s", slowest)]
     return f"| {' | '.join([training + sharded, generation, *cells])} |", figures, bars
-
-
-def names(layout: Sequence[int]) -> tuple[str, str]:
-    """Return training's p-t-d and generation's p_g-t_g-d_g-d."""
-    p, t, d, p_g, t_g = layout
-    return f"{p}-{t}-{d}", f"{p_g}-{t_g}-{p * t // (p_g * t_g)}-{d}"

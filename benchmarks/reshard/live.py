@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import LIVE
 from ranks import kernel_bytes
 from rlcore_grpo import GRPOConfig, grpo_loss
 
@@ -29,22 +30,6 @@ from rlcore.engines.torch.plugin import rlcore_train_engines
 from rlcore.protocol import DataProto, Ragged
 from rlcore.workers import WorkerContext
 from rlcore.workers.worker import construct
-
-LAYOUTS = [
-    # p, t, d in training; tensor shards in generation; data-parallel ranks that share a copy (0: all)
-    (1, 8, 1, 2, 0),
-    (1, 8, 1, 1, 0),
-    (1, 8, 1, 8, 0),
-    (1, 4, 2, 2, 1),
-    (1, 4, 2, 2, 0),
-    (1, 2, 4, 1, 1),
-    (1, 2, 4, 1, 0),
-    (2, 4, 1, 2, 0),
-    (2, 4, 1, 4, 0),
-    (2, 2, 2, 1, 1),
-    (2, 2, 2, 1, 0),
-]
-"""Table 2's layouts that generate on one stage, as every rollout engine does, with copies along dp and with shards."""
 
 
 def rows() -> DataProto:
@@ -141,7 +126,7 @@ def main(rank: int, world: int, port: int, result: str, folder: str, rounds: int
     """Run all layouts."""
     torch.set_num_threads(1)
     context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
-    found = [measure(context, folder, layout, rounds) for layout in LAYOUTS]
+    found = [measure(context, folder, layout, rounds) for layout in LIVE]
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import LAYOUTS
 from strategies import STRATEGIES, ConsecutiveGroups, flat_pieces
 from torch import Tensor
 
@@ -28,19 +29,6 @@ from rlcore.engine.parallel.layout import Layout, ShardSpec
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import ProcessGroups
 
-LAYOUTS = [
-    (Layout(1, 8, 1), 1, 2),
-    (Layout(1, 8, 1), 1, 1),
-    (Layout(1, 8, 1), 1, 8),
-    (Layout(1, 4, 2), 1, 2),
-    (Layout(1, 2, 4), 1, 1),
-    (Layout(2, 4, 1), 2, 2),
-    (Layout(2, 4, 1), 1, 2),
-    (Layout(2, 2, 2), 1, 1),
-    (Layout(4, 2, 1), 2, 1),
-    (Layout(2, 4, 1), 1, 4),
-]
-"""Training, and the stages and tensor shards of generation."""
 LAYERS, VOCABULARY = 4, 300
 
 
@@ -173,9 +161,10 @@ def measure(
 def run(width: int, rounds: int, groups: ProcessGroups) -> dict[str, Any]:
     """Run all cases and return what this rank found."""
     found: dict[str, Any] = {"layouts": [], "others": []}
-    for training, stages, shards in LAYOUTS:
+    for pp, tp, dp, stages, shards in LAYOUTS:
+        training = Layout(pp, tp, dp)
         layout = GenerationLayout(training, stages, shards)
-        numbers = {"layout": [training.pp, training.tp, training.dp, stages, shards]}
+        numbers = {"layout": [pp, tp, dp, stages, shards]}
         found["layouts"].append(numbers | measure(layout, decoder_cuts(width, training.pp), groups, rounds))
         found["others"].append(numbers | measure(layout, other_cuts(width, training.pp), groups, 1))
     return found
