@@ -1,6 +1,7 @@
 # make train   set up and train the shipped tiny model on the CPU
 # make test    set up and run the tests        make check   lint, types, import arrows
-# make test-slow   run those that show the same of more models and layouts
+# make quick ROOM=engine   run one room's tests without Ray, in two minutes     UP=1   and those of the rooms above it
+# make test-slow   run those that show the same of more models and layouts     make test-slow PART=1/6   a part of them
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
 # make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
@@ -25,7 +26,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes, each of which would compile the sources again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-slow test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
+.PHONY: train test quick test-slow test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -37,8 +38,12 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
 	$(BIN)/python -m pytest -m alone tests/workers
 
+# A room is a folder of tests/ or a plugin; tests/rooms.py knows which are above it, and the parts of the slow tests.
+quick: $(VENV)/.installed-dev
+	@$(BIN)/python tests/rooms.py quick --room "$(ROOM)" $(if $(UP),--up) --testers $(TESTERS)
+
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile -m slow
+	@$(BIN)/python tests/rooms.py slow $(if $(PART),--part $(PART)) --testers $(TESTERS)
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/engines/vllm

@@ -79,10 +79,18 @@ def assert_close(engine_models: ModuleType) -> Callable[..., None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     # `auto` would take a GPU, and numbers are compared with those of a CPU.
-    if not any("gpu" in argument for argument in config.invocation_params.args):
+    if not any("gpu" in argument and "not gpu" not in argument for argument in config.invocation_params.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A shell's background job ignores Ctrl-C, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use the shared Ray."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ray)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
