@@ -189,6 +189,7 @@ def test_a_command_that_cannot_run_is_refused_before_anything_starts(keys, part)
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_grpo_trains_on_an_agent(tmp_path):
     from rlcore.trainer import train
 

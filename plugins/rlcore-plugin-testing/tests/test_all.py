@@ -90,7 +90,7 @@ def test_the_suite_in_one_process(name, scorer, teacher, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in LOOPS else pytest.mark.slow) for name in algorithms()]
 )
