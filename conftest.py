@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all processes of the session a folder for their stacks."""
+    """Give all processes of the session a folder for their stacks, and Ray's workers their share of the cores."""
     config.stash[STDERR] = os.dup(2)  # while a test runs, pytest captures 2
     if FOLDER_VARIABLE not in os.environ:  # xdist's processes, and sessions within tests, write to the first one's
         config.stash[FOLDER] = Path(tempfile.mkdtemp(prefix="rlcore-stacks-"))
         os.environ[FOLDER_VARIABLE] = str(config.stash[FOLDER])
+    # By Ray's default its workers hardly run beside two busy tests.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name)
     register_stacks()
 
 
@@ -112,14 +115,32 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
             kill([pid for pid in descendants() if _started(pid) >= item.stash[CALLED] - TICK])
 
 
+@cache
+def shares_ray(file: str) -> bool:
+    """Whether tests of a file use the Ray that the tests of a session share."""
+    return "ray_cluster" in Path(file).read_text()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that share Ray first: with xdist they take longest, as one process runs them all."""
+    items.sort(key=lambda item: not shares_ray(str(item.path)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, xdist runs the test that ended a process again, until no process is left to end."""
+    """With `--dist loadfile`, give all tests that share Ray to one process, and the tests of any other file to one.
+
+    xdist itself runs a test that ended a process again, until no process is left to end.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class RunsNoTestTwice(LoadFileScheduling):
+    class OneRayAndNoTestTwice(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "those that share Ray" if shares_ray(str(config.rootpath / file)) else file
+
         def remove_node(self, node: Any) -> str | None:
             files = self.assigned_work[node]
             for name in [name for name, tests in files.items() if all(tests.values())]:
@@ -131,7 +152,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return crashed
             return super().remove_node(node)
 
-    return RunsNoTestTwice(config, log)
+    return OneRayAndNoTestTwice(config, log)
 
 
 class Limit:

@@ -25,6 +25,7 @@ def test_in_process_equals_two_workers_on_ray(two_workers, in_process):
     compare(in_process, two_workers)
 
 
+@pytest.mark.slow  # GRPO's suite compares one worker with two
 def test_one_worker_on_ray_equals_two(ray_cluster, two_workers, train_here, tmp_path):
     compare(train_here(tmp_path / "run", *SMALL, "cluster.workers=1"), two_workers)
 
