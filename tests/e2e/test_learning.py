@@ -5,7 +5,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_quickstart_raises_held_out_accuracy(ray_cluster, train_here, tmp_path):
     run = train_here(tmp_path / "run")
     before, after = run.summary["accuracy_before"], run.summary["accuracy_after"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 SMALL = ["trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"]
 TWO = [*SMALL, "cluster.workers=2", "engine.torch.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
 

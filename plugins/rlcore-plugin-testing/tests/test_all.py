@@ -65,7 +65,7 @@ def on_grpo(name: str) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if on_grpo(name) else ()) for name in algorithms()]
 )
