@@ -22,7 +22,9 @@ def importable():
 
 
 test_plain = conformance("engine=plain", plugins=[str(PLAIN / "rlcore_plugin_plain.py")])
-test_generate = conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
+test_generate = pytest.mark.timeout(200)(
+    conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
+)
 
 
 def test_they_are_as_short_as_the_page_promises():

@@ -84,6 +84,7 @@ def test_an_agent_of_one_call_samples_what_generate_does(tiny_engine, play):
     assert set(got["episode_error"]) == {None}
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["turns", "several"])
 def test_rows_are_the_same_whatever_the_concurrency(play, how):
     batch = batch_of()
