@@ -2,6 +2,7 @@
 # make test    set up and run the tests        make check   lint, types, import arrows
 # make quick ROOM=engine   run one room's tests without Ray, in two minutes     UP=1   and those of the rooms above it
 # make test-slow   run those that show the same of more models and layouts     make test-slow PART=1/6   a part of them
+# make test-times   print where the seconds of the last make test went, by file and by room
 # make bench   run the benchmarks              make bench B=name   run one     make bench-setup   what they need
 # make bench B=gpu   what one GPU does with rlcore, in at most eight minutes, without a network and without the rest
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
@@ -20,13 +21,16 @@ INSTALL := $(PYTHON) install.py
 B ?= all
 # Processes that share the tests: one more than cores, as tests also wait for one another's processes.
 TESTERS ?= 3
+# What runs the tests; .ci/run gives a program that runs failed ones again. Each run leaves pytest's report in $(REPORTS).
+PYTEST = -m pytest
+REPORTS := build/tests
 # Two OpenMP pools that spin on two cores make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes, each of which would compile the sources again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test quick test-slow test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
+.PHONY: train test test-together test-alone quick test-slow test-times test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
@@ -34,9 +38,18 @@ train: $(VENV)/.installed
 
 # The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
 # Tests that look at how busy a process is run alone, after the others.
-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
-	$(BIN)/python -m pytest -m alone tests/workers
+test:
+	$(MAKE) --no-print-directory test-together
+	$(MAKE) --no-print-directory test-alone
+
+test-together: $(VENV)/.installed-dev
+	$(BIN)/python $(PYTEST) --junitxml $(REPORTS)/together.xml --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
+
+test-alone: $(VENV)/.installed-dev
+	$(BIN)/python $(PYTEST) --junitxml $(REPORTS)/alone.xml -m alone tests/workers
+
+test-times:
+	@$(PYTHON) tests/times.py $(wildcard $(REPORTS)/*.xml)
 
 # A room is a folder of tests/ or a plugin; tests/rooms.py knows which are above it, and the parts of the slow tests.
 quick: $(VENV)/.installed-dev
@@ -46,7 +59,7 @@ test-slow: $(VENV)/.installed-dev
 	@$(BIN)/python tests/rooms.py slow $(if $(PART),--part $(PART)) --testers $(TESTERS)
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/engines/vllm
+	.venv-vllm/bin/python $(PYTEST) --junitxml $(REPORTS)/vllm.xml tests/engines/vllm
 
 # The list is whole, so nothing is resolved.
 .venv-vllm/.installed: requirements-vllm.txt pyproject.toml plugins/rlcore-plugin-testing/pyproject.toml
@@ -55,7 +68,7 @@ test-vllm: .venv-vllm/.installed
 	touch $@
 
 test-verifiers: .venv-verifiers/.installed
-	.venv-verifiers/bin/python -m pytest plugins/rlcore-plugin-verifiers
+	.venv-verifiers/bin/python $(PYTEST) --junitxml $(REPORTS)/verifiers.xml plugins/rlcore-plugin-verifiers
 
 # verifiers needs older versions of two packages: its own come first on the path, and then those of $(VENV).
 .venv-verifiers/.installed: requirements-verifiers.txt $(VENV)/.installed-dev

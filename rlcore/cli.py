@@ -18,6 +18,7 @@ from rlcore.collector import resume_collector
 from rlcore.commands import SUMMARIES
 from rlcore.commands.line import CommandLine
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
+from rlcore.stacks import register_stacks
 
 if TYPE_CHECKING:
     from rlcore.plugins import CommandSpec
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     also by a first Ctrl-C or SIGTERM, which leaves a checkpoint.
     Errors that rlcore does not name pass through with their traceback.
     """
+    register_stacks()
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except RLCoreError as error:

@@ -34,6 +34,7 @@ import time
 from typing import Any, BinaryIO, NoReturn
 
 from rlcore.episodes.environment import EnvironmentFailure, EpisodeEnvironment, as_class, describe
+from rlcore.stacks import register_stacks
 
 HEADER = struct.Struct("!QQ")
 COMMAND = struct.Struct("!cQ")
@@ -60,6 +61,7 @@ def main() -> None:
     if os.getppid() != parent:
         os._exit(1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    register_stacks()
     reply: dict[str, Any] = {}
     try:
         environment = _load(imports, data)
@@ -175,6 +177,7 @@ class _ForkServer:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() != server:
                 os._exit(1)
+            register_stacks()
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             limit_memory(self._memory_mb)
             _SlotProcess(socket.socket(fileno=descriptor), *self._environment).serve()

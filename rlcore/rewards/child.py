@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
+from rlcore.stacks import register_stacks
+
 LENGTH = struct.Struct("!Q")
 _LONGEST = 2000  # characters of a message or of a traceback's tail
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +48,7 @@ def main() -> None:
     """Serve calls until standard input ends."""
     requests, replies = _take_pipes()
     _die_with(parent=int(sys.argv[1]))
+    register_stacks()
     _limit_memory(int(sys.argv[2]))
     functions: list[_Function] = []
     while True:

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rlcore.stacks import FOLDER_VARIABLE
+
 _KEPT = frozenset(
     {"PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "TEMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"}
 )
@@ -24,5 +26,6 @@ def basic_variables(keep: Sequence[str] = ()) -> dict[str, str]:
 
 
 def python_variables(keep: Sequence[str] = ()) -> dict[str, str]:
-    """Return `basic_variables` and this process's import path, for a process that runs Python."""
-    return {**basic_variables(keep), "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    """Return `basic_variables`, the folder for stacks, and this process's import path, for one that runs Python."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**basic_variables((*keep, FOLDER_VARIABLE)), "PYTHONPATH": path}

@@ -23,6 +23,7 @@ import ray
 
 from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
+from rlcore.stacks import register_stacks
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.failure import worker_failure
 from rlcore.workers.progress import ProgressWatch
@@ -57,6 +58,7 @@ class WorkerHost:
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         faulthandler.enable()  # a crash in C then leaves a traceback in the log
+        register_stacks()
         pause_collector()  # until the end of the first call, which imports the models
         self._name = name
         self._rank = rank

@@ -35,6 +35,7 @@ def columns_read_here(tmp_path, *overrides):
         return read, metrics
 
 
+@pytest.mark.timeout(400)
 def test_no_token_level_column_of_ppo_reaches_the_controller(ray_cluster, tmp_path):
     read, metrics = columns_read_here(
         tmp_path, "algo=ppo", "algo.samples=4", "algo.kl_controller=adaptive", "algo.mini_batches=2"

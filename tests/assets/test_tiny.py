@@ -42,6 +42,7 @@ def test_the_tokenizer() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_it_knows_the_right_answers_and_seldom_gives_them() -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     held_out = problems("eval")[:256]
@@ -69,6 +70,7 @@ def test_slips_make_up_the_wrong_share() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_training_learns_and_is_repeatable() -> None:
     def trained(steps: int) -> tuple[float, torch.Tensor]:
         torch.manual_seed(0)

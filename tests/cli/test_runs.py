@@ -73,6 +73,7 @@ def test_eval_of_a_run_and_of_a_model(swept, monkeypatch, capsys):
         assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.ray
 def test_local_file_trains_on_ray_by_value(tmp_path):
     plugin = FILES / "local_reinforce.py"

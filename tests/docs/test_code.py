@@ -49,6 +49,7 @@ NOT_RUN = {
     r"nc localhost \d+": "connects to that worker",
     r"ps -eo .*": "looks at a run under way",
     r"py-spy dump .*": "looks at a process under way; py-spy is no dependency",
+    r"p?kill -USR2 .*": "signals a run under way; tests/suite/test_stacks.py does it",
 }
 """Commands that are shown and not run, and why."""
 
@@ -59,6 +60,7 @@ def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
     return [(language, dict(word.partition("=")[::2] for word in info.split()), text) for language, info, text in found]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     reader = Reader(tmp_path, monkeypatch)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.eval_size=4", "trainer.samples_per_step=64"]
 AHEAD = [*SMALL, "trainer.rollouts_ahead=1", "engine.lr=1e-3"]
 GRPO = ["algo=grpo", "algo.mini_batches=2", "cluster.pools={main: [actor, ref], gen: [rollout]}"]
@@ -51,18 +51,37 @@ def test_each_step_samples_with_the_weights_of_two_steps_before(train_here, tmp_
     assert {True, False} == {age > 0 for _, age in trained}
 
 
-def test_on_ray_ahead_and_resumed_are_the_same_to_the_last_bit(ray_cluster, train_here, stopping_after, tmp_path):
-    """Stopped after step 3, with the checkpoint of step 2; and in process the numbers are those of Ray."""
-    settings = [*AHEAD, *GRPO, "cluster.workers=1", "trainer.total_steps=5", "trainer.eval_every=0"]
-    settings += ["trainer.checkpoint_every=2"]
-    straight = train_here(tmp_path / "straight", *settings)
+LONGER = [*AHEAD, *GRPO, "trainer.total_steps=5", "trainer.eval_every=0", "trainer.checkpoint_every=2"]
+
+
+@pytest.fixture(scope="module")
+def straight(train_here, tmp_path_factory):
+    """A run in this process, not interrupted."""
+    return train_here(tmp_path_factory.mktemp("straight") / "run", *LONGER, HERE)
+
+
+def test_ahead_and_resumed_are_the_same_to_the_last_bit(straight, train_here, stopping_after, tmp_path):
+    """Stopped after step 3, with the checkpoint of step 2."""
     with pytest.raises(RuntimeError, match="stop here"):
-        train_here(tmp_path / "resumed", *settings, plugins=stopping_after(2))
-    resumed = train_here(tmp_path / "resumed", *settings)
+        train_here(tmp_path / "resumed", *LONGER, HERE, plugins=stopping_after(2))
+    resumed = train_here(tmp_path / "resumed", *LONGER, HERE)
     assert numbers(resumed) == numbers(straight)
     assert resumed.samples == straight.samples
     assert [row["rollout/staleness"] for row in numbers(straight)] == [0, 2, 0, 2, 0]
-    here = train_here(tmp_path / "here", *settings, HERE)
-    assert here.samples == straight.samples
-    for one, other in zip(numbers(here), numbers(straight), strict=True):
+
+
+def test_on_ray_it_is_the_same_run(straight, ray_cluster, train_here, tmp_path):
+    on_ray = train_here(tmp_path / "run", *LONGER, "cluster.workers=1")
+    assert on_ray.samples == straight.samples
+    for one, other in zip(numbers(straight), numbers(on_ray), strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_on_ray_resumed_it_is_the_same_to_the_last_bit(ray_cluster, train_here, stopping_after, tmp_path):
+    straight = train_here(tmp_path / "straight", *LONGER, "cluster.workers=1")
+    with pytest.raises(RuntimeError, match="stop here"):
+        train_here(tmp_path / "resumed", *LONGER, "cluster.workers=1", plugins=stopping_after(2))
+    resumed = train_here(tmp_path / "resumed", *LONGER, "cluster.workers=1")
+    assert numbers(resumed) == numbers(straight)
+    assert resumed.samples == straight.samples

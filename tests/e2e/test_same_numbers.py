@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 SMALL = ["trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"]
 TWO = [*SMALL, "cluster.workers=2", "engine.torch.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
 
@@ -25,6 +25,7 @@ def test_in_process_equals_two_workers_on_ray(two_workers, in_process):
     compare(in_process, two_workers)
 
 
+@pytest.mark.slow  # GRPO's suite compares one worker with two
 def test_one_worker_on_ray_equals_two(ray_cluster, two_workers, train_here, tmp_path):
     compare(train_here(tmp_path / "run", *SMALL, "cluster.workers=1"), two_workers)
 

@@ -18,7 +18,7 @@ from rlcore.protocol import DataProto
 from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.workers import ClassWithInitArgs, Dispatch, make_executor, register
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ACTOR = Role(trains=True, generates=True)
 
 

@@ -22,7 +22,9 @@ def importable():
 
 
 test_plain = conformance("engine=plain", plugins=[str(PLAIN / "rlcore_plugin_plain.py")])
-test_generate = conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
+test_generate = pytest.mark.timeout(200)(
+    conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
+)
 
 
 def test_they_are_as_short_as_the_page_promises():
@@ -53,6 +55,7 @@ def train(site: Path, run: Path, *overrides: str) -> dict:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_both_together_train_and_are_named_in_the_run(site, tmp_path):
     small = ["trainer.total_steps=2", "data.batch_size=2", "data.eval_size=4", "rollout.response_len=4"]
     summary = train(site, tmp_path / "run", "algo=grpo", "engine=plain", "rollout=generate", *small)

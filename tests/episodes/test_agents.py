@@ -84,6 +84,7 @@ def test_an_agent_of_one_call_samples_what_generate_does(tiny_engine, play):
     assert set(got["episode_error"]) == {None}
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["turns", "several"])
 def test_rows_are_the_same_whatever_the_concurrency(play, how):
     batch = batch_of()
@@ -189,6 +190,7 @@ def test_a_command_that_cannot_run_is_refused_before_anything_starts(keys, part)
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_grpo_trains_on_an_agent(tmp_path):
     from rlcore.trainer import train
 

@@ -181,6 +181,7 @@ def test_the_time_of_a_call_leaves_the_interpreter_its_own():
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_run_says_what_is_not_enforced(tmp_path):
     from rlcore.sandbox import isolation
 

@@ -53,6 +53,7 @@ def rounds(tmp_path_factory):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_run_of_single_turns_is_the_run_without_an_environment(tmp_path):
     plain = run(tmp_path / "plain")
     single = run(tmp_path / "single", "env=single_turn")
@@ -67,6 +68,7 @@ def test_a_run_of_single_turns_is_the_run_without_an_environment(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_the_environment_scores_and_the_samples_show_the_conversation(rounds):
     folder, metrics = rounds
     assert [row["reward/mean"] for row in metrics if "reward/mean" in row] == [3.0] * 4
@@ -77,6 +79,7 @@ def test_the_environment_scores_and_the_samples_show_the_conversation(rounds):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_another_reward_may_score_episodes(tmp_path):
     overrides = ["env=file", f"env.path={WORLDS}:Rounds", "reward.functions={environment: 1.0, arithmetic: 0.0}"]
     (row, *_) = run(tmp_path / "run", *overrides, "trainer.total_steps=1", "trainer.eval_every=0")
@@ -85,6 +88,7 @@ def test_another_reward_may_score_episodes(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 @pytest.mark.ray
 def test_two_workers_play_the_same_episodes_as_one(tmp_path, rounds):
     """Each has environment processes of its own."""
@@ -111,6 +115,7 @@ class Breaking(PluginManager):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_too_many_failures_stop_the_run_and_it_goes_on_when_they_are_mended(tmp_path, rounds):
     """The same command continues from the state before the failed step, and ends equal to an undisturbed run."""
     file, mark, folder = tmp_path / "world.py", tmp_path / "down", tmp_path / "run"
@@ -136,6 +141,7 @@ class Breaks(Rounds):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_few_failures_leave_their_groups_smaller(tmp_path, caplog):
     """Prompts that begin with an even digit fail in all their samples."""
     overrides = ["env=file", f"env.path={WORLDS}:Half", "env.max_failures=1.0", "env.retries=0", "trainer.eval_every=0"]
@@ -150,6 +156,7 @@ def test_a_few_failures_leave_their_groups_smaller(tmp_path, caplog):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_an_evaluation_plays_episodes_too(rounds, capsys):
     folder, metrics = rounds
     plugins = PluginManager.load()

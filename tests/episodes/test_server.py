@@ -387,6 +387,7 @@ def test_ending_the_server_frees_its_port(serving, tiny_engine):
 # Many at a time
 
 
+@pytest.mark.timeout(200)
 def test_two_hundred_sessions_at_a_time(serving):
     server = serving()
 

@@ -242,6 +242,7 @@ def test_tools_are_shown_to_the_model_and_their_calls_read_only_then(serving):
     assert "tool_calls" not in unread["choices"][0]["message"]
 
 
+@pytest.mark.timeout(300)
 def test_ids_of_tool_calls_differ_and_are_the_same_again(serving):
     ids = []
     for _ in range(2):

@@ -11,7 +11,7 @@ EPISODES = ("env=file", WORLD, "rollout.response_len=60", "trainer.deterministic
 TEACHER = (f"algo.teacher={files('rlcore.assets') / 'tiny'}", "algo.task_coef=1")
 COST = ("reward.functions={environment: 1, gsm8k_flexible: 0}", "algo.cost_function=gsm8k_flexible")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(300)]
 
 test_grpo = conformance("grpo", *EPISODES)
 test_rloo = pytest.mark.slow(conformance("rloo", *EPISODES))

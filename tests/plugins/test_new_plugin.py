@@ -140,6 +140,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_it_installs_passes_its_tests_and_trains(tmp_path):
     """Its conformance suite is run for the checks that need neither Ray nor a second process.
 
@@ -158,6 +159,7 @@ def test_it_installs_passes_its_tests_and_trains(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_an_environment_installs_passes_its_tests_and_trains(tmp_path):
     """Its conformance suite is run for the checks without a second process of the suite's own."""
     folder, *_ = new_plugin("my-game", tmp_path, "environment")

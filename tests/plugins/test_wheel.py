@@ -14,7 +14,7 @@ import yaml
 
 PROJECT = Path(__file__).parents[1] / "fixtures" / "plugins" / "rlcore-plugin-parrot"
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

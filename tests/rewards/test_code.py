@@ -186,6 +186,7 @@ def test_environment_of_the_run_is_not_there(monkeypatch):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_run_says_at_its_start_how_programs_are_isolated(tmp_path):
     rows = [{"prompt": f"Double {n}.", "answer": [{"stdin": f"{n}", "stdout": f"{2 * n}"}]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

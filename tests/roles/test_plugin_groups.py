@@ -36,6 +36,7 @@ def spans_of(folder):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_run_asks_the_workers_of_a_plugin(tmp_path):
     status, metrics = run_it(tmp_path)
     assert status == 0
@@ -45,6 +46,7 @@ def test_a_run_asks_the_workers_of_a_plugin(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_calls_that_nobody_waits_for_end_with_their_step(tmp_path, capsys):
     status, metrics = run_it(tmp_path / "waits", "cluster=in_process", "algo.later=wait")
     assert (status, len(metrics)) == (0, 2)
@@ -55,6 +57,7 @@ def test_calls_that_nobody_waits_for_end_with_their_step(tmp_path, capsys):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 @pytest.mark.ray
 def test_on_ray_a_group_has_a_process_on_each_place_of_its_pool(ray_cluster, tmp_path):
     status, metrics = run_it(tmp_path / "own", "cluster=local", "cluster.workers=1")
@@ -67,6 +70,7 @@ def test_on_ray_a_group_has_a_process_on_each_place_of_its_pool(ray_cluster, tmp
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_group_that_is_not_there(tmp_path, capsys):
     status, _ = run_it(tmp_path, "cluster=in_process", "algo.ask=memories")
     assert status == 2

@@ -140,24 +140,28 @@ def check_same_but_for_the_reference(plain, mixed):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_frozen_bf16_reference_changes_nothing_but_its_own_numbers(tmp_path):
     check_same_but_for_the_reference(*compare_first_step(tmp_path))
 
 
 @pytest.mark.ray
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_frozen_bf16_reference_on_ray(ray_cluster, tmp_path):
     check_same_but_for_the_reference(*compare_first_step(tmp_path, "cluster=local", "cluster.workers=2"))
 
 
 @pytest.mark.ray
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_a_frozen_bf16_reference_on_a_pool_of_its_own(ray_cluster, tmp_path):
     pools = "cluster.pools={student: {roles: [actor], workers: 2}, teacher: {roles: [ref], workers: 1}}"
     check_same_but_for_the_reference(*compare_first_step(tmp_path, "cluster=local", pools))
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_rollout_keys_of_the_only_role_that_samples_are_as_good_as_the_runs(tmp_path):
     """GRPO without a reference and evaluations: the actor alone reads them. The ban on ends makes rows of 3 or more."""
     folders = [tmp_path / "run", tmp_path / "role"]

@@ -27,6 +27,7 @@ def step(run: Run, batch: DataProto) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_mypy_sees_the_calls_of_a_kind(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", tmp_path / "program.py"]

@@ -145,6 +145,7 @@ def test_the_loader_goes_on_where_it_was(resumed, straight, samples_of):
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on_from_it(
     run_counting, straight, metrics_of, samples_of, tmp_path, at

@@ -328,6 +328,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_texts(open_roles, forei
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_grpo_with_a_reward_model_alone_and_with_functions(small, samples_of, metrics_of, scorer, tmp_path):
     plugins = PluginManager.load()
     options = [option for option in small if option != "reward=arithmetic"]
@@ -412,6 +413,7 @@ def rlcore_algorithm():
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 def test_critics_and_followers_go_on_where_they_were(train_small, metrics_of, tmp_path):
     class StopsAtTwo(PluginManager):
         def step_end(self, run, step, metrics):

@@ -160,6 +160,7 @@ def test_bad_input(capsys, given, overrides, message):
     assert message in refused(capsys, *given, *overrides)
 
 
+@pytest.mark.timeout(200)
 def test_a_model_that_fits_nowhere(capsys, given, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 400}))
     text = refused(capsys, *given, f"model.path={tmp_path}", "plan.gpus=8")

@@ -59,6 +59,7 @@ def test_pairs_wait_for_the_scores_and_have_fewer_rows(plugins):
     assert flow.follows == {"ref": "actor"}
 
 
+@pytest.mark.timeout(200)
 def test_every_installed_algorithm_can_be_recorded(plugins):
     settings = {"safe_rlhf": ["algo.cost_model=elsewhere"], "on_policy_distill": ["algo.teacher=elsewhere"]}
     for name in plugins.algorithms():

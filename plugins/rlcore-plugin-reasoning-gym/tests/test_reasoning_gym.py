@@ -38,6 +38,7 @@ def right(row):
     return score(row["prompt"], row["answer"], row["answer"], row["reasoning_gym"])
 
 
+@pytest.mark.timeout(200)
 def test_rows_are_json_and_the_same_in_every_process():
     tasks = dict.fromkeys(UNSTABLE, 1.0)
     program = (
@@ -187,6 +188,7 @@ def test_keys(plugins):
     assert len(plugins.datasets()["reasoning_gym"].bound(config).load(config.data, "eval")) == 200
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("environment", [False, True])
 def test_grpo_trains_on_it(plugins, tmp_path: Path, environment):
     from rlcore.trainer import train

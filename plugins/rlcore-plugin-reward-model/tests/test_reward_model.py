@@ -93,6 +93,7 @@ def test_prompts_without_any_pairs_and_too_few_pairs(tmp_path, capsys):
     assert "algo.mini_batches is 3, but a step has only data.batch_size = 2 pairs" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.e2e
 def test_a_pair_is_never_parted(tmp_path):
     """With one row a micro-batch the loss would see half pairs; with odd mini-batches too."""
@@ -108,6 +109,7 @@ def test_a_pair_is_never_parted(tmp_path):
     assert metrics(tmp_path / "minis")[0]["train/optimizer_steps"] == 3
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.e2e
 def test_from_pairs_to_a_run_that_the_model_rewards(tmp_path, capsys):
     """It learns held-out pairs, `rlcore eval` says the same, transformers opens it, and GRPO is rewarded by it."""

@@ -170,6 +170,7 @@ def test_steps_with_a_cost_function_and_demonstrations(tmp_path, by_function):
     assert steps[1]["loss/ptx"] < steps[0]["loss/ptx"]
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.e2e
 def test_steps_with_a_cost_model_and_with_a_reward_model_beside_a_cost_function(tmp_path, by_function):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

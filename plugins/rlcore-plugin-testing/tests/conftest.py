@@ -1,10 +1,15 @@
-"""Algorithms that each break one property, made from one that breaks none."""
+"""Every algorithm of the repository; and algorithms that each break one property, made from one that breaks none."""
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rlcore.plugins.manager import installed
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SOUND = str(FIXTURES / "sound.py")
@@ -88,3 +93,83 @@ def broken(request, tmp_path) -> tuple[Break, str]:
     file = tmp_path / f"{request.param}.py"
     file.write_text(text.replace(chosen.old, chosen.new))
     return chosen, str(file)
+
+
+# Every algorithm
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = {"safe_rlhf": ["algo.cost_model={scorer}"], "on_policy_distill": ["algo.teacher={teacher}"]}
+"""What an algorithm cannot do without: {scorer} is a model with one label, {teacher} another policy."""
+LOOPS = {
+    "grpo": "groups of samples; also of rloo, remax, dapo and all that build on GRPO's loop",
+    "ppo": "an actor and a critic",
+    "online_dpo": "pairs of samples; also of sppo",
+    "rejection_sampling": "updates with chosen samples",
+    "dpo": "rows of a data set, in pairs; also of sft, kto and reward_model",
+    "safe_rlhf": "several critics and scores",
+    "on_policy_distill": "teachers",
+}
+"""The algorithms that run on Ray here, each with its loop's parts."""
+
+
+def algorithms() -> dict[str, list[str]]:
+    """Return the algorithms by name, with the file behind `-p` for one that is not installed."""
+    found = {path.stem.removeprefix("rlcore_"): path for path in (ROOT / "algorithms").glob("*.py")}
+    for project in (ROOT / "plugins").glob("*/pyproject.toml"):
+        entries = tomllib.loads(project.read_text())["project"]["entry-points"]["rlcore"]
+        found |= {name: project.parent / f"{module}.py" for name, module in entries.items() if "." not in name}
+    there = {entry.name for entry in installed()}
+    return {name: [] if name in there else [str(path)] for name, path in sorted(found.items())}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with the argument `algorithm` for every algorithm; on Ray, those without a loop in LOOPS are slow."""
+    if "algorithm" in metafunc.fixturenames:
+        always = LOOPS if "ray_cluster" in metafunc.fixturenames else algorithms()
+        names = [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in algorithms()]
+        metafunc.parametrize("algorithm", names)
+
+
+@pytest.fixture(scope="session")
+def scorer(tmp_path_factory) -> str:
+    """A model that scores, made of the shipped one with a head that is not trained."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tiny, folder = str(files("rlcore.assets") / "tiny"), str(tmp_path_factory.mktemp("scorer"))
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> str:
+    """The shipped model with other weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tiny, folder = str(files("rlcore.assets") / "tiny"), str(tmp_path_factory.mktemp("teacher"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def every_algorithm() -> set[str]:
+    """The names of all algorithms."""
+    return set(algorithms())
+
+
+@pytest.fixture
+def algorithm_suite(algorithm, scorer, teacher, tmp_path) -> Iterator[Any]:
+    """The suite over an algorithm, installed or not."""
+    from rlcore_plugin_testing.suites import open_suite
+
+    settings = [setting.format(scorer=scorer, teacher=teacher) for setting in SETTINGS.get(algorithm, [])]
+    with open_suite(algorithm, tmp_path, settings=settings, plugins=algorithms()[algorithm]) as suite:
+        yield suite

@@ -18,6 +18,8 @@ from rlcore import PluginError
 from rlcore.cli import main
 from rlcore.episodes.tool_schema import schemas_of
 
+pytestmark = pytest.mark.timeout(200)  # a check kills runs and resumes them
+
 FILE = Path(__file__).parent / "fixtures" / "broken_environments.py"
 spec = importlib.util.spec_from_file_location("broken_for_names", FILE)
 fixtures = importlib.util.module_from_spec(spec)

@@ -20,6 +20,8 @@ from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import plan_pools
 from rlcore.workers import ClassWithInitArgs, make_executor
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the ranks
+
 ACTOR = Role(trains=True, generates=True)
 WORLD = 4
 

@@ -11,7 +11,7 @@ import pytest
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.weights.generation import GenerationLayout
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 STRATEGIES = ("hybridflow", "model_parallel", "all_ranks")
 WORLD, UPDATES = 8, 3
 WIDTH = 96

@@ -220,6 +220,7 @@ def test_the_plain_form_serves_where_a_kernel_has_another_gradient(as_on_a_gpu, 
     assert "packing without padding (rlcore_varlen) has a gradient that is off by" in caplog.text
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("default")  # the compiler's own
 @pytest.mark.parametrize("works", [True, False])
 def test_layers_are_compiled_where_that_works(as_on_a_gpu, kernels, model_folder, caplog, monkeypatch, works):

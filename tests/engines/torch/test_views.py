@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("view_ranks.py")
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.ray  # like those it starts processes
 def test_losses_over_logits_and_values_on_two_ranks_warn_of_nothing(write_random, tmp_path):
     import transformers

@@ -30,6 +30,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(300))  # vLLM starts slowly; a mark of the test's own goes first
             for warning in WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
             if absent:
