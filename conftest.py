@@ -121,8 +121,15 @@ def shares_ray(file: str) -> bool:
     return "ray_cluster" in Path(file).read_text()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share Ray first: with xdist they take longest, as one process runs them all."""
+    """Mark the tests that share Ray, and run their files first: with xdist they take longest, as one process runs all.
+
+    So no such test can lack the mark by which `make quick` leaves it out.
+    """
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ray)
     items.sort(key=lambda item: not shares_ray(str(item.path)))
 
 

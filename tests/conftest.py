@@ -85,14 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the shared Ray."""
-    for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.ray)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the venv with TRL that tests/crosscheck compares with."""
     parser.addoption("--trl", metavar="VENV", default=None, help="a venv with TRL; see make crosscheck")

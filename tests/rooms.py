@@ -63,8 +63,8 @@ PARTS = (
     Part("algorithms P to Z on episodes", ("tests/episodes",), "test_[p-z]"),
     Part("engines: models, layouts, requests", ("tests/engines",)),
     Part(
-        "environments, the command, the cost of a call",
-        (f"{SUITES}/test_environment.py", f"{SUITES}/test_command.py", "tests/workers"),
+        "whole runs, environments, the command, the cost of a call",
+        ("tests/e2e", f"{SUITES}/test_environment.py", f"{SUITES}/test_command.py", "tests/workers"),
     ),
 )
 
@@ -81,7 +81,9 @@ def layers() -> list[set[str]]:
 
 def rooms() -> dict[str, Path]:
     """Return the folder of each room's tests."""
-    folders = [path for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name not in {*NO_TESTS, "__pycache__"}]
+    folders = [
+        path for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name not in {*NO_TESTS, "__pycache__"}
+    ]
     plugins = {path.parent.name: path for path in (ROOT / "plugins").glob(f"{PLUGIN}*/tests")}
     return {**{path.name: path for path in sorted(folders)}, **dict(sorted(plugins.items()))}
 
@@ -167,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     sys.path[0] = str(ROOT)
     sys.path.append(str(ROOT / "tests"))
     os.chdir(ROOT)
-    return pytest.main(["-p", "rooms", *arguments, *further])
+    return pytest.main(["-c", "pyproject.toml", "--rootdir", ".", "-p", "rooms", *arguments, *further])
 
 
 # The pytest plugin

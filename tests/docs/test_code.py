@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs, page by page, in the order in which it stands.
+"""Every code block of README.md, CONTRIBUTING.md and docs/ runs, page by page, in the order in which it stands.
 
 A fence's info string says what its block is: `python` and `sh` run, `LANGUAGE file=NAME` is written to a file,
 `python run=grpo-step` runs inside a real run, `sh unfinished=RUN` finds RUN as a killed one, `text` is only read.
@@ -24,7 +24,7 @@ from rlcore.cli import main
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SMALL = {
@@ -38,7 +38,7 @@ SMALL = {
 """What is added to a command that trains or evaluates, where the command does not say otherwise."""
 
 NOT_RUN = {
-    r"make (train|test)": "tests of their own: each is longer than all of this; the Makefile is checked below",
+    r"make (train|test|check|quick ROOM=\w+)": "longer than all of this; the Makefile is checked below",
     r"pip install -e \. -e plugins/rlcore-plugin-plan .* -c constraints\.txt": "installs what these tests run on",
     r"pip install -e \"\.\[vllm\]\"|pip install --no-deps -r requirements-vllm\.txt -e \.": "make test-vllm does it",
     r"rlcore train (experiment=quickstart|algo=grpo) rollout=vllm.*": "needs vLLM; tests/engines/vllm runs it",
@@ -166,11 +166,11 @@ def small(argv: list[str]) -> list[str]:
     return [*argv, *(f"{key}={value}" for key, value in SMALL.items() if key not in given)]
 
 
-def test_every_exemption_is_needed_and_the_makefile_has_what_the_readme_names():
+def test_every_exemption_is_needed_and_the_makefile_has_what_the_pages_name():
     commands = [text for page in PAGES for language, _, text in blocks(page) if language == "sh"]
     lines = "".join(commands).splitlines()
     for pattern in NOT_RUN:
         assert any(re.fullmatch(pattern, line) for line in lines), f"no page shows {pattern}"
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"\bmake (\w+)\b(?=`|\n)", "".join(page.read_text() for page in PAGES))
-    assert {"train", "test", "check"} <= set(named) <= set(targets)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"(?:`|^)make ([\w-]+)", "".join(page.read_text() for page in PAGES), re.MULTILINE)
+    assert {"train", "test", "check", "quick", "test-slow"} <= set(named) <= set(targets)

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say in words: links, keys, paths, metrics, names and messages are all there."""
+"""What the pages say in words: links, keys, paths, metrics, names and messages are all there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlcore.protocol.glossary import check_fields, fields, render_markdown
 from rlcore.run import Run
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOREIGN = {"InvalidAuthToken", "clip_grad_norm_", "init_device_mesh"}
 """Names that belong to others and that our code does not hold."""
