@@ -37,7 +37,7 @@ NO_TESTS = {"fixtures"}
 QUICK = "not ray and not slow and not alone and not gpu"
 LONG = "e2e"
 """The mark of long tests. `make quick` leaves them out in every room but the one of that name."""
-FILES_PER_PROCESS = 6
+FILES_PER_PROCESS = 3
 """A process needs seconds to import torch, so a small room is tested in one."""
 
 

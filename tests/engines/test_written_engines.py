@@ -22,8 +22,8 @@ def importable():
 
 
 test_plain = conformance("engine=plain", plugins=[str(PLAIN / "rlcore_plugin_plain.py")])
-test_generate = pytest.mark.timeout(200)(
-    conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")])
+test_generate = pytest.mark.e2e(
+    pytest.mark.timeout(200)(conformance("rollout=generate", plugins=[str(GENERATE / "rlcore_plugin_generate.py")]))
 )
 
 

@@ -337,6 +337,7 @@ def test_what_cannot_be_compared(endpoint):
         judge_of(JudgeConfig()).__enter__()
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_the_judge_is_asked_from_a_worker_on_ray(endpoint, tmp_path):
     endpoint.answer = by_length

@@ -25,9 +25,9 @@ spec = importlib.util.spec_from_file_location("broken_for_names", FILE)
 fixtures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fixtures)
 
-test_sound = conformance("env=sound", plugins=[str(FILE)])
-test_single_turn = conformance("env=single_turn")
-test_calculator = conformance("env=calculator")
+test_sound = pytest.mark.e2e(conformance("env=sound", plugins=[str(FILE)]))
+test_single_turn = pytest.mark.e2e(conformance("env=single_turn"))
+test_calculator = pytest.mark.e2e(conformance("env=calculator"))
 AGENT = f"{sys.executable} {FILE.with_name('small_agent.py')}"
 test_agent = pytest.mark.slow(conformance("env=agent", f'env.command="{AGENT}"', "env.timeout=60"))
 test_python = pytest.mark.slow(conformance("env=python"))
@@ -55,7 +55,7 @@ def guess(row, turn):
     return call if turn < 3 else "I have it."
 
 
-test_guess = conformance("env=file", f"env.path={FILE}:Guess", script=guess, rows=ROWS)
+test_guess = pytest.mark.e2e(conformance("env=file", f"env.path={FILE}:Guess", script=guess, rows=ROWS))
 
 
 def test_an_author_gives_rows_and_a_script(tmp_path):

@@ -13,7 +13,7 @@ spec = importlib.util.spec_from_file_location("broken_for_names", FILE)
 fixtures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fixtures)
 
-test_hf = conformance("rollout=hf")
+test_hf = pytest.mark.e2e(conformance("rollout=hf"))
 
 
 @pytest.mark.parametrize("name", fixtures.BROKEN)
