@@ -6,14 +6,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from rlcore.assets import TINY
 from rlcore.config.schema import ModelConfig
 from rlcore.data.chat import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EditJson = Callable[..., None]
 

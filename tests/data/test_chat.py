@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from rlcore.config.schema import ModelConfig
 from rlcore.data.chat import PromptEncoder, check_model_folder, load_tokenizer
 from rlcore.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EditJson = Callable[..., None]
 

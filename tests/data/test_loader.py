@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlcore import DatasetSpec
 from rlcore.config.schema import DataConfig
@@ -15,6 +14,9 @@ from rlcore.data.loader import PromptLoader, held_out_prompts
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import check_fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Rows = Sequence[dict[str, Any]]
 TRAIN = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(10)]

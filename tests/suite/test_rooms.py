@@ -1,4 +1,4 @@
-"""make quick and the parts of make test-slow. They cost 25 s on a quiet machine: 20 to collect all slow tests."""
+"""make quick, and the parts of make test-slow. They cost 25 s of a core, most of them to collect tests in processes."""
 
 from __future__ import annotations
 
@@ -107,6 +107,31 @@ def test_what_uses_the_shared_ray_is_left_out_without_a_mark_of_its_own():
     names = {name.partition("[")[0] for name in collected(done)}
     assert "tests/e2e/test_trust.py::test_algorithms_take_a_correction_by_config" in names
     assert "tests/e2e/test_trust.py::test_at_learning_rate_0_nothing_moves" not in names  # it has no mark
+
+
+# Collecting
+
+
+LIGHT = """
+import contextlib, io, sys, pytest
+with contextlib.redirect_stdout(io.StringIO()):
+    status = pytest.main(["--collect-only", "-q", *sys.argv[2:]])
+print(int(status), *sorted(set(sys.argv[1].split()) & set(sys.modules)))
+"""
+HEAVY = "ray transformers vllm datasets wandb hydra.extra.pytest_plugin anyio.pytest_plugin"
+
+
+@pytest.mark.parametrize(
+    ("names", "heavy"),
+    [
+        (["cli", "plugins", "sandbox", "trackers"], f"torch {HEAVY}"),
+        (["architecture", "config", "data", "docs", "ops", "rewards"], HEAVY),
+    ],
+    ids=["no torch", "torch"],
+)
+def test_collecting_these_rooms_imports_nothing_heavy(names, heavy):
+    done = run("-c", LIGHT, heavy, *(f"tests/{name}" for name in names))
+    assert done.stdout == "0\n", done.stdout + done.stderr
 
 
 # Slow tests

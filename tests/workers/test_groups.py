@@ -325,6 +325,7 @@ def test_a_process_has_its_rank_and_threads_in_its_environment(group: WorkerGrou
         assert [e["RANK"] for e in env] == ["", "", ""], "a rank does not leak into this process's environment"
 
 
+@pytest.mark.usefixtures("ray_cluster")  # the environment depends on the nodes
 @pytest.mark.parametrize(
     ("name", "otherwise"),
     [("OMP_WAIT_POLICY", "PASSIVE"), ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "128")],
