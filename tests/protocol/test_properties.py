@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.compat import pad_dataproto_to_divisor, unpad_dataproto
 from rlcore.protocol import DataProto, Ragged
 
 quick = settings(deadline=None, max_examples=40, database=None)
@@ -89,6 +88,8 @@ def test_repeat_then_select_is_identity(batch, times):
 @quick
 @given(batches(), st.integers(1, 8))
 def test_pad_then_unpad_is_identity(batch, divisor):
+    from rlcore.compat import pad_dataproto_to_divisor, unpad_dataproto  # it imports Ray
+
     padded, pad_size = pad_dataproto_to_divisor(batch, divisor)
     assert len(padded) % divisor == 0
     assert 0 <= pad_size < divisor

@@ -125,7 +125,7 @@ HEAVY = "ray transformers vllm datasets wandb hydra.extra.pytest_plugin anyio.py
     ("names", "heavy"),
     [
         (["cli", "plugins", "sandbox", "trackers"], f"torch {HEAVY}"),
-        (["architecture", "config", "data", "docs", "ops", "rewards"], HEAVY),
+        (["architecture", "config", "data", "docs", "ops", "protocol", "rewards"], HEAVY),
     ],
     ids=["no torch", "torch"],
 )
