@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -84,9 +85,10 @@ def _entries_of(distribution: metadata.Distribution) -> Sequence[EntryPoint]:
         return [EntryPoint(name, text, GROUP)._for(distribution)]  # type: ignore[attr-defined]
 
 
+@lru_cache(maxsize=256)  # the entry points of a distribution share one object, which parses its metadata each time
 def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
     """Return a distribution's name and version, UNKNOWN for one that its metadata lacks."""
-    facts = distribution.metadata  # read from the disk and parsed each time
+    facts = distribution.metadata
     name, version = (facts[key] if key in facts else UNKNOWN for key in ("Name", "Version"))  # noqa: SIM401
     return name, version
 
