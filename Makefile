@@ -36,8 +36,8 @@ train: $(VENV)/.installed
 	rm -rf runs/quickstart
 	$(BIN)/rlcore train experiment=quickstart run.dir=runs/quickstart
 
-# The tests of a file stay in one process, so what a file shares is made once. Long files come before short ones.
-# Tests that look at how busy a process is run alone, after the others.
+# The tests of a file stay in one process, so what a file shares is made once; so do all tests that share Ray, and they
+# come first (conftest.py). Tests that look at how busy a process is run alone, after the others.
 test:
 	$(MAKE) --no-print-directory test-together
 	$(MAKE) --no-print-directory test-alone
