@@ -30,6 +30,7 @@ import pytest
 
 from rlcore.stacks import FOLDER_VARIABLE, STACK_SIGNAL, register_stacks
 
+RAY_LIMIT = 300.0  # seconds for a test on Ray, whose workers import for five CPU seconds each
 GRACE = 30.0  # seconds for a failed test to come back, with the ends of its `with` blocks
 ANSWER = 3.0  # seconds at most for the processes to print their stacks
 QUIET = 0.2  # seconds without a new line, after which they have been printed
@@ -125,11 +126,14 @@ def shares_ray(file: str) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that share Ray, and run their files first: with xdist they take longest, as one process runs all.
 
-    So no such test can lack the mark by which `make quick` leaves it out.
+    So no such test can lack the mark by which `make quick` leaves it out. A test with that mark and without a limit of
+    its own has RAY_LIMIT.
     """
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
+        if item.get_closest_marker("ray") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(RAY_LIMIT))
     items.sort(key=lambda item: not shares_ray(str(item.path)))
 
 

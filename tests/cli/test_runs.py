@@ -11,7 +11,7 @@ import yaml
 
 from rlcore.cli import main
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FILES = Path(__file__).parents[1] / "fixtures" / "plugins"
 SMALL = ["data.batch_size=2", "rollout.response_len=4", "trainer.total_steps=1", "trainer.eval_every=0", "tracker=none"]
@@ -73,7 +73,6 @@ def test_eval_of_a_run_and_of_a_model(swept, monkeypatch, capsys):
         assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.ray
 def test_local_file_trains_on_ray_by_value(tmp_path):
     plugin = FILES / "local_reinforce.py"

@@ -13,6 +13,7 @@ import pytest
 
 from rlcore.cli import main
 
+pytestmark = pytest.mark.timeout(200)  # whole commands
 QUESTION = [{"role": "user", "content": "12+34="}]
 
 

@@ -101,7 +101,7 @@ json.loads = lambda *a: {"id": "", "code": ""}
     "patched os": "import os\nos.read = lambda *a: b''\nos.write = lambda n, data: len(data)\nos.getpid = lambda: 1",
     "patched error": "import builtins\nbuiltins.AssertionError = builtins.NameError = StopIteration",
     "patched traceback": "import os, traceback\ntraceback.format_exception = lambda *a: os._exit(0)",
-    "closed pipes": "import os\nos.closerange(0, 256)",
+    "closed pipes": "import os\nos.closerange(0, os.sysconf('SC_OPEN_MAX'))",
     "fork": "import os\nif os.fork():\n    os._exit(0)",
     "parent": "import os\ntry:\n    os.kill(os.getppid(), 9)\nexcept OSError:\n    pass",
     "reads the asserts": "import gc\nassert not [o for o in gc.get_objects() if isinstance(o, str) and 'add(-1' in o]",

@@ -11,9 +11,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -153,14 +153,14 @@ def test_reward_and_environment_processes_show_where_they_are(stacks) -> None:
     cloudpickle.register_pickle_by_value(THIS)
     process = RewardProcess([WeightedReward("hangs", 1.0, cloudpickle.dumps(hangs_in_the_reward))], 0)
     cloudpickle.unregister_pickle_by_value(THIS)
-    scores = threading.Thread(target=lambda: list(process.scores(0, ["p"], ["r"], ["a"], {}, 600)))
+    scoring = ThreadPoolExecutor(1)  # which keeps the error of a process that is closed while it scores
     own = pack("mine", Environment, by_value=[THIS])
     with contextlib.closing(process), EnvironmentPool(own, processes=1, timeout=600, memory_mb=0) as pool:
         process.start()
-        scores.start()
+        scoring.submit(lambda: list(process.scores(0, ["p"], ["r"], ["a"], {}, 600)))
         pool.reset("e", {}, 0)
         text = until_shown(stacks, "hangs_in_the_reward", "hangs_in_the_environment")
-    scores.join()
+    scoring.shutdown()
     children = [each for each in text.split("\n--- ") if "-m rlcore.episodes.child " in each]
     server, slot = children  # each in a file of its own
     assert "in _fork\n" not in server

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]  # about 40 s on a quiet machine
 PROGRAM = Path(__file__).with_name("many_nodes.py")
 
 

@@ -10,6 +10,7 @@ ON_RAY = ("kill_and_resume", "reaches_workers", "in_process_equals_ray", "one_wo
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(200)
 def test_the_suite_in_one_process(algorithm_suite):
     checks = [check for check in algorithm_suite.checks if check not in ON_RAY]
     results = [algorithm_suite.result(check) for check in checks]

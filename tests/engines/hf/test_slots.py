@@ -256,7 +256,9 @@ def test_drawing_in_blocks_is_drawing(vocabulary):
     got, want = draw_in_blocks(logits, noise, 0.7), sample_tokens(logits, noise, Sampling(1, temperature=0.7))
     same = got[0] == want[0]
     assert same.float().mean() >= 0.95
-    assert torch.allclose(got[1][same], want[1][same], atol=1e-5)
+    # In fp64: over so many tokens torch's fp32 log_softmax is off by more than 1e-5 on some processors.
+    exact = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, got[0][:, None]).squeeze(-1)
+    assert torch.allclose(got[1].double(), exact, atol=1e-5)
 
 
 def test_drawing_in_blocks_never_gives_what_is_banned():
