@@ -131,11 +131,8 @@ def decides_torch(settings: Mapping[str, str], constraints: Iterable[str]) -> bo
     places = f"{settings.get('extra-index-url', '')} {settings.get('find-links', '')}".split()
     return (
         any(_has_torch(place) for place in places)
-        or any(
-            re.search(r"(?im)^\s*torch\s*([\[=<>!~@;]|$)", _text(file))
-            for file in settings.get("constraint", "").split()
-        )
-        or any(re.search(r"(?im)^\s*torch\s*(==[^#;\n]*\+|@)", _text(file)) for file in constraints)
+        or any(re.search(TORCH, _text(file)) for file in settings.get("constraint", "").split())
+        or any(re.search(BUILD_OF_TORCH, _text(file)) for file in constraints)
     )
 
 
@@ -159,6 +156,11 @@ def _path(place: str) -> Path | None:
     if parts.scheme == "file":
         return Path(unquote(parts.path))
     return None if parts.scheme else Path(place)
+
+
+FROM_INDEX = """\
+install.py: torch's builds come from download.pytorch.org. If this machine cannot reach it, name the package index in
+pip's settings (`pip config set global.index-url https://pypi.org/simple`): torch then comes from there too."""
 
 
 # The command
@@ -197,7 +199,10 @@ def run(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Non
     """Run a command; where it fails, end with its status and say how it was called."""
     status = subprocess.run(words, env={**os.environ, **(variables or {})}).returncode
     if status:
-        print(f"install.py: exit status {status}: {shlex.join(words)}", file=sys.stderr)
+        shown = re.sub(r"://[^/@\s]+@", "://***@", shlex.join(words))  # an index's address may hold a password
+        print(f"install.py: exit status {status}: {shown}", file=sys.stderr)
+        if "--torch-backend" in words:
+            print(FROM_INDEX, file=sys.stderr)
         raise SystemExit(status)
 
 

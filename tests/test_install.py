@@ -192,6 +192,17 @@ def test_pip_installs_uv_into_the_venv_where_path_has_none(install, made, offlin
     subprocess.run([made, "-c", "import uv"], check=True)  # the small wheel, which has no program
 
 
+def test_a_failure_shows_no_password_and_says_where_torch_came_from(install, capsys):
+    words = ["false", "--index", "https://user:secret@mirror.example/simple", "--torch-backend", "auto"]
+    with pytest.raises(SystemExit) as raised:
+        install.run(words)
+    assert raised.value.code == 1
+    printed = capsys.readouterr().err
+    assert "secret" not in printed
+    assert "https://***@mirror.example/simple" in printed
+    assert "pip config set global.index-url" in printed
+
+
 @pytest.mark.parametrize(("shown", "taken"), [("uv 0.13.9 (x86_64)", True), ("uv 0.6.17", False), ("uv 1.0", True)])
 def test_an_old_uv_on_path_is_not_taken(install, tmp_path, monkeypatch, shown, taken):
     for folder, text in (("path", shown), ("venv", "uv of the venv")):

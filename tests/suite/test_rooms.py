@@ -97,7 +97,9 @@ def test_make_passes_room_and_part(rooms):
         (["test-slow", "PART=2/6"], "slow --part 2/6"),
         (["test-slow", "TESTERS=3"], "slow --testers 3"),
     ]:
-        done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["make", "-n", "--no-print-directory", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         line = " ".join(done.stdout.splitlines()[-1].split())
         assert f"tests/rooms.py {passed}" in line
 
