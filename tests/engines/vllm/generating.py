@@ -156,11 +156,18 @@ def take(hf: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def shared_memory() -> list[str]:
-    """Return what of this tensor group's shared memory would stay if its processes were killed."""
+    """Return what of this tensor group's shared memory would stay if its processes were killed.
+
+    vLLM's build for processors without AVX512 has none: its ranks then talk through torch.distributed.
+    """
     dist.barrier()
     group = get_tp_group()
     assert group.mq_broadcaster is None
-    name = group.device_communicator.dist_module.group_name
+    channel = group.device_communicator.dist_module
+    if channel is dist:
+        assert not hasattr(torch.ops._C, "init_shm_manager")
+        return []
+    name = channel.group_name
     return [file.name for file in Path("/dev/shm").iterdir() if file.name.startswith(name)]
 
 
