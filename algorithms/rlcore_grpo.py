@@ -103,11 +103,11 @@ class GRPO(Algorithm):
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
-        batch = batch.union(run.reward(batch))
+        rewards = run.reward(batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
-        batch = self.with_advantages(run, batch)
+        batch = self.with_advantages(run, batch.union(rewards))
         batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
         return run.actor.update(
             batch, loss=self.loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"

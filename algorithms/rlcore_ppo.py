@@ -193,12 +193,12 @@ class PPO(Algorithm):
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the metrics of both updates, the critic's under `critic/`."""
         batch = run.actor.generate(prompts.repeat(self.config.samples))
-        batch = batch.union(run.reward(batch))
+        rewards = run.reward(batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(run.critic.values(batch))
         if self.config.uses_kl:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
-        batch = self._with_advantages(run, batch)
+        batch = self._with_advantages(run, batch.union(rewards))
         epochs, mini_batches = self.config.epochs, self.config.mini_batches
         of_critic = run.critic.update(batch, loss=critic_loss, epochs=epochs, mini_batches=mini_batches)
         of_actor: Mapping[str, Any] = {}

@@ -49,6 +49,10 @@ class EpisodesError(RLCoreError):
     """More episodes of a batch failed than `env.max_failures` allows."""
 
 
+class RewardsError(RLCoreError):
+    """More samples of a call have no reward than `reward.max_failures` allows."""
+
+
 class CheckpointError(RLCoreError):
     """A checkpoint cannot be written, read or resumed from."""
 

@@ -20,6 +20,7 @@ from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import resolve
+from rlcore.rewards.failures import check_failures
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.run import Run, open_run
@@ -46,21 +47,26 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
 
     Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
     2, 4, ... up to the number of samples per prompt if that is above 1, the mean score, the mean response length, the
-    share of truncated responses, and the numbers of samples and of reward errors.
+    share of truncated responses, and the numbers of samples and of reward errors. Samples without a reward are neither
+    right nor wrong: accuracy, pass@k and score leave them out.
+
+    Raises RewardsError when more than the share `reward.max_failures` of the samples have no reward.
     """
     config = run.config
     samples = config.trainer.eval_samples
     batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
-    batch = batch.union(run.score_by_functions(batch))
-    scores = batch["scores"].numpy()
-    # A failed reward has a made-up score, which may pass.
-    right = (scores >= config.reward.pass_score) & ~batch["reward_error"].numpy()
-    names = list(batch["uid"])
-    if "branch" in batch:  # branches of an episode, such as the seats of a game, count apart
-        names = [f"{uid} {branch}" for uid, branch in zip(names, batch["branch"].tolist(), strict=True)]
+    scored = run.score_by_functions(batch)
+    check_failures(batch, scored, config.reward.max_failures)
+    batch = batch.union(scored)
+    rewarded = batch[~scored.view("reward_error")]
+    scores = rewarded["scores"].numpy()
+    right = scores >= config.reward.pass_score
+    names = list(rewarded["uid"])
+    if "branch" in rewarded:  # branches of an episode, such as the seats of a game, count apart
+        names = [f"{uid} {branch}" for uid, branch in zip(names, rewarded["branch"].tolist(), strict=True)]
     prompt = group_index(names).numpy()
     correct = np.bincount(prompt, weights=right).astype(int)
-    # Fewer than `eval_samples` where an episode failed, more where one has several branches.
+    # Fewer than `eval_samples` where an episode or a reward failed, more where an episode has several branches.
     sampled = np.bincount(prompt)
     metrics = {
         "eval/accuracy": float(right.mean()),
@@ -146,4 +152,7 @@ def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
     names += [name for name in ("episode", "stop_reason", "turns", "episode_messages") if name in rows]
     names += ["response_length", "finished", "weights_version", "reward_error", "reward_detail"]
     columns = {name: rows[name].tolist() for name in names}
+    for name, values in columns.items():
+        if name.startswith("score"):  # JSON has no NaN
+            columns[name] = [None if math.isnan(value) else value for value in values]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

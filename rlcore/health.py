@@ -15,6 +15,7 @@ from rlcore.config import Config
 from rlcore.errors import DataError
 from rlcore.ops import group_index
 from rlcore.protocol import DataProto
+from rlcore.rewards.failures import has_reward, left_alone
 
 
 def logprob_diff_warning(gap: float, config: Config) -> str:
@@ -59,13 +60,14 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the step's metrics, and under `tokens` the number of prompt and response tokens of its samples.
 
-    Over all samples scored in the step: reward/mean, /std, /errors, /accuracy, reward/NAME (mean score of each reward
-    function with a column), response/mean_length, health/truncated (share of responses that were cut off), and two that
-    are left out when no prompt has several samples: health/equal_groups (share of prompts whose samples all got the
-    same reward, which teach a group-relative method nothing) and health/effective_tokens (response tokens of the other
-    prompts). Of episodes: episodes/turns and episodes/tool_calls (means over rows) and episodes/tool_errors (share of
-    the calls). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the algorithm returned anything but
-    numbers by name, and for scores that are not finite, naming their samples.
+    Over all samples scored in the step: response/mean_length, health/truncated (share of responses that were cut off)
+    and reward/errors (failed rewards). Over those that have a reward: reward/mean, /std, /accuracy, reward/NAME (mean
+    score of each reward function with a column), and three that are left out when no prompt has several samples:
+    reward/dropped_groups (prompts of which failures left a single sample), health/equal_groups (share of prompts whose
+    samples all got the same reward, which teach a group-relative method nothing) and health/effective_tokens (response
+    tokens of the other prompts). Of episodes: episodes/turns and episodes/tool_calls (means over rows) and
+    episodes/tool_errors (share of the calls). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the
+    algorithm returned anything but numbers by name, and for scores that are not finite, naming their samples.
     """
     metrics = {**_numbers(returned), **logged}
     for name in ("loss/kl", "loss/kl_old"):
@@ -76,7 +78,8 @@ def step_metrics(
     if not scored:
         return {**metrics, "tokens": 0.0}
     _check_scores(scored)
-    scores = _column(scored, "scores").double()
+    present = torch.cat([has_reward(batch) for batch in scored])
+    scores = _column(scored, "scores").double()[present]
     errors, lengths = _column(scored, "reward_error"), _column(scored, "response_length")
     tokens = int(_column(scored, "prompt_length").sum()) + int(lengths.sum())
     metrics.update(
@@ -84,17 +87,19 @@ def step_metrics(
             "tokens": float(tokens),
             "reward/mean": float(scores.mean()),
             "reward/std": float(scores.std(correction=0)),
-            "reward/accuracy": float(((scores >= pass_score) & ~errors).double().mean()),
+            "reward/accuracy": float(((scores >= pass_score) & ~errors[present]).double().mean()),
             "reward/errors": float(errors.sum()),
             "response/mean_length": float(lengths.double().mean()),
             "health/truncated": 1.0 - float(_column(scored, "finished").double().mean()),
         }
     )
-    metrics.update(_group_health(scored, scores, lengths))
+    metrics.update(_group_health(scored, present, scores, lengths[present]))
     metrics.update(_episode_means(scored))
     for name in scored[0].keys():  # noqa: SIM118 (a batch is not a dict)
         if name.startswith("score/") and all(name in batch for batch in scored):
-            metrics[f"reward/{name.removeprefix('score/')}"] = float(_column(scored, name).double().mean())
+            of_function = _column(scored, name).double()[present]
+            if not of_function.isnan().all():  # NaN: the function does not apply to the row
+                metrics[f"reward/{name.removeprefix('score/')}"] = float(of_function.nanmean())
     return metrics
 
 
@@ -115,17 +120,23 @@ def _episode_means(scored: list[DataProto]) -> dict[str, float]:
     }
 
 
-def _group_health(scored: list[DataProto], scores: Tensor, lengths: Tensor) -> dict[str, float]:
-    """Return health/equal_groups and health/effective_tokens; nothing when every prompt has a single sample."""
+def _group_health(scored: list[DataProto], present: Tensor, scores: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Return the metrics of groups; nothing when every prompt has a single sample.
+
+    `present` is bool [all rows], `scores` and `lengths` are those of the rows with a reward.
+    """
     uid = list(chain.from_iterable(batch["uid"] for batch in scored))
-    group = group_index(uid)
-    groups = int(group.max()) + 1
-    if groups == len(uid):  # a group of one always has equal rewards
+    of_all = group_index(uid)
+    if int(of_all.max()) + 1 == len(uid):  # a group of one always has equal rewards
         return {}
+    alone = left_alone(present, of_all)
+    group = of_all[present].unique(return_inverse=True)[1]
+    groups = int(group.max()) + 1
     highest = torch.full((groups,), -math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amax")
     lowest = torch.full((groups,), math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amin")
     equal = highest == lowest
     return {
+        "reward/dropped_groups": float(alone.sum()),
         "health/equal_groups": float(equal.double().mean()),
         "health/effective_tokens": float(lengths[~equal[group]].sum()),
     }
@@ -134,14 +145,11 @@ def _group_health(scored: list[DataProto], scores: Tensor, lengths: Tensor) -> d
 def _check_scores(scored: list[DataProto]) -> None:
     """Stop at a score that is not finite: an algorithm's comparisons treat NaN as a low score, without an error."""
     for batch in scored:
-        finite = batch["scores"].isfinite()
+        finite = batch["scores"].isfinite() | ~has_reward(batch)
         if not finite.all():
             row = int((~finite).int().argmax())
             first = f"the first, of uid={batch['uid'][row]}, is {float(batch['scores'][row])}"
-            raise DataError(
-                f"{int((~finite).sum())} of {len(batch)} scores are not finite; {first}. "
-                "Fix the reward; reward.error_value must be finite too"
-            )
+            raise DataError(f"{int((~finite).sum())} of {len(batch)} scores are not finite; {first}. Fix the reward")
 
 
 def _numbers(returned: Mapping[str, Any]) -> dict[str, float]:

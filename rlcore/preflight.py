@@ -6,6 +6,7 @@ Checks of data and reward functions come later: they read files and run code, so
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +99,10 @@ def _reward(flight: Preflight) -> None:
     for name in reward.functions:
         if ":" in name:
             _reward_file(f"reward.functions: {name!r}", name)
+    if reward.error_value is not None and not math.isfinite(reward.error_value):
+        raise ConfigError(
+            f"reward.error_value is {reward.error_value}; give a finite number, or null to leave failed samples out"
+        )
     if reward.functions and not any(reward.functions.values()) and reward.model is None:
         raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
 

@@ -20,6 +20,7 @@ from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward
+from rlcore.rewards.failures import with_reward
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
@@ -69,7 +70,7 @@ class Run:
         self._plugin_groups = plugin_groups
         self._named_scores = named_scores
         self._logged: dict[str, float] = {}
-        self._scored: list[tuple[DataProto, DataProto]] = []
+        self._scored: list[ScoredBatch] = []
 
     @property
     def step(self) -> int:
@@ -119,19 +120,23 @@ class Run:
         `prompt_text`, `response_text`, `answer` and get all other object columns too; a reward model reads `prompts`
         and `responses`. The step's metrics also need the other columns of `generate`. `record=False` leaves the batch
         out of the metrics, for a batch that is not sampled from the policy (a greedy rollout as a baseline).
+
+        Only rows that have a reward are returned, and the union with `batch` keeps these rows only. Left out are rows
+        whose reward failed (`reward.error_value` gives them a score instead), and a row that is then left alone of its
+        group, the rows of equal `uid`. It returns at once; the first use of the result waits for the rewards. That use
+        raises RewardsError when more than the share `reward.max_failures` of the rows have no reward.
         """
-        if REWARD_MODEL not in self.roles:
-            scored = self.score_by_functions(batch)
-        else:
-            scored = self._score_by_model(batch)
+        scored = self._score_by_model(batch) if REWARD_MODEL in self.roles else self.score_by_functions(batch)
+        rewards = DataProto.deferred(lambda: with_reward(batch, scored, self.config.reward.max_failures))
         if record:
-            self._scored.append((batch, scored))
-        return scored
+            self._scored.append(ScoredBatch(batch, scored, rewards))
+        return rewards
 
     def score_by_functions(self, batch: DataProto) -> DataProto:
-        """Return the result of `reward` by the reward functions only, without a record in the step's metrics.
+        """Return the scores of all rows by the reward functions only, without a record in the step's metrics.
 
-        Evaluations use it, as a reward model cannot tell whether an answer is right.
+        The score of a row whose reward failed is `reward.error_value`, or NaN. Evaluations use it, as a reward model
+        cannot tell whether an answer is right.
         """
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
@@ -139,14 +144,22 @@ class Run:
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
+        # Both calls are made before either result is read.
         by_model = self.role(REWARD_MODEL, RewardHandle).score(batch)
-        if not settings.functions and settings.path is None:
-            no_error = {"reward_error": torch.zeros(len(batch), dtype=torch.bool), "reward_detail": [None] * len(batch)}
-            return DataProto.from_single_dict({"scores": by_model["scores"] * settings.model_weight, **no_error})
-        scored = self.score_by_functions(batch)[:]  # both calls run before either result is read
-        scored["score/model"] = by_model["scores"]
-        scored["scores"] = scored.view("scores") + settings.model_weight * by_model["scores"]
-        return scored
+        by_functions = self.score_by_functions(batch) if settings.functions or settings.path is not None else None
+
+        def scored() -> DataProto:
+            of_model = by_model["scores"]
+            if by_functions is None:
+                no_error = torch.zeros(len(of_model), dtype=torch.bool)
+                columns = {"scores": of_model * settings.model_weight, "reward_error": no_error}
+                return DataProto.from_dict(columns, {"reward_detail": [None] * len(of_model)})
+            both = by_functions[:]
+            both["score/model"] = of_model
+            both["scores"] = both.view("scores") + settings.model_weight * of_model
+            return both
+
+        return DataProto.deferred(scored)
 
     def next_prompts(self, name: str = "train") -> DataProto:
         """Return the next prompts of a data set: the run's own ("train"), or one of the algorithm's `data`.
@@ -211,12 +224,26 @@ class Run:
         return [*of_roles, self._rewards, *self._plugin_groups.groups.values()]
 
 
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A batch, the scores of all its rows, and `rewards`: those of the rows that have one."""
+
+    batch: DataProto
+    scored: DataProto
+    rewards: DataProto
+
+    def rows(self) -> DataProto:
+        """Return all rows with their scores; raises RewardsError when too many have none."""
+        len(self.rewards)  # raises it, should the algorithm not have read them
+        return self.batch.union(self.scored)
+
+
 @dataclass
 class EndedStep:
     """The results of a step after its last call; some calls may still be running."""
 
     logged: dict[str, float]
-    scored: list[tuple[DataProto, DataProto]]
+    scored: list[ScoredBatch]
     outstanding: list[Future]
     metrics: Sequence[Callable[[], Mapping[str, float]]]
 
@@ -226,7 +253,7 @@ class EndedStep:
         logged = dict(self.logged)
         for metrics in self.metrics:
             logged |= metrics()
-        return logged, [batch.union(rewards) for batch, rewards in self.scored]
+        return logged, [each.rows() for each in self.scored]
 
 
 @contextmanager

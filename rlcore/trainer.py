@@ -27,7 +27,7 @@ from rlcore.engine.train import ENGINE_STATE
 from rlcore.engine.weights.fingerprint import differences
 from rlcore.episodes.from_config import default_reward, environment_files, episode_setup
 from rlcore.episodes.setup import EpisodeSetup
-from rlcore.errors import CheckpointError, ConfigError, EpisodesError, WeightsError, did_you_mean
+from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsError, WeightsError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
@@ -243,7 +243,7 @@ class Trainer:
             position = {name: loader.state_dict() for name, loader in self.loaders.items()}
             try:
                 under_way.append(self._begin(step))
-            except EpisodesError:
+            except (EpisodesError, RewardsError):
                 self._save_before(step, under_way, position)
                 raise
             # The last step is saved below.
@@ -261,7 +261,7 @@ class Trainer:
         return "finished" if self.step >= total else "interrupted"
 
     def _save_before(self, step: int, under_way: deque[_OpenStep], position: Mapping[str, Any]) -> None:
-        """Save the state before a step that failed with its first episodes; not if it has trained already."""
+        """Save the state before a step whose episodes or rewards failed; not if it has trained already."""
         while under_way:
             self._finish(under_way.popleft())
         if self.saved_step == self.step or self.run_.has_updated:
@@ -307,7 +307,7 @@ class Trainer:
         if self._is_time_to_evaluate(self.step):
             try:
                 self._evaluate()
-            except EpisodesError:
+            except (EpisodesError, RewardsError):
                 self.trackers.log(self.step, metrics)
                 self._save()
                 raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from rlcore_grpo import GRPO, GRPOConfig
 from torch import Tensor
@@ -60,10 +61,18 @@ def gdpo_advantages(
 ) -> Tensor:
     """Return A_i of the module's docstring, fp32 [rows], for the scores [rows] of each reward and its weight.
 
+    A score is NaN where its reward does not apply: it is compared among the other rows, and adds 0 to this one.
     `lengths` [rows] weigh the baseline.
     """
-    each = [group_advantages(s, uid, divide_by_std=divide_by_std, weights=lengths) for s in scores]
-    return whitened(torch.stack([w * a for w, a in zip(weights, each, strict=True)]).sum(0))
+    names, total = np.asarray(uid), torch.zeros(len(uid))
+    for weight, values in zip(weights, scores, strict=True):
+        applies = ~values.isnan()
+        within = None if lengths is None else lengths[applies]
+        compared = group_advantages(
+            values[applies], names[applies.numpy()], divide_by_std=divide_by_std, weights=within
+        )
+        total[applies] += weight * compared
+    return whitened(total)
 
 
 class GDPO(GRPO):

@@ -118,13 +118,15 @@ class OnPolicyDistill(Algorithm):
         """Run one step and return the update's metrics."""
         algo = self.config
         batch = run.actor.generate(prompts.repeat(algo.group_size))
+        rewards = run.reward(batch) if algo.task_coef > 0 else None
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(self._teacher_log_probs(run, batch))
+        if rewards is not None:
+            batch = batch.union(rewards)
         gain = batch["distill_log_probs"].with_values(batch["distill_log_probs"].values - batch["old_log_probs"].values)
         sampled = batch["response_mask"].values.bool()
         run.log({"distill/reverse_kl": -float(gain.values[sampled].double().mean()) if sampled.any() else 0.0})
         if algo.task_coef > 0:
-            batch = batch.union(run.reward(batch))
             task = algo.task_coef * group_advantages(batch["scores"], batch["uid"])
             gain = gain.with_values(gain.values + task.repeat_interleave(gain.lengths))
         batch["advantages"] = gain

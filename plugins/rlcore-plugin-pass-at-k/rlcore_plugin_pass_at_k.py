@@ -18,6 +18,7 @@ compare with: use GRPO or RLOO.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
@@ -85,7 +86,10 @@ class PassAtK(GRPO):
             )
 
     def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
-        """See GRPO."""
+        """See GRPO. Groups of which failures left fewer than k rows are left out, as they have no best of k."""
+        sizes = Counter(batch["uid"].tolist())
+        batch = batch[[row for row, uid in enumerate(batch["uid"]) if sizes[uid] >= self.config.k]]
+        run.log({"pass_at_k/dropped_groups": sum(size < self.config.k for size in sizes.values())})
         batch["advantages"] = pass_at_k_advantages(batch["scores"], batch["uid"], self.config.k)
         return batch
 

@@ -83,14 +83,15 @@ class ReMax(Algorithm):
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.samples))
         greedy = run.actor.generate(prompts, temperature=0.0)
-        batch = batch.union(run.reward(batch))
+        rewards = run.reward(batch)
         # record=False: the step's reward and length metrics cover only the samples.
-        baseline = run.reward(greedy, record=False)["scores"]
-        run.log({"remax/greedy_score": float(baseline.mean())})
+        greedy = greedy.union(run.reward(greedy, record=False))
+        batch = batch.union(rewards)
+        run.log({"remax/greedy_score": float(greedy["scores"].mean())})
         by_prompt: dict[str, list[float]] = {}
-        for uid, score in zip(greedy["uid"], baseline.tolist(), strict=True):
+        for uid, score in zip(greedy["uid"], greedy["scores"].tolist(), strict=True):
             by_prompt.setdefault(uid, []).append(score)
-        # A prompt whose greedy episode failed has no baseline; its samples are left out.
+        # A prompt whose greedy episode or reward failed has no baseline; its samples are left out.
         batch = batch[torch.tensor([uid in by_prompt for uid in batch["uid"]], dtype=torch.bool)]
         batch["remax_baseline"] = torch.tensor([fmean(by_prompt[uid]) for uid in batch["uid"]])
         reads = ["scores", "remax_baseline", "response_mask"]

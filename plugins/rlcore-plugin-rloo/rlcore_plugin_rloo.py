@@ -60,9 +60,10 @@ class RLOO(Algorithm):
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
-        batch = batch.union(run.reward(batch))
+        scores = run.reward(batch)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
+        batch = batch.union(scores)
         rewards = partial(response_rewards, kl_coef=self.config.kl_coef)
         batch = batch.union(batch.map(rewards, reads=["scores", "response_mask", "old_log_probs", "ref_log_probs"]))
         batch["advantages"] = leave_one_out(batch["rloo_reward"], batch["uid"])

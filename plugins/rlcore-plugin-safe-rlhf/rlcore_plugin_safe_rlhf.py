@@ -40,6 +40,7 @@ from rlcore import (
     Config,
     ConfigError,
     CriticHandle,
+    DataError,
     DataProto,
     Ragged,
     RewardHandle,
@@ -239,6 +240,10 @@ class SafeRLHF(Algorithm):
             file, _, function = self.config.cost_function.rpartition(":")
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]
         mean_cost = float(batch["safe_rlhf_cost"].mean())
+        if math.isnan(mean_cost):
+            raise DataError(
+                f"algo.cost_function={self.config.cost_function} returned None for a response; it must return a number"
+            )
         self.log_lambda = next_log_lambda(self.log_lambda, mean_cost, self.config)
         run.log({"safe_rlhf/cost": mean_cost, "safe_rlhf/lambda": math.exp(self.log_lambda)})
         return batch

@@ -91,7 +91,12 @@ class RewardConfig:
     model_weight: float = option(1.0, "weight of the reward model's score")
     timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
     memory_mb: int = option(2048, "address space of a process that runs reward code, in MiB; 0 for no limit", min=0)
-    error_value: float = option(0.0, "reward of a sample whose reward function raised, hung, or gave no finite number")
+    error_value: float | None = option(
+        None, "reward of a sample whose reward function raised, hung, or gave no finite number; null: it is left out"
+    )
+    max_failures: float = option(
+        0.25, "share of a call's samples; if more have no reward, the run stops with a checkpoint", min=0.0, max=1.0
+    )
     pass_score: float = option(1.0, "a sample counts as correct from this score on")
     workers: int = option(1, "processes that run reward functions", min=1)
 

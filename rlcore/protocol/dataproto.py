@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlcore.errors import DataError
 from rlcore.protocol.columns import Column, Kind, column_of, same_contents
@@ -227,7 +228,7 @@ class DataProto(RowOperations):
         if deepcopy:
             columns = {name: column.deepcopy() for name, column in columns.items()}
         keys = table.meta_info if meta_info_keys is None else meta_info_keys
-        return self._of(Table(columns, {key: table.meta(key) for key in keys}))
+        return self._of(Table(columns, {key: table.meta(key) for key in keys}, table.kept))
 
     def pop(
         self,
@@ -266,20 +267,31 @@ class DataProto(RowOperations):
             if target in renamed:
                 raise DataError(f"rename {old} to {new} gives two columns the name {target!r}; pop one of them first")
             renamed[target] = column
-        return self._of(Table(renamed, dict(self.meta_info)))
+        return self._of(Table(renamed, dict(self.meta_info), self.table.kept))
 
     def union(self, other: DataProto) -> Self:
         """Return the columns and meta_info of both batches; row i of one belongs to row i of the other.
 
-        Raises DataError when the row counts differ, or naming a column or key that both have with different contents.
-        A batch without columns fits any row count.
+        If one batch is `keeping` some rows of the other, the result has only these. Raises DataError when the row
+        counts differ otherwise, or naming a column or key that both have with different contents. A batch without
+        columns fits any row count.
         """
         return self._of(union_tables(self.table, other.table))
+
+    def keeping(self, mask: Tensor) -> Self:
+        """Return the rows where `mask` (bool [rows]) is True; `union` with a batch of all rows then keeps these alone.
+
+        `select`, `rename`, `union` and `[:]` of the result still know the rows; any other selection does not.
+        """
+        rows = select_rows(mask, len(self))
+        table = self.table.take(slice(0, len(self)) if bool(mask.all()) else rows)
+        table.kept = None if bool(mask.all()) else mask.clone()
+        return self._of(table)
 
     def to(self, device: str | torch.device) -> Self:
         """Return the batch with its tensors on `device`."""
         columns = {name: column.to(device) for name, column in self.table.columns.items()}
-        return self._of(Table(columns, dict(self.meta_info)))
+        return self._of(Table(columns, dict(self.meta_info), self.table.kept))
 
     @classmethod
     def concat(cls, data: Sequence[DataProto]) -> Self:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from rlcore.errors import DataError, did_you_mean
 from rlcore.protocol.columns import Column, Kind, same_contents
 from rlcore.protocol.remote import cat_columns
@@ -18,10 +20,14 @@ _IN_WORDS: dict[Kind, str] = {"dense": "a tensor", "ragged": "a tensor", "object
 
 @dataclass
 class Table:
-    """Columns by name, in order of binding, and meta_info. A table belongs to one DataProto; columns are shared."""
+    """Columns by name, in order of binding, and meta_info. A table belongs to one DataProto; columns are shared.
+
+    `kept`: bool, one entry for each row of the batch that this one belongs to: whether the row is here. None: all are.
+    """
 
     columns: dict[str, Column] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    kept: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -60,11 +66,14 @@ class Table:
 
     def copy(self) -> Table:
         """Return a new table of the same columns."""
-        return Table(dict(self.columns), dict(self.meta_info))
+        return Table(dict(self.columns), dict(self.meta_info), self.kept)
 
     def take(self, rows: Rows) -> Table:
         """Return the selected rows of every column."""
-        return self.split([rows])[0]
+        taken = self.split([rows])[0]
+        if isinstance(rows, slice) and rows == slice(0, self.rows):
+            taken.kept = self.kept
+        return taken
 
     def split(self, selections: Sequence[Rows]) -> list[Table]:
         """Return a table for each selection, with its rows of every column."""
@@ -138,10 +147,15 @@ def concat_tables(tables: Sequence[Table]) -> Table:
 
 
 def union_tables(left: Table, right: Table) -> Table:
-    """Return the columns and meta_info of both; DataError naming a column or key with different contents."""
+    """Return the columns and meta_info of both, for the rows that both keep.
+
+    Raises DataError naming a column or key with different contents, and for row counts that do not fit.
+    """
+    left, right = _without_others(left, right.kept), _without_others(right, left.kept)
     if left.columns and right.columns and left.rows != right.rows:
         raise DataError(f"union of batches with {left.rows} and {right.rows} rows; both must have the same rows")
     joined = left.copy()
+    joined.kept = right.kept if left.kept is None else left.kept
     for name, column in right.columns.items():
         mine = joined.columns.setdefault(name, column)
         if not same_contents(mine, column):
@@ -151,6 +165,25 @@ def union_tables(left: Table, right: Table) -> Table:
             )
     _join_meta(joined.meta_info, right.meta_info)
     return joined
+
+
+def _without_others(table: Table, kept: Tensor | None) -> Table:
+    """Return the rows of a table that another one keeps, if the table still has the others."""
+    if kept is None:
+        return table
+    if table.kept is not None and len(table.kept) == len(kept):
+        here = kept[table.kept]  # both belong to the same batch
+    elif table.rows == len(kept):
+        here = kept
+    else:
+        return table
+    taken = table.take(here.nonzero().flatten())
+    if table.kept is None:
+        taken.kept = kept
+    else:
+        taken.kept = table.kept.clone()
+        taken.kept[table.kept] = here
+    return taken
 
 
 def _join_meta(into: dict[str, Any], other: dict[str, Any]) -> None:

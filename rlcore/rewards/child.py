@@ -6,8 +6,9 @@ frame (8 bytes of length, then JSON) on its original standard output:
     ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
     ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
 
-A reply may instead be {"error": ..., "traceback": ...}. After an out-of-memory error the process ends. Replies are
-JSON because the parent must not unpickle bytes from a process that ran model output. Nothing here imports torch.
+A reply may instead be {"error": ..., "traceback": ..., "may_pass": ...}. After an out-of-memory error the process ends.
+Replies are JSON because the parent must not unpickle bytes from a process that ran model output. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
 
 def _values(
     function: _Function, prompts: list[str], responses: list[str], answers: list[Any], columns: dict[str, list[Any]]
-) -> list[float]:
-    """Call the function (with lists if it is batched, else with the single row) and return its numbers as floats."""
+) -> list[float | None]:
+    """Call the function (with lists if it is batched, else with the single row); return its numbers as floats."""
     wanted = {
         name: values
         for name, values in columns.items()
@@ -138,7 +139,9 @@ def _values(
     return [_number(value) for value in values]
 
 
-def _number(value: Any) -> float:
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
     if isinstance(value, (str, bytes)):  # float("1") would accept text, which is the function's mistake
         raise _WrongAnswer(f"returned {_shown(value)}, not a number")
     try:
@@ -163,6 +166,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "error": f"raised {type(error).__name__}: {error}"[:_LONGEST],
         "traceback": text[-_LONGEST:],
         "spent": isinstance(error, MemoryError),
+        "may_pass": isinstance(error, TimeoutError),
     }
 
 

@@ -17,6 +17,6 @@ def code(prompt: str, response: str, answer: Any) -> float:
     """Return 1.0 when the response's program passes all tests of the answer, else 0.0.
 
     `rlcore.sandbox.passed_tests` describes the answers; DataError for any other, which is the data's fault and not a
-    score of zero.
+    score of zero. Raises TimeoutError when time ran out before a test could be run, and none run had failed.
     """
     return float(all(passed_tests(response, answer, LIMITS, SECONDS)))

@@ -14,7 +14,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from rlcore.rewards.compose import WeightedReward
 from rlcore.sandbox.variables import python_variables
@@ -28,12 +29,20 @@ _LENGTH = struct.Struct("!Q")
 
 
 class RewardFailure(Exception):
-    """A reward function gave no usable score. `cause` is one line; `traceback` is the tail of the function's own."""
+    """A reward function gave no usable score. `cause` is one line; `traceback` is the tail of the function's own.
 
-    def __init__(self, cause: str, traceback: str = "") -> None:
+    `may_pass`: the function may not be at fault, so its call is made once more.
+    """
+
+    def __init__(self, cause: str, traceback: str = "", *, may_pass: bool = False) -> None:
         super().__init__(cause)
         self.cause = cause
         self.traceback = traceback
+        self.may_pass = may_pass
+
+
+Score: TypeAlias = float | RewardFailure | None
+"""A function's score of a row: None where it does not apply to the row."""
 
 
 class RewardProcess:
@@ -87,36 +96,56 @@ class RewardProcess:
         answers: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         timeout: float,
-    ) -> Iterator[float | RewardFailure]:
-        """Yield the function's score of each row, a finite float, or the RewardFailure of its call.
+    ) -> list[Score]:
+        """Return the function's score of each row, a finite float or None, or the RewardFailure of its call.
 
         A batched function is called once with all rows and has `timeout` seconds per row in total. Any other function
         is called row by row. A call that raises, hangs, dies or returns anything else fails; later rows are still
-        scored. Up to `_AHEAD` calls are in flight, so that the process never waits for the next one. When the process
-        is killed, its unanswered calls go to its successor.
+        scored. A call that was killed, or raised TimeoutError, is made once more, after all others.
         """
         rows = len(prompts)
         size = max(rows, 1) if self._functions[function].batched else 1
         calls = [slice(start, start + size) for start in range(0, rows, size)]
+
+        def request(rows: slice) -> tuple[Any, ...]:
+            return _request(rows, function, prompts, responses, answers, columns)
+
+        results = self._answers(calls, request, timeout * size)
+        again = [number for number, values in enumerate(results) if _may_pass(values)]
+        for number, values in zip(
+            again, self._answers([calls[number] for number in again], request, timeout * size), strict=True
+        ):
+            results[number] = values
+        return list(chain.from_iterable(results))
+
+    def _answers(
+        self, calls: Sequence[slice], request: Callable[[slice], tuple[Any, ...]], timeout: float
+    ) -> list[Sequence[Score]]:
+        """Make the calls, each with some of the rows, and return the scores of each.
+
+        Up to `_AHEAD` calls are in flight, so that the process never waits for the next one. When the process is
+        killed, its unanswered calls go to its successor.
+        """
+        results: list[Sequence[Score]] = []
         sent = 0
         try:
-            for number in range(len(calls)):
-                values: Sequence[float | RewardFailure]
+            for number, call in enumerate(calls):
+                size = call.stop - call.start
                 try:
                     if self._process is None or self._process.poll() is not None:
                         self.start()
                         sent = number
-                    with self._talking(timeout * size) as pipe:
+                    with self._talking(timeout) as pipe:
                         for part in calls[sent : number + _AHEAD]:
-                            pipe.send(_request(part, function, prompts, responses, answers, columns))
+                            pipe.send(request(part))
                             sent += 1
-                        values = self._values(pipe, size)
+                        results.append(self._values(pipe, size))
                 except RewardFailure as failure:
-                    values = [failure] * size
-                yield from values
+                    results.append([failure] * size)
         except BaseException:  # a later call must not read the replies of this one
             self.close()
             raise
+        return results
 
     def close(self) -> None:
         """Kill the process, if there is one, with everything it started."""
@@ -134,15 +163,16 @@ class RewardProcess:
             self.close()
             raise RewardFailure(f"gave no answer within {timeout:g} s") from None
         except EOFError:
-            raise RewardFailure(self._how_it_ended()) from None
+            raise self._how_it_ended() from None
 
-    def _values(self, pipe: _Pipe, rows: int) -> list[float]:
+    def _values(self, pipe: _Pipe, rows: int) -> list[float | None]:
         values = self._reply(pipe).get("values")
-        if not isinstance(values, list) or len(values) != rows or not all(isinstance(v, float) for v in values):
+        proper = isinstance(values, list) and all(value is None or isinstance(value, float) for value in values)
+        if not proper or len(values) != rows:
             self.close()
             raise RewardFailure("sent no proper reply")
         for value in values:
-            if not abs(value) <= FLOAT32_MAX:  # also false for NaN
+            if value is not None and not abs(value) <= FLOAT32_MAX:  # also false for NaN
                 raise RewardFailure(f"returned {value}, not a finite 32-bit number")
         return values
 
@@ -159,10 +189,11 @@ class RewardProcess:
         if reply.get("spent"):
             self.close()
         if "error" in reply:
-            raise RewardFailure(str(reply["error"]), str(reply.get("traceback", "")))
+            may_pass = reply.get("may_pass") is True
+            raise RewardFailure(str(reply["error"]), str(reply.get("traceback", "")), may_pass=may_pass)
         return reply
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> RewardFailure:
         """Reap the process whose pipe broke and say how it ended."""
         assert self._process is not None
         process = self._process
@@ -171,11 +202,16 @@ class RewardProcess:
         status = process.returncode
         self.close()
         if status is None:
-            return "closed its connection"
+            return RewardFailure("closed its connection")
         if status >= 0:
-            return f"ended its process with status {status}"
+            return RewardFailure(f"ended its process with status {status}")
         hint = " (it may have used more memory than the machine has)" if status == -signal.SIGKILL else ""
-        return f"ended its process by {signal.Signals(-status).name}{hint}"
+        # The kernel or a person may have killed it for reasons of their own.
+        return RewardFailure(f"ended its process by {signal.Signals(-status).name}{hint}", may_pass=True)
+
+
+def _may_pass(values: Sequence[Score]) -> bool:
+    return any(isinstance(value, RewardFailure) and value.may_pass for value in values)
 
 
 def _request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ _log = logging.getLogger(__name__)
 class Scored:
     """The rewards of some rows: lists of equal length, in the rows' order.
 
-    `totals` are the weighted sums, or `reward.error_value` where a function failed. `by_function` has each function's
-    own scores, before weighting. `failures` holds None, or for the first function that failed on that row
-    {"function", "cause", "traceback"}, all strings.
+    `totals` are the weighted sums, or where a function failed `reward.error_value`, NaN if that is null. `by_function`
+    has each function's own scores, before weighting; NaN where it does not apply. `failures` holds None, or for the
+    first function that failed on that row {"function", "cause", "traceback"}, all strings.
     """
 
     totals: list[float]
@@ -55,27 +56,34 @@ class Rewards:
         """Return the rewards of these rows; `columns` are further data columns, for functions that accept them.
 
         A function has `reward.timeout` seconds per row, a batched one that times the number of rows for its single
-        call. A failure never raises: the result holds it, and a warning is logged.
+        call. A function that returns None for a row takes no part in its sum; if all do, the row has failed. A failure
+        never raises: the result holds it, and a warning is logged.
         """
         rows = len(prompts)
+        value = math.nan if self._config.error_value is None else self._config.error_value
         totals = [0.0] * rows
+        applied = [False] * rows
         failures: list[dict[str, str] | None] = [None] * rows
         by_function: dict[str, list[float]] = {}
         for number, function in enumerate(self.functions):
-            scores = by_function[function.name] = [self._config.error_value] * rows
+            scores = by_function[function.name] = [value] * rows
             scored = self._process.scores(number, prompts, responses, answers, columns, self._config.timeout)
             for row, score in enumerate(scored):
                 if isinstance(score, RewardFailure):
                     failures[row] = failures[row] or _account(function.name, score)
+                elif score is None:
+                    scores[row] = math.nan
                 else:
                     scores[row] = score
-            for row, score in enumerate(scores):
-                totals[row] += function.weight * score
+                    totals[row] += function.weight * score
+                    applied[row] = True
         for row, total in enumerate(totals):
+            if failures[row] is None and not applied[row]:
+                failures[row] = _account("total", RewardFailure("is missing: every reward returned None"))
             if failures[row] is None and not abs(total) <= FLOAT32_MAX:
                 failures[row] = _account("total", RewardFailure(f"is {total}, not a finite 32-bit number"))
             if failures[row] is not None:
-                totals[row] = self._config.error_value
+                totals[row] = value
         _warn(failures)
         return Scored(totals, by_function, failures)
 

@@ -46,9 +46,9 @@ class RewardWorker(Worker):
 
         Reads the object columns prompt_text, response_text and answer; functions that accept them also get the other
         object columns. Returns scores fp32 [rows]; reward_error bool [rows], True where a function failed and the score
-        is `reward.error_value`; reward_detail, object: None, or a dict with uid and sample_index (where the batch has
-        them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`. A batched function
-        is called once with all rows of this worker.
+        is `reward.error_value`, or NaN; reward_detail, object: None, or a dict with uid and sample_index (where the
+        batch has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`, NaN
+        where it returned None. A batched function is called once with all rows of this worker.
         """
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
         # The remaining columns go to the functions that accept them.

@@ -26,23 +26,31 @@ def passed_tests(
 
     `answer` is a string of Python statements with asserts, one test that is run after the program in its module, or a
     list of {"stdin", "stdout"}: the program's output for each input, compared without white space at the ends of lines
-    and of the text. `limits` are those of one test. After `seconds` of all tests together the rest fail, unrun.
+    and of the text. `limits` are those of one test. When all tests together have taken `seconds`, the rest fail, unrun,
+    if the program exceeded a test's own limit of time before.
 
-    Raises DataError for any other answer, and for asserts that do not compile.
+    Raises TimeoutError if it did not: then nothing is known of the rest. Raises DataError for any other answer, and for
+    asserts that do not compile.
     """
     tests, limits = _checked(answer), limits or Limits()
     program = program_of(response)
     isolation()  # tried once; no test's time
     deadline = time.monotonic() + seconds
-    for test in tests:
+    too_slow = False
+    for number, test in enumerate(tests):
         left = min(limits.seconds, deadline - time.monotonic())
-        if left < 0.2:
-            yield False
-        elif isinstance(test, str):
+        if isinstance(test, str):  # the only test, so there is time
             yield _passes_asserts(program, test, replace(limits, seconds=left / 2))  # one half for each of its parts
-        else:
-            result = run_python(program, stdin=test["stdin"], limits=replace(limits, seconds=left))
+            continue
+        result = None if left < 0.2 else run_python(program, stdin=test["stdin"], limits=replace(limits, seconds=left))
+        # A test that was stopped early by the others' time has not failed either.
+        if result is not None and (not result.timed_out or left > 0.9 * limits.seconds):
+            too_slow |= result.timed_out
             yield result.ok and not result.cut and _stripped(result.stdout) == _stripped(test["stdout"])
+        elif too_slow:
+            yield False
+        else:
+            raise TimeoutError(f"only {number} of {len(tests)} tests could be run within {seconds:g} s")
 
 
 def program_of(response: str) -> str:

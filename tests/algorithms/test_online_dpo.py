@@ -208,8 +208,9 @@ def test_a_failed_reward_is_no_preference(take_steps, tmp_path):
         "    return [0, 1, 1 / (len(calls) % 3)][(len(calls) - 1) % 3]\n"
     )
     options = ["algo=online_dpo", "algo.group_size=3", f"reward.path={tmp_path / 'fails.py'}:score"]
+    limits = ["reward.error_value=-5", "reward.max_failures=0.4"]
     for pairs, ties in (("all", 8), ("best_worst", 0)):
-        (metrics,), (batch,), _ = take_steps(*options, "reward.error_value=-5", f"algo.pairs={pairs}")
+        (metrics,), (batch,), _ = take_steps(*options, *limits, f"algo.pairs={pairs}")
         assert batch["scores"].tolist() == [0, 1, -5] * 4
         assert (metrics["dpo/pairs"], metrics["dpo/ties"]) == (4, ties)
 

@@ -231,6 +231,7 @@ def test_rewards_that_fail_are_counted_shown_and_do_not_end_the_run(train_here, 
         f"reward.path={tmp_path / 'bad.py'}:score",
         "reward.timeout=0.5",
         "reward.error_value=-1",
+        "reward.max_failures=1",
     )
     rows = run.samples
     kinds = [int(row["uid"].split(":")[1]) % 4 for row in rows]

@@ -3,11 +3,17 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
-SMALL = ["trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"]
+# A tenth of the rewards fails, so that rows leave the batches on every path.
+FAILS = Path(__file__).parents[1] / "fixtures" / "fails_on_some.py"
+SMALL = [
+    *("trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"),
+    *(f"reward.path={FAILS}:score", "reward.max_failures=0.5"),
+]
 TWO = [*SMALL, "cluster.workers=2", "engine.torch.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
 
 
@@ -42,6 +48,7 @@ def compare(one, other):
     for a, b in zip(one.numbers, other.numbers, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
     assert one.numbers[4]["train/grad_norm"] > 0
+    assert all(row["reward/errors"] > 0 for row in one.numbers if "reward/errors" in row)
 
 
 def test_a_run_killed_at_any_step_goes_on_to_the_same_last_bit(

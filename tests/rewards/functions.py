@@ -43,6 +43,24 @@ def misbehave(prompt, response, answer):
     return ACTS[response]()
 
 
+def fails_once(prompt, response, answer):
+    act, _, file = response.partition(" ")
+    if act == "fine" or os.path.exists(file):
+        return 1.0
+    if file != "always":
+        open(file, "x").close()
+    if act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"time": TimeoutError, "raise": ValueError}[act]("once")
+
+
+def _batched_fails_once(prompts, responses, answers):
+    return list(map(fails_once, prompts, responses, answers))
+
+
+batched_fails_once = RewardSpec("ignored", _batched_fails_once, batched=True)
+
+
 def hang():
     while True:
         pass
@@ -118,7 +136,7 @@ def _batched(prompts, responses, answers, **columns):
     if act == "text":
         return "1" * len(responses)
     if act == "one bad":
-        return [1.0] * (len(responses) - 1) + [None]
+        return [1.0] * (len(responses) - 1) + ["b"]
     if act == "slow":
         time.sleep(0.2 * len(responses))
     if act == "hang":

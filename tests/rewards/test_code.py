@@ -164,6 +164,23 @@ def test_tests_share_their_time():
     assert time.monotonic() - begin < 6
 
 
+def test_tests_that_time_did_not_allow_are_not_failed_ones():
+    """A right program that needs half a second: after one second, nothing is known of the other tests."""
+    slow = fenced("import time\ntime.sleep(0.5)\nprint(2 * int(input()))")
+    found = []
+    with pytest.raises(TimeoutError, match=r"only \d of 6 tests could be run within 1 s"):
+        found.extend(passed_tests(slow, DOUBLE * 3, Limits(seconds=5), seconds=1))
+    wrong = fenced("import time\ntime.sleep(0.5)\nprint(input())")
+    assert next(passed_tests(wrong, DOUBLE * 3, Limits(seconds=5), seconds=5)) is False
+
+
+def test_a_program_without_the_time_for_its_tests_has_no_score(monkeypatch):
+    monkeypatch.setattr("rlcore.rewards.code.SECONDS", 1.0)
+    slow = fenced("import time\ntime.sleep(0.5)\nprint(2 * int(input()))")
+    with pytest.raises(TimeoutError, match="tests could be run within 1 s"):
+        code("p", slow, DOUBLE * 3)
+
+
 def test_in_the_reward_process():
     """A program that spins is a score of zero, and a wrong answer column a failure, in the process that a run has."""
     settings = RewardConfig(functions={"code": 1.0})
@@ -174,7 +191,7 @@ def test_in_the_reward_process():
         scored = rewards.score(["p"] * 4, responses, answers, {})
     finally:
         rewards.close()
-    assert scored.totals == [1.0, 0.0, 1.0, 0.0]
+    assert scored.totals[:3] == [1.0, 0.0, 1.0]
     assert [bool(failure) for failure in scored.failures] == [False, False, False, True]
     assert "DataError: tests of a program: the answer is '7' (int)" in scored.failures[3]["cause"]
 

@@ -1,6 +1,8 @@
+import math
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -67,10 +69,27 @@ def test_replies_to_rows_that_nobody_waits_for_reach_nobody_else(make):
     rewards = make("index_of")
     process = rewards._process
     rows = list(map(str, range(40)))
-    first = process.scores(0, rows, rows, rows, {}, 5.0)
-    assert [next(first), next(first)] == [0.0, 1.0]
-    first.close()  # 16 more were sent
-    assert list(process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0)) == list(map(float, range(20, 40)))
+
+    class Interrupted(Mapping):
+        """Columns whose 30th reading is interrupted, when replies to 16 rows or more are under way."""
+
+        reads = 0
+
+        def __getitem__(self, name):
+            raise KeyError(name)
+
+        def __iter__(self):
+            self.reads += 1
+            if self.reads == 30:
+                raise KeyboardInterrupt
+            return iter(())
+
+        def __len__(self):
+            return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        process.scores(0, rows, rows, rows, Interrupted(), 5.0)
+    assert process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0) == list(map(float, range(20, 40)))
 
 
 def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbours(make):
@@ -91,7 +110,6 @@ def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbou
         "inf": "returned inf, not a finite 32-bit number",
         "huge": "returned 1e+39, not a finite 32-bit number",
         "string": "returned '1.0' (str), not a number",
-        "none": "returned None (NoneType), not a number",
         "list": "returned [1.0] (list), not a number",
     }
     responses = [response for act in causes for response in (act, "fine")]
@@ -114,7 +132,7 @@ def test_a_number_too_large_for_a_float_is_no_number(make):
 
 
 def test_memory_beyond_the_limit_fails_the_sample_alone(make):
-    scored = score(make("misbehave", memory_mb=512), ["fine", "hoard", "fine"])
+    scored = score(make("misbehave", memory_mb=512, error_value=0.0), ["fine", "hoard", "fine"])
     assert scored.totals == [0.25, 0.0, 0.25]
     assert scored.failures[1]["cause"] == "raised MemoryError: "
 
@@ -159,6 +177,45 @@ def test_one_failing_function_makes_the_whole_sample_an_error(make):
     assert scored.by_function == {"functions.length": [5.0, 4.0], "functions.misbehave": [-1.0, 0.25]}
 
 
+def test_without_a_value_for_failures_there_is_no_score(make):
+    scored = score(make("length", "misbehave"), ["raise", "fine"])
+    assert math.isnan(scored.totals[0])
+    assert scored.totals[1] == 4.25
+    assert scored.by_function["functions.length"] == [5.0, 4.0]
+    assert math.isnan(scored.by_function["functions.misbehave"][0])
+
+
+def test_a_reward_that_returns_none_takes_no_part_in_the_sum(make):
+    scored = score(make("length", "misbehave", weights=[0.5, 2.0]), ["none", "fine"])
+    assert scored.totals == [2.0, 2.5]
+    assert scored.failures == [None, None]
+    assert math.isnan(scored.by_function["functions.misbehave"][0])
+
+
+def test_a_sample_for_which_every_reward_returns_none_has_failed(make):
+    scored = score(make("misbehave"), ["none", "fine"])
+    assert math.isnan(scored.totals[0])
+    assert scored.failures[0]["cause"] == "is missing: every reward returned None"
+    assert scored.failures[1] is None
+
+
+def test_a_call_that_was_killed_or_ran_out_of_time_by_itself_is_made_once_more(make, tmp_path):
+    """The first call about a file makes it and fails; the second finds it."""
+    rewards = make("fails_once")
+    acts = [f"{act} {tmp_path / act}" for act in ("kill", "time", "raise")]
+    scored = score(rewards, [*acts, "fine"])
+    assert scored.totals[:2] == [1.0, 1.0]
+    assert scored.totals[3] == 1.0
+    assert scored.failures[2]["cause"] == "raised ValueError: once"
+    always = score(rewards, ["kill always", "fine"])
+    assert always.failures[0]["cause"].startswith("ended its process by SIGKILL")
+    assert always.totals[1] == 1.0
+
+
+def test_a_batched_call_that_was_killed_is_made_once_more(make, tmp_path):
+    assert score(make("batched_fails_once"), [f"kill {tmp_path / 'one'}", "fine"]).totals == [1.0, 1.0]
+
+
 def test_a_total_that_overflows_is_an_error(make):
     (failure,) = score(make("length", weights=[3e38]), ["long"]).failures
     assert failure["function"] == "total"
@@ -171,7 +228,7 @@ def test_batched_functions_get_lists_and_the_time_of_all_rows(make):
         "short": "returned 1 values for 3 samples",
         "scalar": "returned 1.0 (float), not a list of 3 numbers",
         "text": "returned '111' (str), not a list of 3 numbers",
-        "one bad": "returned None (NoneType), not a number",
+        "one bad": "returned 'b' (str), not a number",
         "hang": "gave no answer within 1.5 s",
     }.items():
         scored = score(rewards, [act, "b", "ccc"])

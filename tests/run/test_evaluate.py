@@ -12,7 +12,7 @@ import torch
 
 from rlcore.assets import TINY
 from rlcore.config import compose
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, RewardsError
 from rlcore.evaluate import evaluate, evaluate_prompts, pass_at_k, sample_rows
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
@@ -85,22 +85,33 @@ def score(prompt, response, answer):
 """
 
 
-def test_accuracy_counts_scores_from_the_pass_score_on_and_no_failed_reward(open_small, tmp_path):
+@pytest.mark.parametrize("error_value", ["1.0", "null"])
+def test_accuracy_counts_scores_from_the_pass_score_on_and_no_failed_reward(open_small, tmp_path, error_value):
+    """A sample without a reward is neither right nor wrong, whatever score it gets in training."""
     (tmp_path / "by_answer.py").write_text(BY_ANSWER)
     reward = [f"reward.path={tmp_path / 'by_answer.py'}:score", "reward.functions={}", "reward.pass_score=0.5"]
-    run, prompts = open_small("~reward", *reward, "reward.error_value=1.0", "rollout.response_len=1")
+    limits = [f"reward.error_value={error_value}", "reward.max_failures=0.4", "rollout.response_len=1"]
+    run, prompts = open_small("~reward", *reward, *limits)
     found = evaluate_prompts(run, prompts)
     assert sorted(prompts["answer"]) == ["10", "12", "17", "4", "5", "8"]
     assert found.metrics == pytest.approx(
         {
-            "eval/accuracy": 3 / 6,
-            "eval/score": (1.0 + 1.0 + 0.25 + 0.5 + 0.75 + 2.0) / 6,
+            "eval/accuracy": 3 / 4,
+            "eval/score": (0.25 + 0.5 + 0.75 + 2.0) / 4,
             "eval/response_length": 1,
             "eval/truncated": 1.0,  # one digit is never the end of a response
             "eval/reward_errors": 2,
             "eval/samples": 6,
         }
     )
+
+
+def test_too_many_failed_rewards_end_an_evaluation_and_show_the_first(open_small, tmp_path):
+    (tmp_path / "by_answer.py").write_text(BY_ANSWER)
+    run, prompts = open_small("~reward", f"reward.path={tmp_path / 'by_answer.py'}:score", "reward.functions={}")
+    with pytest.raises(RewardsError, match=r"2 of 6 samples .* reward\.max_failures=0\.25") as caught:
+        evaluate_prompts(run, prompts)
+    assert "by_answer.score raised ValueError: no score for this one; its prompt is '" in str(caught.value)
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ def test_every_metric_of_one_batch():
             "health/equal_groups": 2 / 3,
             "health/effective_tokens": 3 + 5,
             "health/truncated": 1 / 6,
+            "reward/dropped_groups": 0,
             "tokens": 6 * 4 + 22,
         }
     )
@@ -64,6 +65,28 @@ def test_a_failed_reward_is_no_right_answer_whatever_value_it_got():
     batch = scored([1.0, 1.0], ["a", "b"], [1, 1], errors=[False, True])
     metrics = step_metrics({}, {}, [batch], pass_score=1.0)
     assert (metrics["reward/accuracy"], metrics["reward/mean"], metrics["reward/errors"]) == (0.5, 1.0, 1)
+
+
+def test_samples_without_a_reward_count_in_no_mean_of_rewards():
+    """Of prompt `a` a single sample is left, of `b` two equal ones; `c` never had another."""
+    nan = math.nan
+    batch = scored(
+        [1.0, nan, 0.5, 0.5, nan, 0.0],
+        ["a", "a", "b", "b", "b", "c"],
+        [3, 5, 2, 2, 4, 6],
+        errors=[False, True, False, False, True, False],
+        score__brief=[nan, nan, 4.0, 2.0, nan, nan],
+        score__never=[nan] * 6,
+    )
+    metrics = step_metrics({}, {}, [batch], pass_score=1.0)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(0.5 / 4))
+    assert metrics["reward/accuracy"] == 0.25
+    assert (metrics["reward/errors"], metrics["reward/dropped_groups"]) == (2, 1)
+    assert metrics["health/equal_groups"] == 1.0
+    assert metrics["response/mean_length"] == 22 / 6
+    assert metrics["reward/brief"] == 3.0
+    assert "reward/never" not in metrics
 
 
 def test_batches_of_different_sizes_weigh_by_their_rows():

@@ -33,8 +33,8 @@ class JudgeConfig:
     retries: int = option(3, "times a request is sent again after a connection error or status 429 or 5xx", min=0)
     total_timeout: float = option(600.0, "seconds that all questions of one call may take together", min=0.01)
     on_error: Literal["tie", "first", "second"] = option("tie", "preference for a pair that the judge did not decide")
-    on_outage: Literal["continue", "stop"] = option(
-        "continue", "behaviour when the judge answered no question of a call: continue with `on_error`, or stop"
+    max_failures: float = option(
+        0.25, "share of a call's pairs; if the judge fails on more, the run stops with a checkpoint", min=0.0, max=1.0
     )
 
 

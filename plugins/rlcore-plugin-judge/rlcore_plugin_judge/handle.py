@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from rlcore import Config, DataError, DataProto
+from rlcore import Config, DataError, DataProto, RewardsError
 from rlcore.workers import WorkerGroup
 from rlcore_plugin_judge.config import JudgeConfig
 
@@ -27,7 +27,9 @@ class Judge:
 
         1: the response of `first` is better, 0: that of `second`, 0.5: neither. Reads `prompt_text` and `response_text`
         of both, and returns at once. A pair without a verdict has `judge_error` and the preference of `judge.on_error`,
-        and counts in the metric judge/errors. Raises DataError for batches whose rows do not belong together.
+        and counts in the metric judge/errors. Raises DataError for batches whose rows do not belong together. The first
+        use of the result waits for it, and raises RewardsError when the judge failed on more than the share
+        `judge.max_failures` of the pairs, or on all.
         """
         if len(first) != len(second):
             raise DataError(f"judge: {len(first)} rows cannot be compared with {len(second)}, row by row")
@@ -36,7 +38,18 @@ class Judge:
             for name, side in (("first", first), ("second", second))
         ]
         compared: DataProto = self._group.compare(sides[0].union(sides[1]))
-        self._compared.append(compared)
+        checked = DataProto.deferred(lambda: self._checked(compared))
+        self._compared.append(checked)
+        return checked
+
+    def _checked(self, compared: DataProto) -> DataProto:
+        failed, config = int(compared["judge_error"].sum()), self._config
+        if failed and (failed > config.max_failures * len(compared) or failed == len(compared)):
+            raise RewardsError(
+                f"the judge {config.model} at {config.url} failed on {failed} of {len(compared)} pairs of one call, more "
+                f"than judge.max_failures={config.max_failures:g} of them (reasons: the judge's log). Mend the judge and "
+                "run the same command again: it goes on from the last checkpoint"
+            )
         return compared
 
     def end_step(self) -> Callable[[], Mapping[str, float]]:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import torch
 
-from rlcore import ColumnSpec, DataProto, WorkerError
+from rlcore import ColumnSpec, DataProto
 from rlcore.workers import Dispatch, Worker, register
 from rlcore_plugin_judge.config import JudgeConfig
 
@@ -76,8 +76,7 @@ class JudgeWorker(Worker):
 
         Reads the object columns prompt_text, first_text and second_text. Gives preference fp32 [rows]: 1 if the first
         is better, 0 if the second is, 0.5 for a tie; and judge_error bool [rows], True if the judge gave no preference
-        and `judge.on_error` replaces it. Equal texts are a tie without a question. Raises WorkerError when no question
-        was answered and `judge.on_outage` is stop.
+        and `judge.on_error` replaces it. Equal texts are a tie without a question.
         """
         texts = [list(batch.view(name)) for name in ("prompt_text", "first_text", "second_text")]
         rows = list(zip(*texts, strict=True))
@@ -110,11 +109,6 @@ class JudgeWorker(Worker):
             return
         cause = next(iter(failures.values()))
         _log.warning("the judge gave no preference for %d of %d pairs; the first: %s", len(failures), asked, cause)
-        if len(failures) == asked and self._config.on_outage == "stop":
-            raise WorkerError(
-                f"the judge {self._config.model} at {self._config.url} answered none of {asked} questions; the first: "
-                f"it {cause}. judge.on_outage=continue goes on with judge.on_error={self._config.on_error}"
-            )
 
     def _answers(self, questions: Sequence[str]) -> list[float | NoVerdict]:
         """Return each question's preference for its first response, or the reason why there is none."""

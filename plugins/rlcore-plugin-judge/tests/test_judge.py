@@ -16,7 +16,7 @@ from rlcore_plugin_judge.config import JudgeConfig
 from rlcore_plugin_judge.worker import TEMPLATE as DEFAULT
 from rlcore_plugin_judge.worker import JudgeWorker
 
-from rlcore import Config, ConfigError, DataError, DataProto, PluginError, PluginManager, WorkerError
+from rlcore import Config, ConfigError, DataError, DataProto, PluginError, PluginManager, RewardsError
 from rlcore.config import ClusterConfig, compose
 from rlcore.preflight import preflight
 from rlcore.protocol.glossary import check_fields
@@ -286,7 +286,8 @@ def test_the_whole_call_is_bounded(ask, endpoint, caplog):
     endpoint.answer = lambda prompt, *_: "A" if prompt == "p0" else time.sleep(20) or "A"
     start = time.perf_counter()
     with caplog.at_level(logging.WARNING, "rlcore"):
-        preference, error, metrics = ask([("a", f"b{n}") for n in range(10)], concurrency=1, total_timeout=2.0)
+        pairs, slow = [("a", f"b{n}") for n in range(10)], {"total_timeout": 2.0, "max_failures": 1.0}
+        preference, error, metrics = ask(pairs, concurrency=1, **slow)
     assert time.perf_counter() - start < 10
     assert (preference, error) == ([1.0] + [0.5] * 9, [False] + [True] * 9)
     assert metrics["judge/errors"] == 9
@@ -310,7 +311,9 @@ def nobody():
 
 def test_a_judge_that_is_down_is_said_loudly_once_a_step(ask, nobody, caplog):
     with caplog.at_level(logging.WARNING, "rlcore"):
-        preference, error, metrics = ask([("a", "b"), ("c", "d"), ("e", "e")], url=nobody, retries=1, on_error="first")
+        preference, error, metrics = ask(
+            [("a", "b"), ("c", "d"), ("e", "e")], url=nobody, retries=1, on_error="first", max_failures=1.0
+        )
     # The third pair is equal and needs no judge.
     assert (preference, error) == ([1.0, 1.0, 0.5], [True, True, False])
     assert metrics == {"judge/pairs": 3.0, "judge/errors": 2.0}
@@ -318,11 +321,13 @@ def test_a_judge_that_is_down_is_said_loudly_once_a_step(ask, nobody, caplog):
     assert caplog.text.count("decided no pair: it failed on 2 of 3, which count as judge.on_error=first") == 1
 
 
-def test_a_judge_that_is_down_can_stop_the_run(ask, endpoint, nobody):
-    with pytest.raises(WorkerError, match=r"answered none of 2 questions; the first: it cannot be reached.*on_outage"):
-        ask([("a", "b"), ("c", "d")], url=nobody, retries=0, on_outage="stop")
+def test_a_judge_that_fails_too_often_stops_the_run(ask, endpoint, nobody):
+    with pytest.raises(RewardsError, match=r"failed on 2 of 2 pairs of one call, more than judge\.max_failures=1 of"):
+        ask([("a", "b"), ("c", "d")], url=nobody, retries=0, max_failures=1.0)
     endpoint.answer = lambda prompt, *_: "A" if prompt == "p0" else "?"
-    assert ask([("a", "b"), ("c", "d")], on_outage="stop")[1] == [False, True]  # one answer is no outage
+    with pytest.raises(RewardsError, match=r"failed on 1 of 2 pairs of one call, more than judge\.max_failures=0\.25"):
+        ask([("a", "b"), ("c", "d")])
+    assert ask([("a", "b"), ("c", "d")], max_failures=0.5)[1] == [False, True]
 
 
 def test_what_cannot_be_compared(endpoint):

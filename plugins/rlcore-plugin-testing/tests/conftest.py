@@ -65,6 +65,14 @@ BROKEN = {
         'mask = batch["response_mask"]\n    out = type(out)({n: value.nan_to_num() for n, value in out.given.items()})',
         "finite loss",
     ),
+    "trains_on_failures": Break(
+        "failed_rewards",
+        "batch = batch.union(run.reward(batch))",
+        "run.reward(batch)\n"
+        "        batch = batch.union(run.score_by_functions(batch))\n"
+        '        batch["scores"] = batch["scores"].nan_to_num()',
+        "rows have no reward",
+    ),
     "nested_loss": Break(
         "reaches_workers",
         "loss=sound_loss",

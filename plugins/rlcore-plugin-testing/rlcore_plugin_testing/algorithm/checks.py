@@ -172,6 +172,22 @@ def non_finite(suite: AlgorithmSuite) -> str:
     return f"the run stops for {' and '.join(looked)} of NaN"
 
 
+def failed_rewards(suite: AlgorithmSuite) -> str:
+    """Rows whose reward failed reach no update; the step is taken with the others."""
+    if not suite.plain.record.scored:
+        raise NotApplicable("it scores nothing")
+    record = suite.changed("failed", Changes(failed=True, stop_after=1)).record
+    for item in record.items:
+        if {"uid", "sample_index"} <= set(item.batch.keys()):
+            rows = list(zip(item.batch["uid"], item.batch["sample_index"].tolist(), strict=True))
+            if taught := sum(row in record.failed for row in rows):
+                raise CheckFailed(
+                    f"{item.title}: {taught} of {len(rows)} rows have no reward, as it failed. Take the rows that "
+                    "batch.union(run.reward(batch)) keeps"
+                )
+    return f"{len(record.failed)} rows without a reward reach no update"
+
+
 def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, fault: str) -> None:
     error = suite.expect_error(name, changes)
     if error is None:
@@ -215,6 +231,7 @@ CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
         loss_checks.better_sample,
         zero_learning_rate,
         non_finite,
+        failed_rewards,
         resume,
         kill_and_resume,
         reaches_workers,

@@ -41,6 +41,6 @@ def overrides(data: Path, settings: Sequence[str]) -> list[str]:
         *([] if own_reward else [f"reward.path={Path(reward.__file__)}:score"]),
         *("rollout.response_len=6", "engine.lr=1e-4", "tracker=none", "trainer.eval_every=0"),
         *(f"trainer.total_steps={STEPS}", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"),
-        "trainer.samples_per_step=1000",
+        *("trainer.samples_per_step=1000", "reward.max_failures=1"),
         *settings,
     ]

@@ -62,13 +62,14 @@ class Changes:
 
     `random_seed`: seeds the global random generators at the start. `holes`: some response tokens get response_mask 0.
     `raised`: (call, row) of `run.reward` in step 1 whose score becomes the highest. `nan_score`: one score is NaN.
-    `nan_loss`: every loss is NaN. `frozen`: all learning rates are 0. `stop_after`: the run stops after this step.
+    `failed`: in step 1 the rewards of some rows of each call fail. `nan_loss`: every loss is NaN. `frozen`: all learning rates are 0. `stop_after`: the run stops after this step.
     """
 
     random_seed: int | None = None
     holes: bool = False
     raised: tuple[int, int] | None = None
     nan_score: bool = False
+    failed: bool = False
     nan_loss: bool = False
     frozen: bool = False
     stop_after: int | None = None
@@ -83,7 +84,7 @@ class RunRecord:
     """The record of a run: each update, each scored batch with its step, each step's metrics.
 
     `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
-    of `map`. `masked` is whether a response got holes.
+    of `map`. `masked` is whether a response got holes. `failed` holds the uid and sample_index of rows without a reward.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -92,6 +93,7 @@ class RunRecord:
     ratios: dict[str, float] = field(default_factory=dict)
     mapped: list[Mapped] = field(default_factory=list)
     masked: bool = False
+    failed: set[tuple[str, int]] = field(default_factory=set)
     roles: Mapping[str, Role] = field(default_factory=dict)
 
 
@@ -212,9 +214,22 @@ def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:
         scored["scores"] = torch.cat([torch.tensor([torch.nan]), scored["scores"][1:]])
         return scored
 
+    def with_failures(batch: DataProto) -> DataProto:
+        scored = by_functions(batch)[:]
+        fails = (torch.arange(len(scored)) % 5 == 1) & (run.step == 1)
+        scored["scores"] = scored["scores"].masked_fill(fails, torch.nan)
+        failure = {"function": "the suite", "cause": "made it fail", "traceback": ""}
+        scored["reward_error"] = fails
+        scored["reward_detail"] = [failure if fail else None for fail in fails.tolist()]
+        rows = batch[fails]
+        record.failed |= set(zip(rows["uid"], rows["sample_index"].tolist(), strict=True))
+        return scored
+
     vars(run)["reward"] = recording
     if changes.nan_score:
         vars(run)["score_by_functions"] = with_nan
+    if changes.failed:
+        vars(run)["score_by_functions"] = with_failures
 
 
 def hole_positions(lengths: torch.Tensor, width: int) -> torch.Tensor:
