@@ -19,7 +19,7 @@ from rlcore.folder import CONFIG
 from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
-from rlcore.rewards.compose import resolve
+from rlcore.rewards.compose import needing_answer, resolve
 from rlcore.rewards.failures import check_failures
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
@@ -126,9 +126,11 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     dataset = plugins.datasets()[config.data.name].bound(config)
     episodes = episode_setup(config, plugins)
     tools = None if episodes is None else episodes.offered
-    prompts = held_out_prompts(config.data, dataset, load_tokenizer(config.model), config.data.eval_size, tools)
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
+    needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
+    tokenizer = load_tokenizer(config.model)
+    prompts = held_out_prompts(config.data, dataset, tokenizer, config.data.eval_size, tools, needs)
     if episodes is not None:
         episodes.check()
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:

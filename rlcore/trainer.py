@@ -34,7 +34,7 @@ from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
 from rlcore.preflight import Preflight, preflight
-from rlcore.rewards.compose import WeightedReward, resolve, reward_files
+from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.run import EndedStep, Run, open_run
@@ -103,6 +103,13 @@ class _Preparation(ExitStack):
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
         config, plugins, algorithm, rewards, episodes, path = self._given
         self.loaders.update(_loaders(algorithm, config, plugins, episodes))
+        if reward := needing_answer(rewards):
+            by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
+            self.loaders["train"].require_answers(
+                reward,
+                train=algorithm.scores and bool(by_functions),
+                held_out=bool(config.trainer.eval_every) and not algorithm.evaluates,
+            )
         check_rewards(rewards, config.reward)
         if episodes is not None:
             episodes.check()

@@ -102,6 +102,11 @@ class DPO(Algorithm):
         if row["chosen"] == row["rejected"]:
             raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; remove the pair")
 
+    @property
+    def scores(self) -> bool:
+        """See Algorithm: the data set has the preferences."""
+        return False
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = self._pairs(run, prompts)

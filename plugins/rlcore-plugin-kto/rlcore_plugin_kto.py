@@ -103,6 +103,11 @@ class KTO(Algorithm):
                 f"column 'label' holds {row.get('label')!r:.80}; it must be true for a good response, else false"
             )
 
+    @property
+    def scores(self) -> bool:
+        """See Algorithm: the data set has the labels."""
+        return False
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = self._rows(run, prompts)

@@ -114,6 +114,11 @@ class OnPolicyDistill(Algorithm):
                 f"{', '.join(teachers)}"
             )
 
+    @property
+    def scores(self) -> bool:
+        """See Algorithm: only the task's reward is one."""
+        return self.config.task_coef > 0
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         algo = self.config

@@ -56,6 +56,11 @@ class SFT(Algorithm):
                 f"{config.data.batch_size} rows; make it at most {config.data.batch_size}"
             )
 
+    @property
+    def scores(self) -> bool:
+        """See Algorithm: the data set has the responses."""
+        return False
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics, and the share of responses that fill rollout.response_len."""
         self._check_responses(prompts)

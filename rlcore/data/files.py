@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import DataConfig
-from rlcore.errors import ConfigError, DataError, did_you_mean
+from rlcore.data.keys import nearest, value_at
+from rlcore.errors import ConfigError, DataError
 
 FORMATS = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = {"train": ("train",), "eval": ("test", "eval", "validation")}
@@ -30,7 +31,7 @@ def load(config: DataConfig, split: str) -> list[Row]:
         return _read_checked(_split_file(path, split), config)
     rows = _read_checked(path, config)
     held_out = _held_out_prompts(rows, config.prompt_key)
-    chosen = [row for row in rows if (_fingerprint(row[config.prompt_key]) in held_out) == (split == "eval")]
+    chosen = [row for row in rows if (_fingerprint(value_at(row, config.prompt_key)) in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
             f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
@@ -64,12 +65,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def require_column(rows: Sequence[Mapping[str, Any]], column: str, path: Path, key: str) -> None:
-    """Raise DataError when a row has no value in `column`; the config key `key` chose that column."""
+    """Raise DataError when a row has no value in `column`, which may be a path; the config key `key` chose it."""
     for number, row in enumerate(rows, start=1):
-        if row.get(column) is None:
+        if value_at(row, column) is None:
             raise DataError(
                 f"{path}, row {number}: nothing in column {column!r}; its columns are {', '.join(row) or 'none'}. "
-                f"Set {key} to the right one.{did_you_mean(column, row)}"
+                f"Set {key} to the right one.{nearest(row, column)}"
             )
 
 
@@ -163,7 +164,7 @@ def _split_file(folder: Path, split: str) -> Path:
 
 def _held_out_prompts(rows: Sequence[Row], prompt_key: str) -> set[str]:
     # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
-    fingerprints = sorted({_fingerprint(row[prompt_key]) for row in rows})
+    fingerprints = sorted({_fingerprint(value_at(row, prompt_key)) for row in rows})
     return set(fingerprints[: max(1, round(len(fingerprints) * HELD_OUT_SHARE))])
 
 

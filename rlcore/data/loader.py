@@ -15,6 +15,7 @@ import torch
 
 from rlcore.config.schema import DataConfig
 from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
+from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -83,11 +84,11 @@ class PromptSplit:
         rows = [self.rows[prompt.row] for prompt in prompts]
         objects: dict[str, list[Any]] = {
             "prompt_text": [prompt.text for prompt in prompts],
-            "answer": [row.get(self._config.answer_key) for row in rows],
+            "answer": [value_at(row, self._config.answer_key) for row in rows],
             "uid": [f"{name}:{prompt.row}" for prompt in prompts],
         }
         if self._has_messages:
-            messages = [row[self._config.prompt_key] for row in rows]
+            messages = [value_at(row, self._config.prompt_key) for row in rows]
             objects["prompt_messages"] = [None if isinstance(prompt, str) else prompt for prompt in messages]
         for column in self.columns:
             objects[column] = [row.get(column) for row in rows]
@@ -101,6 +102,15 @@ class PromptSplit:
                 check(row)
             except DataError as error:
                 raise DataError(f"{self._where}, row {number}: {error}") from error
+
+    def require_answers(self, reward: str) -> None:
+        """Raise DataError for a row that `reward` cannot score, as it has no reference answer."""
+        for prompt in self.prompts:
+            if fault := answer_fault(self.rows[prompt.row], self._config.answer_key):
+                raise DataError(
+                    f"{self._where}, row {prompt.row + 1}: reward {reward!r} needs a reference answer, but {fault}; "
+                    "or choose another reward, or drop the row"
+                )
 
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
@@ -117,18 +127,19 @@ class PromptSplit:
         key = self._config.prompt_key
         texts, chats = [], []
         for number, row in enumerate(self.rows):
-            if row.get(key) is None:
+            prompt = value_at(row, key)
+            if prompt is None:
                 raise DataError(
                     f"{self._where}, row {number + 1}: nothing in column {key!r}; its columns are "
-                    f"{', '.join(row) or 'none'}. Set data.prompt_key to the right one."
+                    f"{', '.join(row) or 'none'}. Set data.prompt_key to the right one.{nearest(row, key)}"
                 )
             try:
-                chats.append(encoder.render(row[key]))
+                chats.append(encoder.render(prompt))
             except DataError as error:
                 raise DataError(f"{self._where}, row {number + 1}: {error}") from error
-            plain = isinstance(row[key], str)
+            plain = isinstance(prompt, str)
             self._has_messages |= not plain
-            texts.append(row[key] if plain else chats[-1])
+            texts.append(prompt if plain else chats[-1])
         prompts = []
         for number, token_ids in enumerate(encoder.token_ids(chats)):
             if len(token_ids) > self._config.prompt_len:
@@ -188,6 +199,13 @@ class PromptLoader:
         """Call `check` with each row of both splits; its DataError is raised again with the row's number."""
         for split in (self._train, self._eval):
             split.check_rows(check)
+
+    def require_answers(self, reward: str, *, train: bool, held_out: bool) -> None:
+        """Raise DataError for a training or held-out row without the reference answer that `reward` needs."""
+        if train:
+            self._train.require_answers(reward)
+        if held_out:
+            self._eval.require_answers(reward)
 
     def next_batch(self) -> DataProto:
         """Return the next `data.batch_size` prompts (fewer at an epoch's end without `drop_last`), uid `EPOCH:ROW`."""
@@ -249,7 +267,13 @@ def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase,
     limit: int = 0,
     tools: OfferedTools | None = None,
+    reward: str | None = None,
 ) -> DataProto:
-    """Return `PromptLoader.held_out(limit)` without reading the training split."""
+    """Return `PromptLoader.held_out(limit)` without reading the training split.
+
+    `reward`: the reward that will need the rows' reference answers, if one does; DataError for a row without one.
+    """
     split = PromptSplit(config, dataset, tokenizer, "eval", tools)
+    if reward is not None:
+        split.require_answers(reward)
     return split.batch(split.prompts[: limit or None], "eval")

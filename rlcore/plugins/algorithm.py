@@ -54,6 +54,11 @@ class Algorithm:
         """Whether the algorithm brings an `evaluate` of its own."""
         return type(self).evaluate is not Algorithm.evaluate
 
+    @property
+    def scores(self) -> bool:
+        """Whether `step` calls `run.reward`, so that the rows need what the reward reads; here True."""
+        return True
+
     def step(self, run: Any, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step on a batch of prompts and return its metrics (numbers, or the Metrics of `update`)."""
         raise NotImplementedError(f"{type(self).__name__} defines no step(self, run, prompts)")

@@ -69,7 +69,8 @@ class RewardSpec:
     of equal length and a list of floats back. It runs in a reward worker's own subprocess. This loads the modules named
     by `imports` before the first call: list the modules that `score` imports when called, or their import counts as a
     sample's time. `on_start()` is called once in the controller at a run's start, for an installed reward; it logs what
-    users should know, such as limits that this machine cannot enforce.
+    users should know, such as limits that this machine cannot enforce. `needs_answer`: it reads the reference answer,
+    so a run refuses rows without one before it starts.
     """
 
     name: str
@@ -77,6 +78,7 @@ class RewardSpec:
     batched: bool = False
     imports: tuple[str, ...] = ()
     on_start: Callable[[], None] | None = None
+    needs_answer: bool = False
 
 
 @dataclass(frozen=True)

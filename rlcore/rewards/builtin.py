@@ -17,10 +17,10 @@ RLCORE_API = 1
 def rlcore_rewards() -> list[RewardSpec]:
     """Return the rewards for arithmetic, GSM8K (strict and flexible), mathematics, programs and episodes."""
     return [
-        RewardSpec("arithmetic", arithmetic),
+        RewardSpec("arithmetic", arithmetic, needs_answer=True),
         RewardSpec("environment", environment),
-        RewardSpec("gsm8k", gsm8k),
-        RewardSpec("gsm8k_flexible", gsm8k_flexible),
-        RewardSpec("math", math, imports=("math_verify",)),
-        RewardSpec("code", code, on_start=log_isolation),
+        RewardSpec("gsm8k", gsm8k, needs_answer=True),
+        RewardSpec("gsm8k_flexible", gsm8k_flexible, needs_answer=True),
+        RewardSpec("math", math, imports=("math_verify",), needs_answer=True),
+        RewardSpec("code", code, on_start=log_isolation, needs_answer=True),
     ]

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,8 @@ class WeightedReward:
     """A reward function ready to be sent to reward processes.
 
     `data` is the cloudpickled function: by value if it came from a file, else by its module's name. `imports` are
-    modules that the process loads before the first call. A sample's total is the sum of weight times score.
+    modules that the process loads before the first call. `needs_answer`: see RewardSpec. A sample's total is the sum of
+    weight times score.
     """
 
     name: str
@@ -34,6 +35,12 @@ class WeightedReward:
     data: bytes
     batched: bool = False
     imports: tuple[str, ...] = ()
+    needs_answer: bool = False
+
+
+def needing_answer(rewards: Sequence[WeightedReward]) -> str | None:
+    """Return the name of the first reward that needs a reference answer; None if none does."""
+    return next((reward.name for reward in rewards if reward.needs_answer), None)
 
 
 def resolve(
@@ -88,7 +95,7 @@ def _resolve(
     _check_signature(spec.score, reference)
     with pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)
-    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports)
+    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer)
 
 
 def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:
@@ -100,7 +107,7 @@ def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:
     found, module = load_name(reference, "reward", "function", accepts, _HOW)
     label = f"{path.stem}.{reference.rpartition(':')[2]}"
     if isinstance(found, RewardSpec):
-        return RewardSpec(label, found.score, found.batched, found.imports), module
+        return replace(found, name=label, on_start=None), module
     return RewardSpec(label, found), module
 
 

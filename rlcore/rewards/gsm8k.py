@@ -13,6 +13,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from rlcore.rewards.reference import reference_text
+
 # A hyphen is a minus sign unless a word, a number or a bracket ends right before it (3-5, top-10).
 _SIGN = r"(?P<sign>(?<![\w)])[-−])?"
 _CURRENCY = r"(?:\\?[$€£¥₹])?"
@@ -38,7 +40,7 @@ def gsm8k_flexible(prompt: str, response: str, answer: Any) -> float:
 
 
 def _reference(answer: Any) -> Decimal:
-    number = _last(_ANY_NUMBER, str(answer).rpartition("####")[2])
+    number = _last(_ANY_NUMBER, reference_text(answer).rpartition("####")[2])
     if number is None:
         raise ValueError(f"the reference answer {str(answer)[-80:]!r} holds no number; expected '42' or '... #### 42'")
     return number

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlcore.rewards.reference import reference_text
+
 
 def math(prompt: str, response: str, answer: Any) -> float:
     r"""Return 1.0 when the response's final expression is mathematically equal to the answer, else 0.0.
@@ -17,7 +19,7 @@ def math(prompt: str, response: str, answer: Any) -> float:
     """
     import math_verify
 
-    expected = _reference(str(answer))
+    expected = _reference(reference_text(answer))
     found = math_verify.parse(response)
     return float(bool(found) and math_verify.verify(expected, found))
 

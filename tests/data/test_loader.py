@@ -179,3 +179,25 @@ def test_a_huggingface_dataset_serves_as_rows(loader: Any) -> None:
     from datasets import Dataset
 
     assert loader(train=Dataset.from_list(TRAIN)).next_batch().equal(loader().next_batch())
+
+
+def test_keys_may_be_paths_into_columns(loader: Any) -> None:
+    rows = [{"q": {"text": f"{i}+1="}, "reward_model": {"ground_truth": str(i + 1)}} for i in range(4)]
+    made = loader(rows, rows[:1], batch_size=2, prompt_key="q.text", answer_key="reward_model.ground_truth")
+    batch = made.held_out()
+    assert (batch["prompt_text"].tolist(), batch["answer"].tolist()) == (["0+1="], ["1"])
+    assert batch["reward_model"].tolist() == [{"ground_truth": "1"}]
+
+
+def test_a_row_without_the_answer_that_a_reward_needs_is_refused(loader: Any) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1) if i != 7 else None} for i in range(10)]
+    made = loader(rows, EVAL)
+    made.require_answers("arithmetic", train=False, held_out=True)
+    with pytest.raises(
+        DataError, match=r"data=own, split 'train', row 8: reward 'arithmetic' needs .* column 'answer'"
+    ):
+        made.require_answers("arithmetic", train=True, held_out=True)
+    held_out = loader(TRAIN, [{"prompt": "p"}])
+    held_out.require_answers("arithmetic", train=True, held_out=False)
+    with pytest.raises(DataError, match=r"split 'eval', row 1: .* its columns are prompt\. Set data\.answer_key to"):
+        held_out.require_answers("arithmetic", train=True, held_out=True)

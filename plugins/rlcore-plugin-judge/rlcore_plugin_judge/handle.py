@@ -29,7 +29,7 @@ class Judge:
         of both, and returns at once. A pair without a verdict has `judge_error` and the preference of `judge.on_error`,
         and counts in the metric judge/errors. Raises DataError for batches whose rows do not belong together. The first
         use of the result waits for it, and raises RewardsError when the judge failed on more than the share
-        `judge.max_failures` of the pairs, or on all.
+        `judge.max_failures` of the pairs.
         """
         if len(first) != len(second):
             raise DataError(f"judge: {len(first)} rows cannot be compared with {len(second)}, row by row")
@@ -44,11 +44,11 @@ class Judge:
 
     def _checked(self, compared: DataProto) -> DataProto:
         failed, config = int(compared["judge_error"].sum()), self._config
-        if failed and (failed > config.max_failures * len(compared) or failed == len(compared)):
+        if failed > config.max_failures * len(compared):
             raise RewardsError(
-                f"the judge {config.model} at {config.url} failed on {failed} of {len(compared)} pairs of one call, more "
-                f"than judge.max_failures={config.max_failures:g} of them (reasons: the judge's log). Mend the judge and "
-                "run the same command again: it goes on from the last checkpoint"
+                f"the judge {config.model} at {config.url} failed on {failed} of {len(compared)} pairs of one call, "
+                f"more than judge.max_failures={config.max_failures:g} of them (reasons: the judge's log). Mend the "
+                "judge and run the same command again: it goes on from the last checkpoint"
             )
         return compared
 

@@ -118,6 +118,7 @@ def ask(endpoint, tmp_path):
 
     def compare(pairs, **settings):
         plain = {"url": endpoint.url, "model": "m", "template": str(tmp_path / "question.txt"), "both_orders": False}
+        plain |= {"max_failures": 1.0}
         with judge_of(JudgeConfig(**{**plain, **settings})) as judge:
             compared = judge.compare(batch([first for first, _ in pairs]), batch([second for _, second in pairs]))
             check_fields(compared)
@@ -286,8 +287,7 @@ def test_the_whole_call_is_bounded(ask, endpoint, caplog):
     endpoint.answer = lambda prompt, *_: "A" if prompt == "p0" else time.sleep(20) or "A"
     start = time.perf_counter()
     with caplog.at_level(logging.WARNING, "rlcore"):
-        pairs, slow = [("a", f"b{n}") for n in range(10)], {"total_timeout": 2.0, "max_failures": 1.0}
-        preference, error, metrics = ask(pairs, concurrency=1, **slow)
+        preference, error, metrics = ask([("a", f"b{n}") for n in range(10)], concurrency=1, total_timeout=2.0)
     assert time.perf_counter() - start < 10
     assert (preference, error) == ([1.0] + [0.5] * 9, [False] + [True] * 9)
     assert metrics["judge/errors"] == 9
@@ -311,9 +311,7 @@ def nobody():
 
 def test_a_judge_that_is_down_is_said_loudly_once_a_step(ask, nobody, caplog):
     with caplog.at_level(logging.WARNING, "rlcore"):
-        preference, error, metrics = ask(
-            [("a", "b"), ("c", "d"), ("e", "e")], url=nobody, retries=1, on_error="first", max_failures=1.0
-        )
+        preference, error, metrics = ask([("a", "b"), ("c", "d"), ("e", "e")], url=nobody, retries=1, on_error="first")
     # The third pair is equal and needs no judge.
     assert (preference, error) == ([1.0, 1.0, 0.5], [True, True, False])
     assert metrics == {"judge/pairs": 3.0, "judge/errors": 2.0}
@@ -322,11 +320,11 @@ def test_a_judge_that_is_down_is_said_loudly_once_a_step(ask, nobody, caplog):
 
 
 def test_a_judge_that_fails_too_often_stops_the_run(ask, endpoint, nobody):
-    with pytest.raises(RewardsError, match=r"failed on 2 of 2 pairs of one call, more than judge\.max_failures=1 of"):
-        ask([("a", "b"), ("c", "d")], url=nobody, retries=0, max_failures=1.0)
+    with pytest.raises(RewardsError, match=r"failed on 2 of 2 pairs of one call, more than judge\.max_failures=0\.9"):
+        ask([("a", "b"), ("c", "d")], url=nobody, retries=0, max_failures=0.9)
     endpoint.answer = lambda prompt, *_: "A" if prompt == "p0" else "?"
     with pytest.raises(RewardsError, match=r"failed on 1 of 2 pairs of one call, more than judge\.max_failures=0\.25"):
-        ask([("a", "b"), ("c", "d")])
+        ask([("a", "b"), ("c", "d")], max_failures=JudgeConfig.max_failures)
     assert ask([("a", "b"), ("c", "d")], max_failures=0.5)[1] == [False, True]
 
 

@@ -62,7 +62,8 @@ class Changes:
 
     `random_seed`: seeds the global random generators at the start. `holes`: some response tokens get response_mask 0.
     `raised`: (call, row) of `run.reward` in step 1 whose score becomes the highest. `nan_score`: one score is NaN.
-    `failed`: in step 1 the rewards of some rows of each call fail. `nan_loss`: every loss is NaN. `frozen`: all learning rates are 0. `stop_after`: the run stops after this step.
+    `failed`: in step 1 the rewards of some rows of each call fail. `nan_loss`: every loss is NaN. `frozen`: all
+    learning rates are 0. `stop_after`: the run stops after this step.
     """
 
     random_seed: int | None = None
@@ -84,7 +85,7 @@ class RunRecord:
     """The record of a run: each update, each scored batch with its step, each step's metrics.
 
     `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
-    of `map`. `masked` is whether a response got holes. `failed` holds the uid and sample_index of rows without a reward.
+    of `map`. `masked` is whether a response got holes. `failed` holds uid and sample_index of rows without a reward.
     """
 
     items: list[Item] = field(default_factory=list)

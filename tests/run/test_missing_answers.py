@@ -1,0 +1,64 @@
+"""Runs over rows without reference answers: refused where a reward needs them, and only there. About 8 s."""
+
+import json
+
+import pytest
+
+from rlcore.config import compose
+from rlcore.errors import DataError
+from rlcore.evaluate import evaluate
+from rlcore.plugins import PluginManager
+from rlcore.trainer import train
+
+ROWS = [{"prompt": f"{i}+1=", "reward_model": {"style": "rule", "ground_truth": str(i + 1)}} for i in range(8)]
+
+
+@pytest.fixture
+def verl(tmp_path):
+    """Train on rows that have their answers where verl's data has them."""
+    for split, rows in (("train", ROWS), ("test", ROWS[:2])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({**row, "split": split}) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[2:]))
+    base = ["cluster=in_process", "tracker=none", "data=file", f"data.path={tmp_path}", "data.batch_size=2"]
+    base += ["rollout.response_len=4", "trainer.total_steps=1", f"run.dir={tmp_path}/run"]
+
+    def run(*overrides):
+        plugins = PluginManager.load()
+        return train(compose([*base, *overrides], plugins), plugins)
+
+    run.base = base
+    return run
+
+
+GRPO = ["algo=grpo", "algo.group_size=2"]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_reward_that_needs_answers_refuses_rows_without_before_the_run(verl, tmp_path, every):
+    says = r"reward 'math' needs a reference answer.*as data\.answer_key=reward_model\.ground_truth"
+    with pytest.raises(DataError, match=says):
+        verl(*GRPO, f"trainer.eval_every={every}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_key_that_it_names_is_the_remedy(verl):
+    summary = verl(*GRPO, "trainer.eval_every=1", "data.answer_key=reward_model.ground_truth")
+    assert summary["status"] == "finished"
+
+
+def test_a_reward_of_ones_own_may_do_without(verl, tmp_path):
+    (tmp_path / "brief.py").write_text("def score(prompt, response, answer):\n    return -float(len(response))\n")
+    assert verl(*GRPO, f"reward.path={tmp_path}/brief.py:score", "trainer.eval_every=1")["status"] == "finished"
+
+
+def test_an_algorithm_that_scores_nothing_needs_answers_for_evaluations_only(verl):
+    options = ["algo=sft", "algo.response_key=prompt_text"]
+    assert verl(*options, "trainer.eval_every=0")["status"] == "finished"
+    with pytest.raises(DataError, match="split 'eval', row 1: reward 'math' needs a reference answer"):
+        verl(*options, "trainer.eval_every=1")
+
+
+def test_an_evaluation_by_itself_refuses_them_too(verl, tmp_path):
+    plugins = PluginManager.load()
+    with pytest.raises(DataError, match="split 'eval', row 1: reward 'math' needs a reference answer"):
+        evaluate(tmp_path, compose([*verl.base, *GRPO], plugins), plugins)
