@@ -19,6 +19,7 @@ from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
+from rlcore.protocol.balance import split_batch_by_group
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.failures import with_reward
 from rlcore.rewards.worker import RewardWorker, named_scores
@@ -61,14 +62,16 @@ class Run:
         plugin_groups: PluginGroups,
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
+        scores_groups: bool = False,
     ) -> None:
+        """`scores_groups`: a reward function is batched, and may compare the rows of a prompt."""
         self.config, self.dir = config, folder
         self.roles = dict(roles)
         self._loaders = loaders
         self._clock = clock
         self._rewards = rewards
         self._plugin_groups = plugin_groups
-        self._named_scores = named_scores
+        self._named_scores, self._scores_groups = named_scores, scores_groups
         self._logged: dict[str, float] = {}
         self._scored: list[ScoredBatch] = []
 
@@ -140,7 +143,11 @@ class Run:
         """
         columns = list(batch.non_tensor_batch.keys())
         index = ["sample_index"] if "sample_index" in batch else []
-        return self._rewards.score(batch.select(index, columns, []), self._named_scores)
+        sent, workers = batch.select(index, columns, []), self._rewards.world_size
+        if workers == 1 or not self._scores_groups or "uid" not in batch:
+            return self._rewards.score(sent, self._named_scores)
+        cut, back = split_batch_by_group(sent, list(batch.view("uid")), workers)
+        return self._rewards.score(cut, self._named_scores)[back]
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
@@ -304,7 +311,8 @@ def open_run(
         )
         scorers = groups.pop(REWARD_WORKERS)
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
-        yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names)
+        batched = any(reward.batched for reward in rewards)
+        yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names, batched)
 
 
 def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:

@@ -54,5 +54,14 @@ def split_batch_by_cost(batch: DataProto, costs: Sequence[int], parts: int) -> t
     return SplitBatch(tuple(batch[part] for part in rows)), torch.tensor(rows_of(rows), dtype=torch.int64).argsort()
 
 
+def split_batch_by_group(batch: DataProto, together: Sequence[object], parts: int) -> tuple[SplitBatch, Tensor]:
+    """Return the batch split into parts of whole groups, and the order int64 [rows] that restores the joined rows.
+
+    Rows with equal values of `together` [rows] are a group.
+    """
+    rows = [rows_of(run) for run in split_evenly(row_groups(len(batch), together), parts)]
+    return SplitBatch(tuple(batch[part] for part in rows)), torch.tensor(rows_of(rows), dtype=torch.int64).argsort()
+
+
 def _cost(rows: Sequence[int], costs: Sequence[int]) -> int:
     return sum(costs[row] for row in rows)
