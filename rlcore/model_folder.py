@@ -36,6 +36,20 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 
+def positions(model: ModelConfig) -> int | None:
+    """Return the number of tokens that a model can read, by its config.json; None where it names no limit.
+
+    Scaled rotary positions count as scaled.
+    """
+    config = load_model_config(model.path, model.trust_remote_code).get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if limit is None or not isinstance(factor, int | float):
+        return limit
+    return max(limit, int(factor * (original or limit)))
+
+
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model's folder, unchanged. Raises the errors of transformers, such as OSError.
 

@@ -18,6 +18,7 @@ from rlcore.config.devices import local_gpus
 from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.plugins import Algorithm, Role
+from rlcore.plugins.specs import environment_of
 from rlcore.roles.checks import check_engines
 from rlcore.roles.placement import Placement, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, has_own_settings, resolve_roles, role_config, with_settings
@@ -99,6 +100,11 @@ def _reward(flight: Preflight) -> None:
     for name in reward.functions:
         if ":" in name:
             _reward_file(f"reward.functions: {name!r}", name)
+    if reward.special_tokens and environment_of(flight.config):
+        raise ConfigError(
+            "reward.special_tokens=true cannot be used with an environment, whose rows are whole conversations; leave "
+            "it out, and read `episode_messages`"
+        )
     if reward.error_value is not None and not math.isfinite(reward.error_value):
         raise ConfigError(
             f"reward.error_value is {reward.error_value}; give a finite number, or null to leave failed samples out"

@@ -15,6 +15,7 @@ import torch
 from rlcore.config import Config
 from rlcore.data.chat import ResponseEncoder, load_tokenizer
 from rlcore.data.loader import PromptLoader
+from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.plugins import Role
@@ -142,8 +143,9 @@ class Run:
         cannot tell whether an answer is right.
         """
         columns = list(batch.non_tensor_batch.keys())
-        index = ["sample_index"] if "sample_index" in batch else []
-        sent, workers = batch.select(index, columns, []), self._rewards.world_size
+        tensors = ["sample_index"] if "sample_index" in batch else []
+        tensors += ["responses"] if self.config.reward.special_tokens else []
+        sent, workers = batch.select(tensors, columns, []), self._rewards.world_size
         if workers == 1 or not self._scores_groups or "uid" not in batch:
             return self._rewards.score(sent, self._named_scores)
         cut, back = split_batch_by_group(sent, list(batch.view("uid")), workers)
@@ -183,14 +185,16 @@ class Run:
     def encode(self, batch: DataProto, column: str) -> DataProto:
         """Return `responses` and `response_mask` of the texts in an object column, as if the policy had sampled them.
 
-        Adds the end-of-text token, and cuts after `rollout.response_len` tokens. Raises DataError naming a row without
-        a text.
+        Each ends with an end token of the model, and is cut after `rollout.response_len` tokens. Special tokens in a
+        text are text, unless `data.rendered` names the column. Raises DataError naming a row without a text.
         """
         return self._encoder.encode(batch, column)
 
     @cached_property
     def _encoder(self) -> ResponseEncoder:
-        return ResponseEncoder(load_tokenizer(self.config.model), self.config.rollout.response_len)
+        config, tokenizer = self.config, load_tokenizer(self.config.model)
+        ends = find_end_tokens(config.model, tokenizer)
+        return ResponseEncoder(tokenizer, config.rollout.response_len, ends, config.data.rendered)
 
     def log(self, metrics: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Add numbers to the step's metrics: `log({"dpo/pairs": 3})`, or `log(pairs=3)` for a plain name.
@@ -302,7 +306,7 @@ def open_run(
         # All pools before any worker: the cluster must hold them at one time, and a lack shows before models load.
         pools = [(planned, planned.open(executor)) for planned in placement.pools]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
-        reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward)
+        reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward, config.model)
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
         extra = [reward, *group_requests(placement.groups, pools)]

@@ -22,6 +22,7 @@ from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
+from rlcore.end_tokens import find_end_tokens
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
 from rlcore.engine.weights.fingerprint import differences
@@ -31,6 +32,7 @@ from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsEr
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
+from rlcore.model_folder import positions
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
 from rlcore.preflight import Preflight, preflight
@@ -149,7 +151,19 @@ def _loaders(
         dataset = known[settings.name].bound(config)
         loaders[name] = PromptLoader(settings, dataset, tokenizer, seed=config.trainer.seed, tools=tools)
     loaders["train"].check_rows(algorithm.check_row)
+    _check_positions(config, max(loader.longest for loader in loaders.values()))
     return loaders
+
+
+def _check_positions(config: Config, longest: int) -> None:
+    """Raise ConfigError when the longest prompt and a response do not fit into the model's positions."""
+    limit, response = positions(config.model), config.rollout.response_len
+    if limit is not None and longest + response > limit:
+        raise ConfigError(
+            f"model.path={config.model.path} has {limit} positions, but the longest prompt has {longest} tokens "
+            f"(data.prompt_len={config.data.prompt_len}) and a response up to rollout.response_len={response}, which "
+            f"is {longest + response}; lower rollout.response_len to {max(limit - longest, 0)}, or data.prompt_len"
+        )
 
 
 class Trainer:
@@ -216,6 +230,9 @@ class Trainer:
     def _describe(self) -> None:
         """Say on which devices and how the run computes, and why."""
         lines = device_lines(self.config, find_gpus(self.config.cluster.address))
+        tokenizer = load_tokenizer(self.config.model)
+        if found := find_end_tokens(self.config.model, tokenizer).disagreement(tokenizer):
+            lines.append(found)
         for name, role in self.run_.roles.items():
             lines += [f"{name}: {group.describe()}" for group in role.groups]
         for line in lines:

@@ -68,6 +68,9 @@ class DataConfig:
     path: str | None = option(None, "file or folder of the data set, if it needs one")
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
     answer_key: str = option("answer", "column that holds the reference answer")
+    rendered: list[str] = option(
+        [], "columns of texts that a chat template has rendered: special tokens in them are tokens, not text"
+    )
     system_prompt: str | None = option(None, "system message put before every string prompt")
     batch_size: int = option(16, "prompts per step", min=1)
     prompt_len: int = option(512, "longest prompt, in tokens", min=1)
@@ -98,6 +101,7 @@ class RewardConfig:
         0.25, "share of a call's samples; if more have no reward, the run stops with a checkpoint", min=0.0, max=1.0
     )
     pass_score: float = option(1.0, "a sample counts as correct from this score on")
+    special_tokens: bool = option(False, "reward functions read responses with their special tokens")
     workers: int = option(1, "processes that run reward functions", min=1)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ModelConfig
+from rlcore.end_tokens import EndTokens
 from rlcore.errors import ConfigError, DataError
 from rlcore.model_folder import model_path, read_tokenizer
 from rlcore.plugins import Role, RoleKind
@@ -159,25 +160,36 @@ NO_TOOLS = OfferedTools()
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
-    `system_prompt`, if set, precedes every string prompt.
+    `system_prompt`, if set, precedes every string prompt. `rendered`: a string is what the model reads, as it is.
     """
 
     tokenizer: PreTrainedTokenizerBase
     system_prompt: str | None = None
     tools: OfferedTools = NO_TOOLS
+    rendered: bool = False
 
     def render(self, prompt: str | Messages) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
 
-        Raises DataError for a prompt that is neither a string nor messages, or that the chat template refuses.
+        A last message of the assistant is the answer's beginning, which the model continues. Raises DataError for a
+        prompt that is neither a string nor messages, or that the chat template refuses.
         """
         import jinja2
 
+        if self.rendered and isinstance(prompt, str):
+            return prompt
         messages = self.messages(prompt)
+        continues = messages[-1]["role"] == "assistant"
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=list(self.tools.schemas) or None, add_generation_prompt=True, tokenize=False
+                messages,
+                tools=list(self.tools.schemas) or None,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                tokenize=False,
             )
+        except ValueError as error:  # the template changes the text that is to be continued
+            raise DataError(f"the chat template cannot continue the last message of {messages}: {error}") from error
         except jinja2.TemplateError as error:
             hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
             raise DataError(f"the chat template refuses the prompt {str(prompt)[:200]!r}: {error}.{hint}") from error
@@ -217,11 +229,14 @@ class PromptEncoder:
 class ResponseEncoder:
     """Turns a data set's responses into token ids, as if the policy had sampled them.
 
-    Each response gets an end-of-text token and is then cut to `max_tokens` tokens.
+    Each response ends with one end token of the model, and is then cut to `max_tokens` tokens. Its text is text: only
+    an end token at its very end is a token. In the columns `rendered` all special tokens are tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
+    ends: EndTokens
+    rendered: Sequence[str] = ()
 
     def encode(self, batch: DataProto, column: str) -> DataProto:
         """Return the texts of an object column as `responses` and `response_mask` (all 1), both ragged int64.
@@ -238,13 +253,27 @@ class ResponseEncoder:
                     f"row {which}: column {column!r} holds {text!r:.80}, not the text of a response; "
                     "every row of the data set needs one"
                 )
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         # A response that is cut has no end token, as one that sampling cuts.
-        rows = [torch.tensor([*row, end][: self.max_tokens], dtype=torch.int64) for row in ids]
+        rows = [
+            torch.tensor(row[: self.max_tokens], dtype=torch.int64)
+            for row in self._token_ids(texts, column in self.rendered)
+        ]
         responses = Ragged.from_list(rows, dtype=torch.int64)
         mask = responses.with_values(torch.ones_like(responses.values))
         return DataProto.from_dict({"responses": responses, "response_mask": mask})
+
+    def _token_ids(self, texts: Sequence[str], rendered: bool) -> list[list[int]]:
+        """Return the token ids of the texts, each with an end token."""
+        if not texts:
+            return []
+        if rendered:
+            ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+            return [row if row and row[-1] in self.ends.ids else [*row, self.ends.answer] for row in ids]
+        written = {self.tokenizer.convert_ids_to_tokens(end): end for end in self.ends.ids}
+        ending = [next((end for end in written if text.endswith(end)), "") for text in texts]
+        plain = [text.removesuffix(end) for text, end in zip(texts, ending, strict=True)]
+        ids = self.tokenizer(plain, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [[*row, written.get(end, self.ends.answer)] for row, end in zip(ids, ending, strict=True)]
 
 
 def _is_message(message: Any) -> bool:

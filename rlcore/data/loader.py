@@ -67,7 +67,8 @@ class PromptSplit:
             raise DataError(f"{self._where}: the data set has no rows")
         self.overlong = 0
         self._has_messages = False
-        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS))
+        rendered = config.prompt_key in config.rendered
+        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS, rendered))
         self.columns = self._other_columns()
         if not self.prompts:
             raise DataError(
@@ -84,11 +85,11 @@ class PromptSplit:
         rows = [self.rows[prompt.row] for prompt in prompts]
         objects: dict[str, list[Any]] = {
             "prompt_text": [prompt.text for prompt in prompts],
-            "answer": [value_at(row, self._config.answer_key) for row in rows],
+            "answer": [self._answer(row) for row in rows],
             "uid": [f"{name}:{prompt.row}" for prompt in prompts],
         }
         if self._has_messages:
-            messages = [value_at(row, self._config.prompt_key) for row in rows]
+            messages = [self._prompt(row) for row in rows]
             objects["prompt_messages"] = [None if isinstance(prompt, str) else prompt for prompt in messages]
         for column in self.columns:
             objects[column] = [row.get(column) for row in rows]
@@ -106,11 +107,31 @@ class PromptSplit:
     def require_answers(self, reward: str) -> None:
         """Raise DataError for a row that `reward` cannot score, as it has no reference answer."""
         for prompt in self.prompts:
-            if fault := answer_fault(self.rows[prompt.row], self._config.answer_key):
+            row = self.rows[prompt.row]
+            if self._replied(row) is None and (fault := answer_fault(row, self._config.answer_key)):
                 raise DataError(
                     f"{self._where}, row {prompt.row + 1}: reward {reward!r} needs a reference answer, but {fault}; "
                     "or choose another reward, or drop the row"
                 )
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        """Return a row's prompt; of a column `messages` without the assistant's last message."""
+        prompt = value_at(row, self._config.prompt_key)
+        return prompt if self._replied(row) is None else prompt[:-1]
+
+    def _answer(self, row: Mapping[str, Any]) -> Any:
+        """Return a row's answer, which may be the last message of a column `messages`."""
+        answer = value_at(row, self._config.answer_key)
+        return self._replied(row) if answer is None else answer
+
+    def _replied(self, row: Mapping[str, Any]) -> str | None:
+        """Return the assistant's last message in a column `messages`, which holds whole conversations; None if none."""
+        if self._config.prompt_key.rpartition(".")[2] != "messages":
+            return None
+        messages = value_at(row, self._config.prompt_key)
+        if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], Mapping):
+            return None
+        return messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
 
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
@@ -127,7 +148,7 @@ class PromptSplit:
         key = self._config.prompt_key
         texts, chats = [], []
         for number, row in enumerate(self.rows):
-            prompt = value_at(row, key)
+            prompt = self._prompt(row)
             if prompt is None:
                 raise DataError(
                     f"{self._where}, row {number + 1}: nothing in column {key!r}; its columns are "
@@ -199,6 +220,11 @@ class PromptLoader:
         """Call `check` with each row of both splits; its DataError is raised again with the row's number."""
         for split in (self._train, self._eval):
             split.check_rows(check)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest prompt, held-out ones included."""
+        return max(len(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
 
     def require_answers(self, reward: str, *, train: bool, held_out: bool) -> None:
         """Raise DataError for a training or held-out row without the reference answer that `reward` needs."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlcore.config import EngineConfig as EngineConfig
     from rlcore.config import ModelConfig as ModelConfig
     from rlcore.config import RolloutConfig as RolloutConfig
+    from rlcore.end_tokens import end_tokens as end_tokens
     from rlcore.engine.collectives import Ranks as Ranks
     from rlcore.engine.generators import random_state as random_state
     from rlcore.engine.generators import set_random_state as set_random_state
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rlcore.engine.parallel.model_shape import engine_of as engine_of
     from rlcore.engine.parallel.model_shape import layout_of as layout_of
     from rlcore.engine.parallel.tensor_parallel import shard_dims as shard_dims
-    from rlcore.engine.responses import end_tokens as end_tokens
     from rlcore.engine.responses import ends_with_stop as ends_with_stop
     from rlcore.engine.rollout import Finished as Finished
     from rlcore.engine.rollout import Reason as Reason
@@ -72,7 +72,8 @@ _HOMES = {
     "rlcore.engine.parallel.mesh": ["TrainMesh"],
     "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of"],
     "rlcore.engine.parallel.tensor_parallel": ["shard_dims"],
-    "rlcore.engine.responses": ["end_tokens", "ends_with_stop"],
+    "rlcore.end_tokens": ["end_tokens"],
+    "rlcore.engine.responses": ["ends_with_stop"],
     "rlcore.engine.rollout": [
         "Finished",
         "Reason",

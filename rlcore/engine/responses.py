@@ -1,4 +1,4 @@
-"""The shared parts of all rollout engines' responses: end tokens, stop strings, and the columns of a batch."""
+"""The shared parts of all rollout engines' responses: stop strings, and the columns of a batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from rlcore.engine.rollout import Finished
 
 
-def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a response: from the model's generation config, else from the tokenizer."""
-    ends = generation_config.eos_token_id if generation_config is not None else None
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return [ends] if isinstance(ends, int) else list(ends or ())
-
-
 def stop_window(stop: Sequence[str]) -> int:
     """Return the number of last tokens that can contain a stop string just completed by the newest token.
 
@@ -30,11 +23,14 @@ def stop_window(stop: Sequence[str]) -> int:
 
 
 def ends_with_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Any) -> bool:
-    """Return whether the last tokens of a response contain one of the stop strings."""
+    """Return whether the last tokens of a response contain one of the stop strings, or the last one is one of them.
+
+    The text of a special token, which no other text contains, stops at that token.
+    """
     if not stop:
         return False
     text = tokenizer.decode(tokens[-stop_window(stop) :], skip_special_tokens=True)
-    return any(s in text for s in stop)
+    return any(s in text for s in stop) or tokenizer.decode(tokens[-1:], skip_special_tokens=False) in stop
 
 
 def response_columns(rows: Sequence[Finished], prompt_length: torch.Tensor, tokenizer: Any) -> DataProto:

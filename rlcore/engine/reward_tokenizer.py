@@ -58,6 +58,9 @@ class TextEncoder:
         import jinja2
 
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if turns[-1]["role"] == "assistant":  # the response goes on with it
+            response = turns[-1]["content"] + response
+            turns = turns[:-1]
         messages = [*turns, {"role": "assistant", "content": response}]
         # Base models have no template; a reward model trained on plain texts expects just these.
         if self.tokenizer.chat_template is None:

@@ -9,12 +9,11 @@ from typing import Any
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, load_tokenizer
-from rlcore.engine.responses import end_tokens
+from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.tool_calls import ToolFormat
-from rlcore.model_folder import model_path
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class EpisodeSetup:
             tokenizer,
             tools=[dict(each) for each in self.offered.schemas],
             template=self.env.template,
-            end_ids=end_tokens(_generation_config(self.model), tokenizer),
+            end_ids=end_tokens(self.model, tokenizer),
         )
 
     def pool(self, processes: int) -> EnvironmentPool:
@@ -88,11 +87,3 @@ class EpisodeSetup:
                 pool.start()
             finally:
                 pool.close()
-
-
-def _generation_config(model: ModelConfig) -> Any:
-    """Return the folder's generation config, None without one."""
-    from transformers import GenerationConfig
-
-    folder = model_path(model.path)
-    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None

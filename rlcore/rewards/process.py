@@ -167,8 +167,11 @@ class RewardProcess:
 
     def _values(self, pipe: _Pipe, rows: int) -> list[float | None]:
         values = self._reply(pipe).get("values")
-        proper = isinstance(values, list) and all(value is None or isinstance(value, float) for value in values)
-        if not proper or len(values) != rows:
+        if (
+            not isinstance(values, list)
+            or len(values) != rows
+            or not all(value is None or isinstance(value, float) for value in values)
+        ):
             self.close()
             raise RewardFailure("sent no proper reply")
         for value in values:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rlcore.config.schema import RewardConfig
+from rlcore.config.schema import ModelConfig, RewardConfig
+from rlcore.model_folder import read_tokenizer
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import ColumnSpec
 from rlcore.protocol.glossary import column_specs
@@ -31,9 +32,10 @@ def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, ColumnSpec]
 class RewardWorker(Worker):
     """Scores rows of a batch with the run's reward functions, in a killable child process."""
 
-    def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig) -> None:
-        """`functions` come from `rlcore.rewards.compose.resolve`."""
+    def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig, model: ModelConfig) -> None:
+        """`functions` come from `rlcore.rewards.compose.resolve`. `model`: the policy's."""
         self._rewards = Rewards(functions, config)
+        self._tokenizer = read_tokenizer(model) if config.special_tokens else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -45,14 +47,17 @@ class RewardWorker(Worker):
         """Return each row's reward.
 
         Reads the object columns prompt_text, response_text and answer; functions that accept them also get the other
-        object columns. Returns scores fp32 [rows]; reward_error bool [rows], True where a function failed and the score
-        is `reward.error_value`, or NaN; reward_detail, object: None, or a dict with uid and sample_index (where the
-        batch has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`, NaN
-        where it returned None. A batched function is called once with all rows of this worker.
+        object columns. With `reward.special_tokens` the texts of responses are those of the column `responses`. Returns
+        scores fp32 [rows]; reward_error bool [rows], True where a function failed and the score is
+        `reward.error_value`, or NaN; reward_detail, object: None, or a dict with uid and sample_index (where the batch
+        has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`, NaN where it
+        returned None. A batched function is called once with all rows of this worker.
         """
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
         # The remaining columns go to the functions that accept them.
         prompts, responses, answers = (columns.pop(name) for name in _READS)
+        if self._tokenizer is not None:
+            responses = [self._tokenizer.decode(row, skip_special_tokens=False) for row in batch.view("responses")]
         scored = self._rewards.score(prompts, responses, answers, columns)
         result = DataProto(
             {

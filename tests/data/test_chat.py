@@ -35,6 +35,19 @@ def test_messages_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     assert PromptEncoder(tokenizer, "not added").render(messages) == expected
 
 
+def test_a_last_message_of_the_assistant_is_continued(tokenizer: PreTrainedTokenizerBase) -> None:
+    begun = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "The sum is "}]
+    rendered = PromptEncoder(tokenizer).render(begun)
+    assert rendered == "<|user|>3+4=<|end|><|assistant|>The sum is "
+    assert rendered == tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+
+
+def test_a_rendered_prompt_is_what_the_model_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = PromptEncoder(tokenizer, "not added", rendered=True)
+    assert encoder.render("<|user|>hi<|end|><|assistant|>") == "<|user|>hi<|end|><|assistant|>"
+    assert encoder.render([{"role": "user", "content": "hi"}]) == "<|user|>hi<|end|><|assistant|>"
+
+
 @pytest.mark.parametrize("prompt", [3, [], ["text"], [{"role": "user"}], {"role": "user", "content": "x"}])
 def test_neither_string_nor_messages(tokenizer: PreTrainedTokenizerBase, prompt: object) -> None:
     with pytest.raises(DataError, match="a prompt is a string, or a list of messages"):

@@ -201,3 +201,27 @@ def test_a_row_without_the_answer_that_a_reward_needs_is_refused(loader: Any) ->
     held_out.require_answers("arithmetic", train=True, held_out=False)
     with pytest.raises(DataError, match=r"split 'eval', row 1: .* its columns are prompt\. Set data\.answer_key to"):
         held_out.require_answers("arithmetic", train=True, held_out=True)
+
+
+def test_the_last_message_of_whole_conversations_is_the_answer(loader: Any) -> None:
+    """Of a column `messages`; in any other prompt column such a message is the beginning of the response."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
+        for i in range(5)
+    ]
+    made = loader(rows, rows[:1], prompt_key="messages")
+    batch = made.held_out()
+    assert (batch["prompt_text"].tolist(), batch["answer"].tolist()) == (["<|user|>0+1=<|end|><|assistant|>"], ["1"])
+    assert batch["prompt_messages"].tolist() == [[{"role": "user", "content": "0+1="}]]
+    made.require_answers("arithmetic", train=True, held_out=True)
+    named = [{"prompt": row["messages"]} for row in rows]
+    begun = loader(named, named[:1]).held_out()
+    assert (begun["prompt_text"].tolist(), begun["answer"].tolist()) == (["<|user|>0+1=<|end|><|assistant|>1"], [None])
+    own = [{**row, "answer": "own"} for row in rows]
+    assert loader(own, own[:1], prompt_key="messages").held_out()["answer"].tolist() == ["own"]
+
+
+def test_a_rendered_prompt_column(loader: Any) -> None:
+    rows = [{"prompt": f"<|user|>{i}+1=<|end|><|assistant|>", "answer": str(i + 1)} for i in range(5)]
+    made = loader(rows, rows[:1], rendered=["prompt"])
+    assert made.held_out()["prompts"][0].tolist() == loader(TRAIN, TRAIN[:1]).held_out()["prompts"][0].tolist()

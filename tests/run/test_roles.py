@@ -86,12 +86,13 @@ def open_roles(config, tmp_path):
 def texts(*pairs):
     """Return rows of prompt and response, as texts and as the tiny model's token ids."""
     from rlcore.data.chat import PromptEncoder, ResponseEncoder, load_tokenizer
+    from rlcore.end_tokens import find_end_tokens
     from rlcore.protocol import Ragged
 
     tokenizer = load_tokenizer(ModelConfig())
     prompts, responses = (list(side) for side in zip(*pairs, strict=True))
-    encoder = PromptEncoder(tokenizer)
-    ids = [torch.tensor(row) for row in encoder.token_ids([encoder.render(prompt) for prompt in prompts])]
+    chat = PromptEncoder(tokenizer)
+    ids = [torch.tensor(row) for row in chat.token_ids([chat.render(prompt) for prompt in prompts])]
     batch = DataProto.from_single_dict(
         {
             "prompts": Ragged.from_list(ids),
@@ -100,7 +101,8 @@ def texts(*pairs):
             "uid": [f"0:{row}" for row in range(len(pairs))],
         }
     )
-    return batch.union(ResponseEncoder(tokenizer, 16).encode(batch, "response_text"))
+    encoder = ResponseEncoder(tokenizer, 16, find_end_tokens(ModelConfig(), tokenizer))
+    return batch.union(encoder.encode(batch, "response_text"))
 
 
 PAIRS = [("3+4=", "7"), ("12+5=", "17orso"), ("1+1=", ""), ("9-2=", "7")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.config import ModelConfig
-from rlcore.engine.responses import end_tokens
+from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
@@ -80,7 +80,7 @@ class HFRollout(RolloutEngine):
             with self._decoding_mode():
                 self._fused, self.description = FusedDecodeStep.of(self.hf, self.dtype)
         self.tokenizer = read_tokenizer(model)
-        ends = end_tokens(self.hf.generation_config, self.tokenizer)
+        ends = end_tokens(model, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self._in_flight: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.config import ModelConfig
+from rlcore.end_tokens import end_tokens
 from rlcore.engine.parallel.tensor_parallel import shard_dims
-from rlcore.engine.responses import end_tokens, ends_with_stop
+from rlcore.engine.responses import ends_with_stop
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.fingerprint import sum_checksums
 from rlcore.engine.weights.meter import Group
@@ -78,8 +79,8 @@ class VLLMRollout(RolloutEngine):
         self.tokenizer = read_tokenizer(model)
         ranks = 1 if tensor_group is None else len(tensor_group.ranks)
         self._tensor_group = tensor_group
-        self.shapes, self.shard_shapes, generation_config = _describe(model, ranks)
-        self.end_ids = end_tokens(generation_config, self.tokenizer)
+        self.shapes, self.shard_shapes = _describe(model, ranks)
+        self.end_ids = end_tokens(model, self.tokenizer)
         self.device, on_cpu = device, device.type == "cpu"
         self._joined = dist.is_initialized()  # vLLM uses an existing default group, or creates one
         needs = Needs.of(
@@ -261,24 +262,20 @@ class VLLMRollout(RolloutEngine):
         return Finished(request_id, *response, reason, self.version)
 
 
-def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes, Any]:
-    """Return the parameters' full shapes, their shapes on `ranks` tensor-parallel ranks, and the generation config.
+def _describe(model: ModelConfig, ranks: int) -> tuple[Shapes, Shapes]:
+    """Return the parameters' full shapes, and their shapes on `ranks` tensor-parallel ranks.
 
     Shapes are by Hugging Face name, tied parameters once.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(load_model_config(model.path, model.trust_remote_code))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    try:
-        generation_config = GenerationConfig.from_pretrained(model_path(model.path), local_files_only=True)
-    except OSError:  # the folder has none
-        generation_config = GenerationConfig.from_model_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     dims = shard_dims(module, ranks) if ranks > 1 else {}
     shards = {
         name: tuple(size // ranks if dim == dims.get(name) else size for dim, size in enumerate(shape))
         for name, shape in shapes.items()
     }
-    return shapes, shards, generation_config
+    return shapes, shards

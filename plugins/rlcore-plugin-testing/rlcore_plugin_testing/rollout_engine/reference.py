@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from rlcore.engine import Finished, Request, Sampling, end_tokens
+from rlcore.engine import Finished, ModelConfig, Request, Sampling, end_tokens, model_path
 
 Weights = dict[str, Tensor]
 """Whole fp32 parameters by their Hugging Face names, tied ones once."""
@@ -16,12 +14,13 @@ Weights = dict[str, Tensor]
 class Reference:
     """A model whose weights are given, as those of an engine are. It shares no code with engines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        folder = model_path(model.path)
         self.hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.end_ids = end_tokens(self.hf.generation_config, self.tokenizer)
+        self.end_ids = end_tokens(model, self.tokenizer)
         config = self.hf.config.get_text_config()
         self.vocab, self.longest = int(config.vocab_size), int(config.max_position_embeddings)
 

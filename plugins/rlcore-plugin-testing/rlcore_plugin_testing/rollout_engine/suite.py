@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rlcore import Config, DataError, DataProto, PluginManager, Ragged
 from rlcore.config import compose
-from rlcore.engine import Finished, Request, RolloutEngine, RolloutSetup, Sampling, model_path
+from rlcore.engine import Finished, Request, RolloutEngine, RolloutSetup, Sampling
 from rlcore.ops import noise_key
 from rlcore_plugin_testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore_plugin_testing.rollout_engine.reference import Reference, Weights
@@ -67,7 +67,7 @@ class RolloutEngineSuite(CheckSuite):
     @property
     def reference(self) -> Reference:
         """The reference that the engine has to equal; it has the weights of the engine's last sync."""
-        return self.once("reference", lambda: Reference(model_path(self.config.model.path)))
+        return self.once("reference", lambda: Reference(self.config.model))
 
     @property
     def engine(self) -> RolloutEngine:
