@@ -218,6 +218,9 @@ class OnlineDPO(Algorithm):
             preference = 0.5 + 0.5 * (scores[first] - scores[second]).sign()
             failed = batch["reward_error"]
             preference[failed[first] | failed[second]] = 0.5  # a failed reward tells nothing about its response
+            responses = batch["responses"].to_list()
+            same = [torch.equal(responses[one], responses[other]) for one, other in zip(first, second, strict=True)]
+            preference[torch.tensor(same, dtype=torch.bool)] = 0.5  # no response is better than itself
         return Comparisons(torch.tensor(first), torch.tensor(second), preference)
 
 

@@ -190,6 +190,23 @@ class Run:
         """
         return self._encoder.encode(batch, column)
 
+    def encode_pairs(self, batch: DataProto, first: str, second: str) -> tuple[DataProto, DataProto]:
+        """Return the batch with the responses in column `first`, and with those in `second`, as `encode` gives them.
+
+        Rows whose two responses are equal, perhaps only after the cut, hold no preference and are left out of both.
+        Raises DataError when none is left.
+        """
+        sides = [self.encode(batch, column) for column in (first, second)]
+        rows = zip(*(side.view("responses").to_list() for side in sides), strict=True)
+        differ = torch.tensor([not torch.equal(one, other) for one, other in rows], dtype=torch.bool)
+        if len(batch) and not differ.any():
+            raise DataError(
+                f"all {len(batch)} pairs of {first!r} and {second!r} are equal in their first rollout.response_len="
+                f"{self.config.rollout.response_len} tokens, so none holds a preference; raise it, or mend the data"
+            )
+        one, other = (batch.union(side)[differ] for side in sides)
+        return one, other
+
     @cached_property
     def _encoder(self) -> ResponseEncoder:
         config, tokenizer = self.config, load_tokenizer(self.config.model)

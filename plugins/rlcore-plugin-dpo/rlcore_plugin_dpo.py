@@ -110,9 +110,9 @@ class DPO(Algorithm):
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = self._pairs(run, prompts)
-        run.log(
-            {"dpo/at_limit": float((batch["responses"].lengths == run.config.rollout.response_len).double().mean())}
-        )
+        at_limit = batch["responses"].lengths == run.config.rollout.response_len
+        equal = len(prompts) - len(batch) // len(SIDES)
+        run.log({"dpo/at_limit": float(at_limit.double().mean()), "dpo/equal_pairs": equal})
         return run.actor.update(
             batch,
             loss=dpo_loss,
@@ -129,17 +129,18 @@ class DPO(Algorithm):
         columns = {**padded, "dpo_pair": batch["dpo_pair"], "dpo_side": batch["dpo_side"]}
         terms = pair_terms(padded["dpo_log_probs"], columns, self.config)
         means = {name: float(terms[name].total / terms[name].count) for name in ("accuracy", "margin", "preference")}
-        return {**means, "pairs": len(held_out)}
+        return {**means, "pairs": len(batch) // len(SIDES)}
 
     def _pairs(self, run: Run, prompts: DataProto) -> DataProto:
-        """Return two rows per prompt, first all chosen and then all rejected responses, with the reference's log-probs.
+        """Return two rows per pair, first all chosen and then all rejected responses, with the reference's log-probs.
 
         Adds `dpo_pair` int64 [rows], the number of a row's pair, and `dpo_side` fp32 [rows], 1 for the chosen and -1
         for the rejected response.
         """
-        batch = DataProto.concat([prompts.union(run.encode(prompts, side)) for side in SIDES])
-        batch["dpo_pair"] = torch.arange(len(prompts)).repeat(len(SIDES))
-        batch["dpo_side"] = torch.tensor(list(SIDES.values())).repeat_interleave(len(prompts))
+        batch = DataProto.concat(run.encode_pairs(prompts, *SIDES))
+        pairs = len(batch) // len(SIDES)
+        batch["dpo_pair"] = torch.arange(pairs).repeat(len(SIDES))
+        batch["dpo_side"] = torch.tensor(list(SIDES.values())).repeat_interleave(pairs)
         return batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
 
 

@@ -10,15 +10,16 @@ the policy minimises the mean over rows of (section 4.1, equation 8)
     good   good_weight (1 - sigmoid(beta (h(y) - z)))             bad   bad_weight (1 - sigmoid(beta (z - h(y))))
 
 The reference point z estimates the KL of the policy to the reference, max(0, mean of h(y') over the step's prompts),
-where y' is the response of the next row of the batch. It has no gradient and is that of the policy before the step's
-updates, so it depends neither on micro-batches nor on mini-batches. The paper advises a ratio of good_weight times the
-number of good rows to bad_weight times the number of bad rows between 1 and 4/3. An evaluation measures the held-out
-rows: `accuracy` is the share of rows with h(y) > z for good and h(y) < z for bad ones.
+where y' is the response of the next row of the batch with another prompt; rows without one do not count. It has no
+gradient and is that of the policy before the step's updates, so it depends neither on micro-batches nor on
+mini-batches. The paper advises a ratio of good_weight times the number of good rows to bad_weight times the number of
+bad rows between 1 and 4/3. An evaluation measures the held-out rows: `accuracy` is the share of rows with h(y) > z for
+good and h(y) < z for bad ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,19 @@ def kto_loss(out: Outputs, batch: Mapping[str, Any], config: KTOConfig) -> dict[
 def log_ratio(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Return h [rows], in nats, of log-probs [rows, tokens]."""
     return masked_sum(log_probs - ref_log_probs, mask, dim=-1)
+
+
+def with_other_prompts(prompts: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return the rows that are followed, in a circle, by a row with another prompt, and the first such row of each."""
+    count = len(prompts)
+    found = {
+        row: next(
+            ((row + ahead) % count for ahead in range(1, count) if prompts[(row + ahead) % count] != prompt), None
+        )
+        for row, prompt in enumerate(prompts)
+    }
+    pairs = [(row, other) for row, other in found.items() if other is not None]
+    return [row for row, _ in pairs], [other for _, other in pairs]
 
 
 class KTO(Algorithm):
@@ -128,10 +142,12 @@ class KTO(Algorithm):
         Adds `kto_good` bool [rows], and `kto_kl` fp32 [rows], z of the module's docstring, equal in all rows.
         """
         responses = run.encode(prompts, "completion")
-        following = [(row + 1) % len(prompts) for row in range(len(prompts))]
-        mismatched = prompts.union(responses[following])
-        mismatched = mismatched.union(run.ref.log_probs(mismatched, name="ref_log_probs"))
-        kl = self._log_ratio(run, mismatched).mean().clamp(min=0)
+        rows, others = with_other_prompts(list(prompts["prompt_text"]))
+        kl = torch.zeros(())
+        if rows:
+            mismatched = prompts[rows].union(responses[others])
+            mismatched = mismatched.union(run.ref.log_probs(mismatched, name="ref_log_probs"))
+            kl = self._log_ratio(run, mismatched).mean().clamp(min=0)
         batch = prompts.union(responses)
         batch["kto_kl"] = kl.expand(len(batch)).clone()
         batch["kto_good"] = torch.tensor([bool(label) for label in batch["label"]])

@@ -49,14 +49,14 @@ class RewardModelConfig:
 
 
 def pairs(prompts: DataProto, run: Run) -> DataProto:
-    """Return two rows per prompt: first all chosen, then all rejected responses.
+    """Return two rows per pair that differs: first all chosen, then all rejected responses.
 
     Adds `reward_model_pair` int64 [rows], the number of a row's pair, and `reward_model_chosen` bool [rows].
     """
-    sides = [prompts.union(run.encode(prompts, side)) for side in SIDES]
-    both = DataProto.concat(sides)
-    both["reward_model_pair"] = torch.arange(len(prompts)).repeat(2)
-    both["reward_model_chosen"] = torch.arange(2 * len(prompts)) < len(prompts)
+    both = DataProto.concat(run.encode_pairs(prompts, *SIDES))
+    count = len(both) // 2
+    both["reward_model_pair"] = torch.arange(count).repeat(2)
+    both["reward_model_chosen"] = torch.arange(2 * count) < count
     return both
 
 
@@ -122,6 +122,7 @@ class RewardModel(Algorithm):
         batch = pairs(prompts, run)
         # Responses are cut to rollout.response_len tokens.
         run.log(at_limit=float((batch["responses"].lengths == run.config.rollout.response_len).double().mean()))
+        run.log(equal_pairs=len(prompts) - len(batch) // 2)
         return run.reward_model.update(
             batch, loss=bradley_terry, mini_batches=self.config.mini_batches, keep_together="reward_model_pair"
         )

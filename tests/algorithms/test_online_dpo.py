@@ -215,6 +215,13 @@ def test_a_failed_reward_is_no_preference(take_steps, tmp_path):
         assert (metrics["dpo/pairs"], metrics["dpo/ties"]) == (4, ties)
 
 
+def test_equal_responses_are_no_pair_whatever_their_scores(take_steps):
+    """With a temperature that makes all responses of a prompt equal, and rewards 0, 1, 0, 1."""
+    options = ["algo=online_dpo", "algo.group_size=2", "rollout.top_k=1"]
+    (metrics,), _, _ = take_steps(*options)
+    assert (metrics["dpo/pairs"], metrics["dpo/ties"]) == (0, 4)
+
+
 def test_a_step_without_a_pair_changes_nothing(step):
     (metrics, after), batches, _ = step([1], "algo.group_size=3", "algo.mini_batches=2", "algo.epochs=2", steps=2)
     assert (metrics["dpo/pairs"], metrics["dpo/ties"], metrics["dpo/usable_prompts"]) == (0, 4, 0.0)

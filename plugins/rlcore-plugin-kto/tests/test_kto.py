@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from rlcore_plugin_kto import KTO, KTOConfig, kto_loss
+from rlcore_plugin_kto import KTO, KTOConfig, kto_loss, with_other_prompts
 
 from rlcore import DataProto, Ragged
 from rlcore.cli import main
@@ -80,7 +80,12 @@ def test_the_reference_point_is_the_mean_over_mismatched_responses_and_not_below
     """Each prompt gets the next row's response: h of response n is n * n * value."""
     prompts = DataProto.from_dict(
         {"prompts": Ragged.from_list([[5], [6], [7]])},
-        {"completion": ["1", "2", "3"], "label": [True, False, True], "uid": ["a", "b", "c"]},
+        {
+            "completion": ["1", "2", "3"],
+            "label": [True, False, True],
+            "uid": ["a", "b", "c"],
+            "prompt_text": ["x", "y", "z"],
+        },
     )
     run = Steps(value)
     rows = KTO(KTOConfig())._rows(run, prompts)
@@ -88,6 +93,30 @@ def test_the_reference_point_is_the_mean_over_mismatched_responses_and_not_below
     assert rows["kto_good"].tolist() == [True, False, True]
     assert run.actor.seen == [[[2, 2], [3, 3, 3], [1]]]
     assert [tokens.tolist() for tokens in rows["responses"]] == [[1], [2, 2], [3, 3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "others"),
+    [
+        ("abc", [0, 1, 2], [1, 2, 0]),
+        ("aab", [0, 1, 2], [2, 2, 0]),
+        ("abba", [0, 1, 2, 3], [1, 3, 3, 1]),
+        ("a", [], []),
+        ("aa", [], []),
+        ("", [], []),
+    ],
+)
+def test_no_row_is_its_own_reference(prompts, rows, others):
+    assert with_other_prompts(list(prompts)) == (rows, others)
+
+
+def test_an_only_row_has_the_reference_point_zero():
+    """Its own response would be 0.5 ahead."""
+    row = DataProto.from_dict(
+        {"prompts": Ragged.from_list([[5]])},
+        {"completion": ["1"], "label": [True], "uid": ["a"], "prompt_text": ["x"]},
+    )
+    assert KTO(KTOConfig())._rows(Steps(0.5), row)["kto_kl"].tolist() == [0.0]
 
 
 def write_rows(path, count, **changed):

@@ -160,3 +160,27 @@ def test_it_is_no_reward_model_of_a_run_that_trains_one(tmp_path, capsys):
     paths = [f"data.path={tmp_path / 'pairs.jsonl'}", "data.batch_size=2", f"reward.model={tmp_path}"]
     assert train(tmp_path / "run", *paths) == 2
     assert "algo=reward_model has its own role 'reward_model'; leave out reward.model" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_pairs_that_the_cut_makes_equal_are_left_out_and_counted(tmp_path, capsys):
+    """Three of four pairs differ in their eighth token only; a response has six."""
+    long = [{"prompt": f"{i}+4=", "chosen": "12345678", "rejected": "12345679"} for i in range(3)]
+    rows = [*long, {"prompt": "9-2=", "chosen": "7", "rejected": "8"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": "1" + row["prompt"]}) + "\n" for row in rows)
+    )
+    options = [f"data.path={tmp_path}", "data.batch_size=4", "trainer.total_steps=1", "trainer.eval_every=1"]
+    assert train(tmp_path / "run", *options) == 0
+    first, last = metrics(tmp_path / "run")
+    assert first["eval/pairs"] == last["eval/pairs"] == 1
+    assert last["equal_pairs"] == 3
+    assert last["train/optimizer_steps"] == 1
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*long, {**long[0], "prompt": "2+2="}])
+    )
+    assert train(tmp_path / "none", *options, "trainer.eval_every=0") == 1
+    assert "all 4 pairs of 'chosen' and 'rejected' are equal in their first rollout.response_len=6 tokens" in (
+        capsys.readouterr().err
+    )
