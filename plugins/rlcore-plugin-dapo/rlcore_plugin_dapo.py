@@ -69,6 +69,12 @@ def overlong_penalty(lengths: Tensor, limit: int, share: float) -> Tensor:
     return ((limit - buffer - lengths) / buffer).clamp(-1, 0).float()
 
 
+def shaped_scores(scores: Tensor, lengths: Tensor, limit: int, config: DAPOConfig) -> tuple[Tensor, Tensor]:
+    """Return the scores lowered by the penalty of overlong responses, and the penalty: fp32 [rows], at most 0."""
+    penalty = config.overlong_penalty * overlong_penalty(lengths, limit, config.overlong_buffer)
+    return scores + penalty, penalty
+
+
 @needs("log_probs", "entropy")
 def dapo_loss(out: Outputs, batch: Mapping[str, Any], config: DAPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
@@ -106,11 +112,10 @@ class DAPO(Algorithm):
         batch = self._full_batch(run, prompts)
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))
         config = self.config
-        penalty = config.overlong_penalty * overlong_penalty(
-            batch["response_length"], run.actor.rollout_config.response_len, config.overlong_buffer
-        )
+        limit = run.actor.rollout_config.response_len
+        scores, penalty = shaped_scores(batch["scores"], batch["response_length"], limit, config)
         run.log({"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
-        batch["advantages"] = group_advantages(batch["scores"] + penalty, batch["uid"])
+        batch["advantages"] = group_advantages(scores, batch["uid"])
         return run.actor.update(
             batch, loss=dapo_loss, epochs=config.epochs, mini_batches=config.mini_batches, keep_together="uid"
         )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from rlcore_plugin_dapo import DAPOConfig, dapo_loss, differing, overlong_penalty
+from rlcore_plugin_dapo import DAPOConfig, dapo_loss, differing, overlong_penalty, shaped_scores
 
 from rlcore.cli import main
 from rlcore.ops import Outputs
@@ -42,6 +42,14 @@ def test_overlong_penalty_by_hand(share, expected):
     """Within the buffer it falls in a straight line to -1, at the full length of 20 tokens."""
     penalty = overlong_penalty(torch.tensor([10, 15, 16, 18, 20]), 20, share)
     torch.testing.assert_close(penalty, torch.tensor(expected))
+
+
+def test_the_penalty_lowers_the_scores_of_long_responses():
+    """Half of it counts: at 15, 18 and 20 of 20 tokens, with a buffer of 5, that is 0, -0.3 and -0.5."""
+    config = DAPOConfig(overlong_buffer=0.25, overlong_penalty=0.5)
+    scores, penalty = shaped_scores(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([15, 18, 20]), 20, config)
+    torch.testing.assert_close(scores, torch.tensor([1.0, 0.7, -0.5]))
+    torch.testing.assert_close(penalty, torch.tensor([0.0, -0.3, -0.5]))
 
 
 def test_a_group_differs_as_a_whole():

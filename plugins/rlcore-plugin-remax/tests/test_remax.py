@@ -85,6 +85,23 @@ def test_the_greedy_rollout_is_scored_apart_from_the_samples(tmp_path):
     assert steps[0]["loss/kl"] == pytest.approx(0, abs=1e-5)
 
 
+def test_the_baseline_is_greedy_so_no_seed_changes_it(tmp_path):
+    """The prompts come in the file's order, the reward reads the text: samples differ by the seed, baselines do not."""
+    rows = [{"prompt": f"{n}{n}+{n}=", "answer": "0"} for n in range(1, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "texts.py").write_text("def score(prompt, response, answer):\n    return sum(map(ord, response)) / 7\n")
+    same = ["data=file", f"data.path={tmp_path / 'rows.jsonl'}", "data.shuffle=false", "rollout.temperature=2"]
+    same += [f"reward.path={tmp_path / 'texts.py'}:score", "algo.samples=2"]
+    found = []
+    for seed in (1, 2):
+        (tmp_path / str(seed)).mkdir()
+        status, steps = run(tmp_path / str(seed), *same, f"trainer.seed={seed}")
+        assert status == 0
+        found.append(steps[0])
+    assert found[0]["remax/greedy_score"] == found[1]["remax/greedy_score"]
+    assert found[0]["reward/mean"] != found[1]["reward/mean"]
+
+
 def test_no_reference_without_kl():
     assert set(ReMax(ReMaxConfig()).roles()) == {"actor", "ref"}
     assert set(ReMax(ReMaxConfig(kl_coef=0.0)).roles()) == {"actor"}

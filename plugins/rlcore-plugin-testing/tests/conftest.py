@@ -47,6 +47,12 @@ BROKEN = {
     # And one for each of the other checks that need no Ray.
     "wrong_default": Break("config", 'option(0.01, "', 'option(0.01, min=1, doc="', "pair_coef"),
     "no_update": Break("steps", "run.actor.update(batch, ", "run.actor.update(batch[:0], ", "no row reached update"),
+    "idle_role": Break(
+        "steps",
+        '"actor": Role(trains=True, generates=True)',
+        '"actor": Role(trains=True, generates=True), "ref": Role()',
+        "roles() declares ref, and no step calls a method of it",
+    ),
     "infinite_metric": Break("metrics", "steps=self.steps)", "steps=float('inf'))", "steps is inf in step 1"),
     "counts_columns": Break("padding", POLICY, "-masked_sum(gain, mask), mask.numel()", "more columns of padding"),
     "looks_at_the_first_row": Break(

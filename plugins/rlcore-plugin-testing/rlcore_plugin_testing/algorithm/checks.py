@@ -39,11 +39,16 @@ def config(suite: AlgorithmSuite) -> str:
 
 
 def steps(suite: AlgorithmSuite) -> str:
-    """It takes two steps on the tiny model, and at least one row reaches an optimizer."""
+    """It takes two steps on the tiny model, asks every role, and at least one row reaches an optimizer."""
     finished = suite.plain
     items = [item for item in finished.record.items if len(item.batch)]
     if any(role.trains for role in suite.roles.values()) and not items:
         raise CheckFailed(f"in {len(finished.record.metrics)} steps no row reached update() of any role")
+    idle = [name for name in suite.roles if name not in finished.record.asked]
+    if idle and not suite.spec.algorithm(suite.config.algo).evaluates:
+        raise CheckFailed(
+            f"roles() declares {', '.join(idle)}, and no step calls a method of it; use the role, or leave it out"
+        )
     updated = ", ".join(dict.fromkeys(item.title for item in items))
     return f"{len(finished.record.metrics)} steps; updates by {updated or 'none'}"
 

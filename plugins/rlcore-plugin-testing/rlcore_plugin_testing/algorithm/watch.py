@@ -86,6 +86,7 @@ class RunRecord:
 
     `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
     of `map`. `masked` is whether a response got holes. `failed` holds uid and sample_index of rows without a reward.
+    `asked` holds the roles of which a method was called.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -95,6 +96,7 @@ class RunRecord:
     mapped: list[Mapped] = field(default_factory=list)
     masked: bool = False
     failed: set[tuple[str, int]] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     roles: Mapping[str, Role] = field(default_factory=dict)
 
 
@@ -155,6 +157,7 @@ class RecordingHandle(RoleHandle):
         keep_together: str | None = None,
     ) -> Metrics:
         """See RoleHandle."""
+        self._record.asked.add(self.name)
         options: dict[str, Any] = {"epochs": epochs, "mini_batches": mini_batches, "keep_together": keep_together}
         if not isinstance(batch, DataProto):
             items = list(batch)
@@ -170,6 +173,11 @@ class RecordingHandle(RoleHandle):
             self._record.items.append(item)
         return super().update([(rows, self._changed(function), weight) for rows, function, weight in items], **options)
 
+    def follow(self, tau: float = 1.0) -> None:
+        """See RoleHandle."""
+        self._record.asked.add(self.name)
+        super().follow(tau)
+
     def _changed(self, loss: Loss) -> Loss:
         if self._changes.frozen and self.role.kind == POLICY:
             return _recording_ratios(loss, self._record.ratios)
@@ -181,16 +189,32 @@ class RecordingPolicy(RecordingHandle, PolicyHandle):
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """See PolicyHandle."""
+        self._record.asked.add(self.name)
         batch = super().generate(prompts, **options)
         return _with_holes(batch, self._record) if self._changes.holes else batch
+
+    def log_probs(self, batch: DataProto, *, name: str = "log_probs", entropy: bool = False) -> DataProto:
+        """See PolicyHandle."""
+        self._record.asked.add(self.name)
+        return super().log_probs(batch, name=name, entropy=entropy)
 
 
 class RecordingCritic(RecordingHandle, CriticHandle):
     """A critic's handle that records its updates."""
 
+    def values(self, batch: DataProto) -> DataProto:
+        """See CriticHandle."""
+        self._record.asked.add(self.name)
+        return super().values(batch)
+
 
 class RecordingReward(RecordingHandle, RewardHandle):
     """A reward model's handle that records its updates."""
+
+    def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
+        """See RewardHandle."""
+        self._record.asked.add(self.name)
+        return super().score(batch, name=name)
 
 
 RECORDING = {cls.kind: cls for cls in (RecordingPolicy, RecordingCritic, RecordingReward)}
