@@ -23,7 +23,7 @@ import torch
 from rlcore_grpo import GRPO, GroupConfig
 
 from rlcore import AlgorithmSpec, Config, ConfigError, hookimpl, option
-from rlcore.ops import Outputs, Term, masked_sum, needs, policy_terms
+from rlcore.ops import Outputs, Term, bound_log_ratio, masked_sum, needs, policy_terms
 
 RLCORE_API = 1
 
@@ -46,12 +46,15 @@ def vespo_loss(out: Outputs, batch: Mapping[str, Any], config: VESPOConfig) -> d
     The metric `phi` is the mean over tokens of their response's phi(W_i).
     """
     mask, advantages = batch["response_mask"], batch["advantages"][:, None]
+    bound = out.log_ratio_bound
     log_w = masked_sum(out.log_probs.detach() - batch["rollout_log_probs"], mask, dim=-1)[:, None]
+    log_w = bound_log_ratio(log_w, bound)
     good = advantages >= 0
     c1 = torch.where(good, config.c1_pos, config.c1_neg)
     c2 = torch.where(good, config.c2_pos, config.c2_neg)
-    # In log space: W may overflow to infinity, where phi is 0.
-    phi = (c1 * log_w + c2 * (1 - log_w.exp())).exp()
+    # In log space, and bounded from above only: phi is 0 far from 1. Without a bound W may be infinite, where phi is 0.
+    log_phi = c1 * log_w + c2 * (1 - log_w.exp())
+    phi = (log_phi.clamp(max=bound) if bound else log_phi).exp()
     return policy_terms(out, batch, config, -phi * advantages * out.log_probs, "token", phi=phi.expand(mask.shape))
 
 

@@ -203,9 +203,8 @@ def test_every_shipped_config_composes_and_is_sound(choice, own):
 
 def test_core_keys_stay_few():
     count = sum(len(cls.__dataclass_fields__) for cls in CORE_SECTIONS.values())
-    assert (
-        count <= 81
-    )  # 80 and trainer.deterministic, "about 60 core keys are meant to be enough; raise this only with a reason"
+    # 80, trainer.deterministic, and two of decision 0041.
+    assert count <= 83, "about 60 core keys are meant to be enough; raise this only with a reason"
 
 
 def test_wandbs_keys_are_its_trackers_own(own):

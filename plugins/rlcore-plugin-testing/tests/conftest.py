@@ -65,6 +65,12 @@ BROKEN = {
         'mask = batch["response_mask"]\n    out = type(out)({n: value.nan_to_num() for n, value in out.given.items()})',
         "finite loss",
     ),
+    "overflowing_ratio": Break(
+        "non_finite",
+        'out.ratio(batch["old_log_probs"])',
+        '(out.log_probs - batch["old_log_probs"]).exp()',
+        "a gradient that is not finite where log-probs are 200 nats",
+    ),
     "nested_loss": Break(
         "reaches_workers",
         "loss=sound_loss",
