@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.update.loss_accumulator import first_of, row_names
@@ -17,40 +17,47 @@ MOST_SKIPPED = 5
 """Optimizer steps in a row that `trainer.on_nonfinite=skip` leaves out; one more stops the run."""
 
 
+LargestGradient = tuple[str, str, float]
+"""A term, a row, and the largest absolute gradient of the one at the model's outputs of the other."""
+
+
 class NotFiniteError(DataError):
     """A loss or a gradient of an optimizer step is not finite; all ranks raise it, before the weights change."""
 
 
-def bad_gradients(
+def largest_gradients(
     out: Outputs, part: DataProto, terms_of: Callable[[Outputs], Mapping[str, Term]]
-) -> list[tuple[str, str]]:
-    """Return each objective of `terms_of` and each row for which its gradient at the outputs `out` is not finite."""
-    found = []
+) -> list[LargestGradient]:
+    """Return the largest gradient of each objective of `terms_of` at the outputs `out` of each row, before the mean."""
+    found: list[LargestGradient] = []
     with torch.enable_grad():
         leaves = {name: values.detach().requires_grad_() for name, values in out.given.items()}
-        terms = terms_of(Outputs(leaves, out.log_ratio_bound))
-        for name, term in terms.items():
+        for name, term in terms_of(Outputs(leaves, out.log_ratio_bound)).items():
             if term.weight is None or not term.total.requires_grad:
                 continue
             gradients = torch.autograd.grad(term.total, list(leaves.values()), retain_graph=True, allow_unused=True)
-            bad = torch.zeros(len(part), dtype=torch.bool)
-            for gradient in gradients:
-                if gradient is not None:
-                    bad |= ~_finite_rows(gradient).cpu()
-            found += [(name, row_names(part[[row]])) for row in bad.nonzero().flatten().tolist()]
+            by_row = [
+                (each * term.weight).reshape(len(part), -1).abs().amax(-1) for each in gradients if each is not None
+            ]
+            sizes = torch.stack(by_row).amax(0).tolist()  # NaN is the largest
+            found += [(name, row_names(part[[row]]), size) for row, size in enumerate(sizes)]
     return found
 
 
-def _finite_rows(values: Tensor) -> Tensor:
-    return values.reshape(len(values), -1).isfinite().all(-1)
-
-
-def explain(cause: str, found: Sequence[tuple[str, str]], item: UpdateItem, *, lr: float, dtype: torch.dtype) -> str:
-    """Return the whole message: the cause, the pairs of a term and a row that were found, and the keys that help."""
+def explain(cause: str, found: Sequence[LargestGradient], item: UpdateItem, *, lr: float, dtype: torch.dtype) -> str:
+    """Return the whole message: the cause, the terms and rows that it comes from, and the keys that help."""
     rows: dict[str, list[str]] = {}
-    for term, row in found:
-        rows.setdefault(term, []).append(row)
+    for term, row, size in found:
+        if not math.isfinite(size):
+            rows.setdefault(term, []).append(row)
     said = [f"the gradient of term {term!r} is not finite in rows {first_of(names)}" for term, names in rows.items()]
+    if found and not rows:
+        largest, most, _ = max(((term, size, row) for term, row, size in found), key=lambda each: each[1])
+        rows[largest] = [row for term, row, size in found if term == largest and size >= most / 1000]
+        said = [
+            f"the gradients at the model's outputs are finite, the largest {most:.3g} of term {largest!r} in rows "
+            f"{first_of(rows[largest])}"
+        ]
     helps = [f"engine.lr below {lr:g}"]
     bound = item.numerics.log_ratio_bound
     if bound == 0:

@@ -32,11 +32,10 @@ from rlcore.engine.update.loss_accumulator import (
     call_loss,
     larger,
     merge_totals,
-    row_names,
     sum_counts,
 )
 from rlcore.engine.update.microbatch import column_values, micro_batches
-from rlcore.engine.update.nonfinite import MOST_SKIPPED, NotFiniteError, bad_gradients, explain
+from rlcore.engine.update.nonfinite import MOST_SKIPPED, LargestGradient, NotFiniteError, explain, largest_gradients
 from rlcore.engine.update.schedule import learning_rate
 from rlcore.errors import DataError
 from rlcore.ops import Need, Outputs, Term, needs_of
@@ -171,7 +170,7 @@ class Updater:
             "train/lr": lr,
             "train/optimizer_steps": float(len(norms)),
             "train/skipped_updates": float(skipped),
-            **({"train/nonfinite_updates": float(not_finite)} if _skips(items) else {}),
+            "train/nonfinite_updates": float(not_finite),
         }
 
     def _mini_batch(
@@ -213,13 +212,9 @@ class Updater:
         lr: float,
     ) -> _OptimizerStep:
         """Return a step that was not taken, or raise DataError, on every rank alike: all ranks saw the same norm."""
-        found: list[tuple[str, str]] = []
+        found: list[LargestGradient] = []
         for (item, _), parts in zip(work, padded, strict=True):
-            found += self._bad_gradients(item, parts) if parts else []
-        if not found:  # of a loss, the cause names the rows
-            mine = [row_names(batch) for _, batch in work if len(batch)]
-            rows = chain.from_iterable(self._mesh.one_per_dp_rank(self._ranks.gather(mine)))
-            cause += f" (the gradients at the model's outputs are finite; the step's rows are {' | '.join(rows)})"
+            found += self._largest_gradients(item, parts) if parts else []
         first = work[0][0]
         message = explain(cause, found, first, lr=lr, dtype=self._engine.dtype)
         if first.numerics.on_nonfinite == "stop":
@@ -234,12 +229,12 @@ class Updater:
             log.warning("an optimizer step was skipped (trainer.on_nonfinite=skip): %s", message)
         return _OptimizerStep(taken=False)
 
-    def _bad_gradients(self, item: UpdateItem, parts: Sequence[DataProto | None]) -> list[tuple[str, str]]:
-        """Return the terms of an item whose gradient is not finite, each with its rows, of all ranks.
+    def _largest_gradients(self, item: UpdateItem, parts: Sequence[DataProto | None]) -> list[LargestGradient]:
+        """Return the largest gradient of each term of an item in each row, of all ranks.
 
         It runs the forward again, with the same weights, and goes backward from each term to the model's outputs.
         """
-        device, found = self._ranks.device, list[tuple[str, str]]()
+        device, found = self._ranks.device, list[LargestGradient]()
 
         def terms_of(out: Outputs, part: DataProto) -> Mapping[str, Term]:
             if is_corrected(item):
@@ -248,7 +243,7 @@ class Updater:
 
         def finish(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
             if part is not None:
-                found.extend(bad_gradients(_by_row(outputs, part, item), part, partial(terms_of, part=part)))
+                found.extend(largest_gradients(_by_row(outputs, part, item), part, partial(terms_of, part=part)))
             return torch.zeros((), device=device)
 
         self._engine.forward(parts, forward_needs(item), finish)
@@ -356,10 +351,6 @@ def _global_counts(by_dp_rank: Sequence[Sequence[Counts]]) -> list[Counts]:
                 counts[key] = counts.get(key, 0.0) + count
         summed.append(counts)
     return summed
-
-
-def _skips(items: Sequence[UpdateItem]) -> bool:
-    return items[0].numerics.on_nonfinite == "skip"
 
 
 def _by_row(outputs: dict[str, Tensor], part: DataProto, item: UpdateItem) -> Outputs:
