@@ -31,19 +31,7 @@ from typing import Any, Literal
 import torch
 
 from rlcore import CRITIC, Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
-from rlcore.ops import (
-    LOG_RATIO_BOUND,
-    KLEstimator,
-    Outputs,
-    Term,
-    adapt_kl_coef,
-    gae,
-    kl_estimate,
-    masked_sum,
-    metric,
-    needs,
-    objective,
-)
+from rlcore.ops import KLEstimator, Outputs, Term, adapt_kl_coef, gae, kl_estimate, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
 
@@ -80,7 +68,7 @@ class PPOConfig:
 
 
 def token_rewards(
-    batch: DataProto, *, kl_coef: float, kl_estimator: KLEstimator, log_ratio_bound: float = LOG_RATIO_BOUND
+    batch: DataProto, *, kl_coef: float, kl_estimator: KLEstimator, log_ratio_bound: float = 20.0
 ) -> dict[str, Ragged]:
     """Return `rewards`, and `ppo_kl` in nats if there are `ref_log_probs`; both 0 on tokens with response_mask 0."""
     lengths = batch.view("response_mask").lengths

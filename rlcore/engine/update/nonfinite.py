@@ -35,10 +35,10 @@ def largest_gradients(
         for name, term in terms_of(Outputs(leaves, out.log_ratio_bound)).items():
             if term.weight is None or not term.total.requires_grad:
                 continue
-            gradients = torch.autograd.grad(term.total, list(leaves.values()), retain_graph=True, allow_unused=True)
-            by_row = [
-                (each * term.weight).reshape(len(part), -1).abs().amax(-1) for each in gradients if each is not None
-            ]
+            gradients = torch.autograd.grad(
+                term.total, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            by_row = [(each * term.weight).reshape(len(part), -1).abs().amax(-1) for each in gradients]
             sizes = torch.stack(by_row).amax(0).tolist()  # NaN is the largest
             found += [(name, row_names(part[[row]]), size) for row, size in enumerate(sizes)]
     return found

@@ -280,7 +280,7 @@ def huge_in_one_row(out, batch, config):
 def test_a_norm_that_overflows_names_the_largest_gradient(make_engine, random_batch):
     """All gradients are finite, but the sum of their squares is infinite in fp32: 0.5 * 1e36 = 5e35."""
     with pytest.raises(
-        DataError, match="is inf; .* finite, the largest 5e.35 of term 'kl' in rows uid=0:1 sample=1; the"
+        DataError, match=r"is inf; .* finite, the largest 5e\+35 of term 'kl' in rows uid=0:1 sample=1; the"
     ):
         update(make_engine(lr=1e-3), one_row_apart(random_batch), loss=huge_in_one_row)
 
