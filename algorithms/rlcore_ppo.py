@@ -67,7 +67,9 @@ class PPOConfig:
         return self.kl_in != "none" and self.kl_coef > 0
 
 
-def token_rewards(batch: DataProto, *, kl_coef: float, kl_estimator: KLEstimator) -> dict[str, Ragged]:
+def token_rewards(
+    batch: DataProto, *, kl_coef: float, kl_estimator: KLEstimator, log_ratio_bound: float = 20.0
+) -> dict[str, Ragged]:
     """Return `rewards`, and `ppo_kl` in nats if there are `ref_log_probs`; both 0 on tokens with response_mask 0."""
     lengths = batch.view("response_mask").lengths
     mask = batch.view("response_mask").to_padded().bool()
@@ -76,7 +78,7 @@ def token_rewards(batch: DataProto, *, kl_coef: float, kl_estimator: KLEstimator
     if "ref_log_probs" not in batch:
         return {"rewards": Ragged.from_padded(rewards, lengths)}
     old, reference = (batch.view(name).to_padded() for name in ("old_log_probs", "ref_log_probs"))
-    kl = torch.where(mask, kl_estimate(old, reference, kl_estimator), 0.0)
+    kl = torch.where(mask, kl_estimate(old, reference, kl_estimator, log_ratio_bound), 0.0)
     return {"rewards": Ragged.from_padded(rewards - kl_coef * kl, lengths), "ppo_kl": Ragged.from_padded(kl, lengths)}
 
 
@@ -114,11 +116,13 @@ def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dic
     terms = {
         "policy": objective(-masked_sum(gain, mask), count),
         "entropy": objective(entropy, count, -config.entropy_coef) if config.entropy_coef else metric(entropy, count),
-        "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), count),
+        "kl_old": metric(
+            masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3", out.log_ratio_bound), mask), count
+        ),
         **terms,
     }
     if config.uses_kl:
-        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator)
+        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator, out.log_ratio_bound)
         terms["kl"] = metric(masked_sum(kl, mask), count)
         if config.kl_in == "loss":
             terms["kl_penalty"] = objective(masked_sum(kl * batch["ppo_kl_coef"][:, None], mask), count)
@@ -212,7 +216,8 @@ class PPO(Algorithm):
         config = self.config
         kl_coef = self.kl_coef if config.kl_in == "reward" else 0.0
         reads = ["scores", "response_mask", *(["old_log_probs", "ref_log_probs"] if config.uses_kl else [])]
-        rewards = partial(token_rewards, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
+        bound = run.config.trainer.log_ratio_bound
+        rewards = partial(token_rewards, kl_coef=kl_coef, kl_estimator=config.kl_estimator, log_ratio_bound=bound)
         batch = batch.union(batch.map(rewards, reads=reads))
         by_gae = partial(estimate_advantages, gamma=config.gamma, lam=config.lam)
         batch = batch.union(batch.map(by_gae, reads=["rewards", "values", "response_mask"]))

@@ -17,6 +17,7 @@ from rlcore.config import Config, RolloutConfig
 from rlcore.config.devices import local_gpus
 from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
+from rlcore.ops.importance import MASKS
 from rlcore.plugins import Algorithm, Role
 from rlcore.plugins.specs import environment_of
 from rlcore.roles.checks import check_engines
@@ -145,17 +146,18 @@ def _trainer(flight: Preflight) -> None:
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
             "trainer.eval_temperature above 0, or trainer.eval_samples=1"
         )
+    masks = trainer.importance in MASKS
     weighs = trainer.importance not in ("auto", "off") or (trainer.importance == "auto" and trainer.rollouts_ahead)
-    if weighs and trainer.importance_cap == 0:
+    if weighs and not masks and trainer.importance_cap == 0:
         raise ConfigError(
             f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.importance = "
             f"{trainer.importance} nothing would be learned; set it above 0, as 2.0"
         )
-    if trainer.importance == "mask" and not trainer.importance_floor < 1 < trainer.importance_cap:
+    band = trainer.importance_band
+    if len(band) != 2 or not 0 <= band[0] < 1 < band[1]:
         raise ConfigError(
-            f"trainer.importance = mask keeps tokens whose ratio is from trainer.importance_floor = "
-            f"{trainer.importance_floor} to trainer.importance_cap = {trainer.importance_cap}, a band that must have 1 "
-            "inside it: equal policies have that ratio. Use 0.5 and 2.0"
+            f"trainer.importance_band = {band} must be two numbers, from 0 or more to above 1, with 1 between them: "
+            "equal policies have that ratio. Use [0.5, 5.0]"
         )
 
 

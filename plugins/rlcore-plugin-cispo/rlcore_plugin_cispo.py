@@ -47,7 +47,7 @@ class CISPOConfig(GroupConfig):
 @needs("log_probs", "entropy")
 def cispo_loss(out: Outputs, batch: Mapping[str, Any], config: CISPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
-    ratio = (out.log_probs.detach() - batch["old_log_probs"]).exp()
+    ratio = out.ratio(batch["old_log_probs"]).detach()
     weight = ratio.clamp(*config.weights)
     loss = -weight * batch["advantages"][:, None] * out.log_probs
     return policy_terms(out, batch, config, loss, "token", clipped=weight != ratio)

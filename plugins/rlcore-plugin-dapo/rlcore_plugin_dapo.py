@@ -85,7 +85,9 @@ def dapo_loss(out: Outputs, batch: Mapping[str, Any], config: DAPOConfig) -> dic
         "policy": objective(-masked_sum(gain, mask), mask.sum()),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
         "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
-        "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), mask.sum()),
+        "kl_old": metric(
+            masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3", out.log_ratio_bound), mask), mask.sum()
+        ),
     }
 
 

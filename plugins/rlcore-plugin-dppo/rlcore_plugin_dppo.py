@@ -54,7 +54,7 @@ def binary_divergence(log_probs: Tensor, rollout_log_probs: Tensor, kind: Litera
 def dppo_loss(out: Outputs, batch: Mapping[str, Any], config: DPPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     advantages, sampled = batch["advantages"][:, None], batch["rollout_log_probs"]
-    ratio = (out.log_probs.detach() - sampled).exp()
+    ratio = out.ratio(sampled).detach()
     away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
     cut = away & (binary_divergence(out.log_probs, sampled, config.divergence) > config.max_divergence)
     loss = -ratio.clamp(max=config.ratio_cap) * advantages * out.log_probs * ~cut

@@ -40,7 +40,7 @@ def gmpo_loss(out: Outputs, batch: Mapping[str, Any], config: GMPOConfig) -> dic
     mask, advantages = batch["response_mask"], batch["advantages"][:, None]
     x = out.log_probs - batch["old_log_probs"]
     clipped = torch.where(advantages > 0, x.clamp(max=config.clip_high), x.clamp(min=-config.clip_low))
-    loss = -advantages * sequence_ratio(clipped, mask)[:, None]
+    loss = -advantages * sequence_ratio(clipped, mask, out.log_ratio_bound)[:, None]
     # The same number on each token of a response, whose mean is the response's term.
     return policy_terms(out, batch, config, loss.expand(mask.shape), "sequence", clipped=clipped != x)
 

@@ -39,7 +39,7 @@ class GSPOConfig(GroupConfig):
 def gspo_loss(out: Outputs, batch: Mapping[str, Any], config: GSPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
     mask = batch["response_mask"]
-    ratio = sequence_ratio(out.log_probs - batch["old_log_probs"], mask)
+    ratio = sequence_ratio(out.log_probs - batch["old_log_probs"], mask, out.log_ratio_bound)
     surrogate, clipped = clipped_surrogate(ratio, batch["advantages"], config.clip_low, config.clip_high)
     # The same number on each token of a response: their mean is the response's term, and their sum T_i times it.
     loss, cut = (-surrogate[:, None]).expand(mask.shape), clipped[:, None].expand(mask.shape)

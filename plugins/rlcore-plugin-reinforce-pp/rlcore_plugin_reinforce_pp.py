@@ -76,7 +76,7 @@ def reinforce_pp_loss(out: Outputs, batch: Mapping[str, Any], config: ReinforceP
         "policy": objective(-masked_sum(gain, mask), mask.sum()),
         "entropy": metric(masked_sum(out.entropy, mask), mask.sum()),
         "clipped": metric(masked_sum(clipped.float(), mask), mask.sum()),
-        "kl_old": metric(masked_sum(kl_estimate(old, out.log_probs, "k3"), mask), mask.sum()),
+        "kl_old": metric(masked_sum(kl_estimate(old, out.log_probs, "k3", out.log_ratio_bound), mask), mask.sum()),
     }
     if config.kl_coef > 0:
         kl = masked_sum(kl_estimate(out.log_probs, batch["ref_log_probs"], "k2"), mask)

@@ -126,7 +126,9 @@ def policy_loss(out: Outputs, batch: Mapping[str, Any], config: SafeRLHFConfig) 
         "policy": objective(-masked_sum(gain, mask), count),
         "entropy": metric(masked_sum(out.entropy, mask), count),
         "clipped": metric(masked_sum(clipped.float(), mask), count),
-        "kl_old": metric(masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3"), mask), count),
+        "kl_old": metric(
+            masked_sum(kl_estimate(batch["old_log_probs"], out.log_probs, "k3", out.log_ratio_bound), mask), count
+        ),
     }
     if config.kl_coef > 0:
         terms["kl"] = metric(masked_sum(kl_estimate(out.log_probs, batch["ref_log_probs"], "k1"), mask), count)

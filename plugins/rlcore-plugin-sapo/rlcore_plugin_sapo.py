@@ -41,7 +41,7 @@ def sapo_loss(out: Outputs, batch: Mapping[str, Any], config: SAPOConfig) -> dic
     """
     advantages = batch["advantages"][:, None]
     tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
-    ratio = (out.log_probs - batch["old_log_probs"]).exp()
+    ratio = out.ratio(batch["old_log_probs"])
     p = (tau * (ratio - 1)).sigmoid()
     return policy_terms(out, batch, config, -4 / tau * p * advantages, "sequence", gate=4 * p * (1 - p))
 

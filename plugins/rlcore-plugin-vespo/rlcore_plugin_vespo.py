@@ -15,6 +15,7 @@ correction must be off: trainer.importance=off in runs with trainer.rollouts_ahe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,14 @@ def vespo_loss(out: Outputs, batch: Mapping[str, Any], config: VESPOConfig) -> d
     The metric `phi` is the mean over tokens of their response's phi(W_i).
     """
     mask, advantages = batch["response_mask"], batch["advantages"][:, None]
+    bound = out.log_ratio_bound or math.inf
     log_w = masked_sum(out.log_probs.detach() - batch["rollout_log_probs"], mask, dim=-1)[:, None]
     good = advantages >= 0
     c1 = torch.where(good, config.c1_pos, config.c1_neg)
     c2 = torch.where(good, config.c2_pos, config.c2_neg)
-    # In log space: W may overflow to infinity, where phi is 0.
-    phi = (c1 * log_w + c2 * (1 - log_w.exp())).exp()
+    # In log space, and bounded from above only: far below 1 phi is 0.
+    log_w = log_w.clamp(max=bound)
+    phi = (c1 * log_w + c2 * (1 - log_w.exp())).clamp(max=bound).exp()
     return policy_terms(out, batch, config, -phi * advantages * out.log_probs, "token", phi=phi.expand(mask.shape))
 
 

@@ -185,12 +185,26 @@ class TrainerConfig:
     rollouts_ahead: int = option(
         0, "steps that sampling may run ahead of training, on a pool `rollout` of its own; 0: in turn", min=0, max=1
     )
-    importance: Literal["auto", "off", "token", "sequence", "mask"] = option(
+    importance: Literal["auto", "off", "token", "sequence", "mask", "sequence_mask"] = option(
         "auto",
         "importance weights where another policy sampled than is trained; auto: `token` with rollouts_ahead, else off",
     )
-    importance_cap: float = option(2.0, "upper bound of importance weights, and of a mask's band", min=0.0)
-    importance_floor: float = option(0.5, "lower bound of a mask's band of importance ratios", min=0.0)
+    importance_cap: float = option(2.0, "upper bound of the importance weights of token and sequence", min=0.0)
+    importance_band: list[float] = option(
+        [0.5, 5.0], "importance ratios that mask and sequence_mask keep, from and to; others weigh 0"
+    )
+    log_ratio_bound: float = option(
+        20.0,
+        "log-ratios of probabilities are clamped to plus and minus this before exp, in nats, and k3 to at most 10; "
+        "0: neither",
+        min=0.0,
+        max=40.0,
+    )
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop",
+        "an optimizer step whose loss or gradient is not finite: stop the run, or skip the step, at most 5 in a row",
+        incidental=True,
+    )
     train_rollout_logprob_diff: float = option(
         0.05,
         "a step warns from this mean difference of the two engines' log-probs on, in nats; 0: never",
@@ -326,7 +340,10 @@ class Config:
         return holder, name
 
 
-REMOVED = {"engine.dp": "the data-parallel size is cluster.workers / (engine.pp * engine.tp): leave it out"}
+REMOVED = {
+    "engine.dp": "the data-parallel size is cluster.workers / (engine.pp * engine.tp): leave it out",
+    "trainer.importance_floor": "the ratios that a mask keeps are trainer.importance_band=[0.5, 5.0], from and to",
+}
 """Keys of earlier versions that have no successor, with the reason."""
 
 SECTIONS: dict[str, type] = {

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rlcore.engine.train import TrainEngine as TrainEngine
     from rlcore.engine.train import TrainSetup as TrainSetup
     from rlcore.engine.update.items import Importance as Importance
+    from rlcore.engine.update.items import Numerics as Numerics
     from rlcore.engine.update.items import UpdateItem as UpdateItem
     from rlcore.engine.update.micro_batch_size import micro_batch_limit as micro_batch_limit
     from rlcore.engine.update.updater import Updater as Updater
@@ -86,7 +87,7 @@ _HOMES = {
     ],
     "rlcore.engine.sampling": ["block_size", "draw_from_blocks", "sample_tokens"],
     "rlcore.engine.train": ["ENGINE_STATE", "Approve", "Finish", "TrainEngine", "TrainSetup"],
-    "rlcore.engine.update.items": ["Importance", "UpdateItem"],
+    "rlcore.engine.update.items": ["Importance", "Numerics", "UpdateItem"],
     "rlcore.engine.update.micro_batch_size": ["micro_batch_limit"],
     "rlcore.engine.update.updater": ["Updater"],
     "rlcore.engine.weights.fingerprint": ["checksum", "sum_checksums"],

@@ -82,6 +82,8 @@ class TrainEngine(ABC):
     version: int = 0
     description: str = ""
     """How the engine computes, in a few words for the run's first lines."""
+    skipped_in_a_row: int = 0
+    """The optimizer steps that `trainer.on_nonfinite=skip` has left out since the last one that was taken."""
     micro_batch_tokens: int
     """Most tokens in one forward; 0: no limit. `engine.micro_batch_tokens`; `auto` is set by the worker."""
 
@@ -134,7 +136,8 @@ class TrainEngine(ABC):
     def step(self, lr: float, approve: Approve) -> None:
         """Complete the gradients, multiply them by the factor that `approve` returns, and step with rate `lr`.
 
-        An error of `approve` passes through and leaves the weights unchanged.
+        An error of `approve` passes through and leaves weights, version and optimizer as they were: the updater may
+        skip the step and go on.
         """
 
     # Weights

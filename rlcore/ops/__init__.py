@@ -9,8 +9,10 @@ from rlcore.ops.masked import masked_mean, masked_sum
 from rlcore.ops.noise import noise_key, uniform_noise
 from rlcore.ops.policy import policy_terms
 from rlcore.ops.preference import PairLoss, pair_loss, preference_terms
+from rlcore.ops.ratio import LOG_RATIO_BOUND, bound_log_ratio, bounded_ratio
 
 __all__ = [
+    "LOG_RATIO_BOUND",
     "NEEDS",
     "Correction",
     "KLEstimator",
@@ -20,6 +22,8 @@ __all__ = [
     "PairLoss",
     "Term",
     "adapt_kl_coef",
+    "bound_log_ratio",
+    "bounded_ratio",
     "chunked_log_probs",
     "clipped_surrogate",
     "gae",

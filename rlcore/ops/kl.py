@@ -11,14 +11,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlcore.ops.ratio import LOG_RATIO_BOUND, bound_log_ratio
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
+K3_BOUND = 10.0
+"""Nats: the most that k3 says of a token, where log-ratios are bounded."""
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator = "k3") -> Tensor:
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator = "k3", bound: float = LOG_RATIO_BOUND
+) -> Tensor:
     """Return the per-token KL estimate [...], in nats, of log-probs [...] against reference log-probs [...].
 
     With r = log_probs - ref_log_probs: k1 = r (unbiased, may be negative), k2 = r^2 / 2 (biased, non-negative),
-    k3 = exp(-r) - 1 + r (unbiased, non-negative). Raises ValueError for another kind.
+    k3 = exp(-r) - 1 + r (unbiased, non-negative). Of k3, r is clamped to [-bound, bound] before exp, and the result to
+    at most K3_BOUND, without a gradient beyond; `bound` 0: neither. Raises ValueError for another kind.
     """
     difference = log_probs - ref_log_probs
     if kind == "k1":
@@ -26,7 +34,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator = "k
     if kind == "k2":
         return difference.square() / 2
     if kind == "k3":
-        return torch.expm1(-difference) + difference
+        difference = bound_log_ratio(difference, bound)
+        estimate = torch.expm1(-difference) + difference
+        return estimate.clamp(max=K3_BOUND) if bound else estimate
     raise ValueError(f"unknown KL estimator {kind!r}; allowed: k1, k2, k3")
 
 

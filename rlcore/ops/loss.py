@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from rlcore.ops.ratio import LOG_RATIO_BOUND, bounded_ratio
+
 Need = Literal["log_probs", "entropy", "logits", "values", "scores"]
 NEEDS: tuple[Need, ...] = ("log_probs", "entropy", "logits", "values", "scores")
 
@@ -53,9 +55,11 @@ class Outputs:
     A policy gives `log_probs` of the batch's `responses`, at the rollout temperature, fp32, in nats; `entropy` of the
     distribution at each position, fp32, in nats; `logits` [rows, tokens, vocab]. A critic gives `values`, fp32. A
     reward model gives `scores`, fp32 [rows]. An output exists only if the loss declares it with `needs`.
+    `log_ratio_bound` is `trainer.log_ratio_bound`, in nats.
     """
 
     given: Mapping[str, Tensor]
+    log_ratio_bound: float = LOG_RATIO_BOUND
 
     def _get(self, name: str) -> Tensor:
         if name not in self.given:
@@ -89,6 +93,13 @@ class Outputs:
         """The reward model's score of each row, [rows]."""
         return self._get("scores")
 
+    def ratio(self, old_log_probs: Tensor) -> Tensor:
+        """Return each token's new probability over the old one, [rows, tokens], of `old_log_probs` [rows, tokens].
+
+        The log-ratio is bounded by `log_ratio_bound` before exp: `rlcore.ops.bounded_ratio`.
+        """
+        return bounded_ratio(self.log_probs - old_log_probs, self.log_ratio_bound)
+
     def clipped_surrogate(
         self, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, delta: float | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -96,7 +107,7 @@ class Outputs:
 
         `old_log_probs` is [rows, tokens], in nats; `advantages` is [rows, tokens], or [rows, 1] for one per row.
         """
-        return clipped_surrogate((self.log_probs - old_log_probs).exp(), advantages, clip_low, clip_high, delta)
+        return clipped_surrogate(self.ratio(old_log_probs), advantages, clip_low, clip_high, delta)
 
     def clipped_value_error(self, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
         """Return the critic's squared error and where clipping raised it, both [rows, tokens].

@@ -26,13 +26,13 @@ def policy_terms(
     Metrics, means over tokens: those of `by` [rows, tokens] under their names; `entropy` in nats; `kl_old`, the k3
     estimate of KL(pi_old || pi). Reads `response_mask`, `old_log_probs`, and for the KL `ref_log_probs`.
     """
-    mask, old = batch["response_mask"], batch["old_log_probs"]
-    measured = {"entropy": out.entropy, **by, "kl_old": kl_estimate(old, out.log_probs, "k3")}
+    mask, old, bound = batch["response_mask"], batch["old_log_probs"], out.log_ratio_bound
+    measured = {"entropy": out.entropy, **by, "kl_old": kl_estimate(old, out.log_probs, "k3", bound)}
     metrics = {name: metric(masked_sum(values.float(), mask), mask.sum()) for name, values in measured.items()}
     terms = {"policy": objective(*_total_and_count(loss, mask, mean, budget)), **metrics}
     if config.kl_coef > 0:
-        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator)
-        kl = kl * (out.log_probs - old).exp() if config.kl_unbiased else kl
+        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator, bound)
+        kl = kl * out.ratio(old) if config.kl_unbiased else kl
         terms["kl"] = objective(*_total_and_count(kl, mask, mean, budget), weight=config.kl_coef)
     return terms
 

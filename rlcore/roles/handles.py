@@ -12,6 +12,7 @@ import torch
 from rlcore.config import Config, RolloutConfig
 from rlcore.engine.reward_tokenizer import MESSAGES, TEXTS
 from rlcore.engine.rollout import Episodes, Sampling
+from rlcore.engine.update.items import Numerics
 from rlcore.errors import DataError, NoRoleError, did_you_mean
 from rlcore.model_folder import model_dtype
 from rlcore.ops import Loss
@@ -121,7 +122,7 @@ class RoleHandle:
                 raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")
             batch = [(batch, loss, 1.0)]
         check_update(self.name, self.role, [function for _, function, _ in batch], epochs, mini_batches)
-        ranks = self.group.mesh.size("dp")
+        ranks, trainer = self.group.mesh.size("dp"), self._config.trainer
         shares = plan_update(
             batch,
             ranks,
@@ -129,7 +130,8 @@ class RoleHandle:
             keep_together=keep_together,
             costs=lambda rows: batch_costs(rows, ranks, self._config.model),
             config=self._config.algo,
-            importance=importance_of(self.role, self._config.trainer),
+            importance=importance_of(self.role, trainer),
+            numerics=Numerics(trainer.log_ratio_bound, trainer.on_nonfinite),
         )
         # Before the call, so that the next `end_step` sends the weights even if this call is still running.
         self._weights_changed()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlcore.config import TrainerConfig
-from rlcore.engine.update.items import Importance, UpdateItem
+from rlcore.engine.update.items import Importance, Numerics, UpdateItem
 from rlcore.engine.update.microbatch import column_values, update_plan
 from rlcore.errors import DataError
 from rlcore.ops import Loss, needs_of
@@ -38,7 +38,8 @@ def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
         kind = "token" if trainer.rollouts_ahead else "off"
     if kind == "off" or not role.generates:
         return None
-    return Importance(kind, trainer.importance_cap, trainer.importance_floor)
+    low, high = trainer.importance_band
+    return Importance(kind, trainer.importance_cap, (low, high))
 
 
 def plan_update(
@@ -50,6 +51,7 @@ def plan_update(
     costs: Callable[[DataProto], list[int] | None],
     config: Any,
     importance: Importance | None,
+    numerics: Numerics,
 ) -> list[list[UpdateItem]]:
     """Return the items of each rank, one for each (batch, loss, weight), with the rows of its mini-batches in order.
 
@@ -66,5 +68,5 @@ def plan_update(
             # One selection for all mini-batches of a rank, which the worker cuts by `sizes`: fewer references to send.
             indices = [row for cut in cuts for row in cut]
             sizes = [len(cut) for cut in cuts]
-            share.append(UpdateItem(sent[indices], sizes, loss, config, weight, keep_together, importance))
+            share.append(UpdateItem(sent[indices], sizes, loss, config, weight, keep_together, importance, numerics))
     return shares

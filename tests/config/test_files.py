@@ -100,6 +100,7 @@ def test_same_run(config, make):
         "cluster.address=a:1",
         "cluster.start_timeout=9",
         "trainer.keep_checkpoints=9",
+        "trainer.on_nonfinite=skip",
         "cluster.workers=1",
         "engine.tp=2",
         "engine.micro_batch_rows=2",

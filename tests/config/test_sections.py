@@ -78,6 +78,10 @@ def test_a_folder_of_ones_own_may_have_options_of_a_plugins_section(make, classe
         ),
         (["engine.chunk=5"], "the key engine.chunk is now engine.plain.chunk: write engine.plain.chunk=5"),
         (["engine.dp=2"], r"there is no key engine.dp any more; the data-parallel size is cluster.workers / "),
+        (
+            ["trainer.importance_floor=0.4"],
+            r"no key trainer.importance_floor any more; .* trainer.importance_band=\[0.5, 5",
+        ),
         (["cluster.inspector=Ann"], "the key cluster.inspector is now inspector.name: write inspector.name=Ann"),
         (["sections=1"], r"unknown key 'sections'"),
         (["inspector=3"], "inspector = 3 must be a mapping"),

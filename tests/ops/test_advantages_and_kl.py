@@ -69,6 +69,18 @@ def test_kl_estimators_by_hand():
         kl_estimate(p, q, "k4")
 
 
+def test_k3_is_at_most_10_and_its_gradient_finite():
+    """exp(90) is infinite in fp32. At r = 10, k3 = exp(-10) - 1 + 10 = 9.0000454, with the gradient 1 - exp(-r)."""
+    policy = torch.tensor([-95.0, 5.0, -2.0], requires_grad=True)
+    k3 = kl_estimate(policy, torch.tensor([-5.0, -5.0, -3.0]), "k3")
+    assert k3.tolist() == pytest.approx([10.0, 9.0000454, math.exp(-1)])
+    (gradient,) = torch.autograd.grad(k3.sum(), policy)
+    assert gradient.tolist() == pytest.approx([0.0, 0.9999546, 1 - math.exp(-1)])
+    free = kl_estimate(policy, torch.tensor([-5.0, -5.0, -3.0]), "k3", bound=0)
+    assert free[0].item() == math.inf
+    assert torch.equal(free[1:], k3[1:])
+
+
 def test_k1_and_k3_are_unbiased_and_k3_has_the_gradient_of_a_penalty():
     torch.manual_seed(0)
     policy, reference = torch.randn(6).log_softmax(0), torch.randn(6).log_softmax(0)

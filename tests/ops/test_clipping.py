@@ -35,6 +35,18 @@ def test_its_gradient_is_r_times_a_where_it_is_not_clipped_and_0_where_it_is():
     assert torch.allclose(log_probs.grad, torch.tensor([[2.2, 0.0, -2.0], [1.5, 0.0, -0.9]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])
+def test_a_ratio_that_would_overflow_has_a_finite_gradient(advantage):
+    """Behind a minimum, an infinite ratio has the gradient 0 * inf. e^20 = 4.85165e8."""
+    log_probs = torch.tensor([[100.0, -1.0]], requires_grad=True)
+    out = Outputs({"log_probs": log_probs})
+    assert out.ratio(torch.tensor([[0.0, -1.0]])).tolist()[0] == pytest.approx([4.85165e8, 1.0])
+    surrogate, _ = out.clipped_surrogate(torch.tensor([[0.0, -1.0]]), torch.tensor([[advantage]]), 0.2, 0.3)
+    surrogate.sum().backward()
+    assert log_probs.grad.tolist() == [[0.0, advantage]]
+    assert Outputs({"log_probs": log_probs}, log_ratio_bound=0).ratio(torch.zeros(1, 2))[0, 0] == math.inf
+
+
 def test_at_the_old_policy_the_gradient_is_the_advantage():
     log_probs = torch.full((2, 3), -0.7, requires_grad=True)
     surrogate, clipped = surrogate_of(log_probs, log_probs.detach(), ADVANTAGES.float())

@@ -79,6 +79,12 @@ BROKEN = {
         '        batch["scores"] = batch["scores"].nan_to_num()',
         "rows have no reward",
     ),
+    "overflowing_ratio": Break(
+        "non_finite",
+        'out.ratio(batch["old_log_probs"])',
+        '(out.log_probs - batch["old_log_probs"]).exp()',
+        "a gradient that is not finite where log-probs are 200 nats",
+    ),
     "nested_loss": Break(
         "reaches_workers",
         "loss=sound_loss",

@@ -38,7 +38,7 @@ def test_the_loss_is_the_formula_written_out(settings, spread):
     compare_policy_loss(vespo_loss, config, written_out(config), spread=spread)
 
 
-def loss(ratio, advantages, mask):
+def loss(ratio, advantages, mask, **settings):
     """Return terms and gradient for ratios to the sampling policy; pi_old is far from both, and has no part."""
     ratio = torch.tensor(ratio)
     sampled = torch.full_like(ratio, -1.0)
@@ -46,7 +46,7 @@ def loss(ratio, advantages, mask):
     batch = {"response_mask": torch.tensor(mask), "advantages": torch.tensor(advantages)}
     batch |= {"rollout_log_probs": sampled, "old_log_probs": torch.full_like(ratio, -7.0)}
     out = Outputs({"log_probs": log_probs, "entropy": torch.ones_like(ratio)})
-    terms = vespo_loss(out, batch, VESPOConfig())
+    terms = vespo_loss(out, batch, VESPOConfig(**settings))
     return terms, torch.autograd.grad(terms["policy"].total, log_probs)[0]
 
 
@@ -72,6 +72,13 @@ def test_a_ratio_beyond_all_numbers_has_the_weight_0():
     terms, gradient = loss([[1e30, 1e30], [1e-30, 1e-30]], [1.0, -1.0], [[1, 1]] * 2)
     assert terms["policy"].total == 0
     assert not gradient.any()
+
+
+def test_without_damping_a_ratio_beyond_all_numbers_stays_finite():
+    """c2 = 0: 0 * inf is NaN. With log W at most 20, phi = e^(min(2 * 20, 20)) = 4.85165e8."""
+    terms, gradient = loss([[1e30, 1e30]], [1.0], [[1, 1]], c2_pos=0.0)
+    assert terms["phi"].total.item() / 2 == pytest.approx(4.85165e8, rel=1e-4)
+    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(("words", "refused"), [("", True), ("trainer.importance=off", False)])

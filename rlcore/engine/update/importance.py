@@ -13,8 +13,9 @@ over tokens of dL/d(output_t) times d(output_t)/d(weights).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -61,14 +62,12 @@ def correct(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device
     # Constants, or the weights themselves would get a gradient.
     old = columns["old_log_probs"] if "old_log_probs" in batch else out.log_probs.detach()
     sampled, mask = columns["rollout_log_probs"], columns["response_mask"].bool()
-    weights = importance_weights(old, sampled, mask, how.kind, cap=how.cap, floor=how.floor)
-    if how.kind == "mask":
-        cut = weights == 0
-    else:
-        cut = weights < importance_weights(old, sampled, mask, how.kind, cap=math.inf)
+    weigh = partial(importance_weights, old, sampled, mask, how.kind, bound=out.log_ratio_bound)
+    weights = weigh(cap=how.cap, band=how.band)
+    cut = weights < weigh()
     accumulator.add_metric("train/importance_weight", weights[mask].sum(), mask.sum())
     accumulator.add_metric("train/importance_truncated", cut[mask].sum(), mask.sum())
-    return Outputs({name: _weighted(out.given[name], weights) for name in needs_of(accumulator.item.loss)})
+    return replace(out, given={name: _weighted(out.given[name], weights) for name in needs_of(accumulator.item.loss)})
 
 
 def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device) -> None:
@@ -82,7 +81,11 @@ def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumu
         return
     columns = LossBatch(batch, device)
     gap = train_rollout_logprob_diff(
-        out.log_probs, columns["rollout_log_probs"], columns["response_mask"], LOGPROB_DIFF_BOUND
+        out.log_probs,
+        columns["rollout_log_probs"],
+        columns["response_mask"],
+        LOGPROB_DIFF_BOUND,
+        log_ratio_bound=out.log_ratio_bound,
     )
     accumulator.add_metric("rollout/train_rollout_logprob_diff", gap["difference"], gap["tokens"])
     accumulator.add_metric("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from rlcore.ops import Correction, Loss
+from rlcore.ops import LOG_RATIO_BOUND, Correction, Loss
 from rlcore.protocol import DataProto
 
 
@@ -14,12 +15,20 @@ from rlcore.protocol import DataProto
 class Importance:
     """How tokens are weighted by importance ratios; see `rlcore.ops.importance_weights`.
 
-    `cap` bounds the ratios from above. `floor` is the lower end of the band that kind "mask" keeps.
+    `cap` bounds the ratios of "token" and "sequence" from above. `band` holds the ratios that the masks keep.
     """
 
     kind: Correction
-    cap: float
-    floor: float = 0.0
+    cap: float = math.inf
+    band: tuple[float, float] = (0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What an update does about numbers that overflow: `trainer.log_ratio_bound` and `trainer.on_nonfinite`."""
+
+    log_ratio_bound: float = LOG_RATIO_BOUND
+    on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class UpdateItem:
     `batch` holds this rank's rows, one mini-batch after another. `sizes` is the number of rows of each mini-batch; all
     items of an update have the same number of mini-batches. `loss` gets `config`, the algorithm's own. Rows with equal
     values in the column `keep_together` stay in one micro-batch. `importance` corrects for samples of another policy
-    than the trained one; None turns the correction off.
+    than the trained one; None turns the correction off. `numerics` is the same in all items of an update.
     """
 
     batch: DataProto
@@ -39,6 +48,7 @@ class UpdateItem:
     weight: float = 1.0
     keep_together: str | None = None
     importance: Importance | None = None
+    numerics: Numerics = Numerics()
 
     def mini_batch(self, index: int) -> DataProto:
         """Return this rank's rows of one mini-batch."""

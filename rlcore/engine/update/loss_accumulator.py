@@ -54,6 +54,11 @@ def row_names(batch: DataProto, most: int = 8) -> str:
     uid = batch.view("uid") if "uid" in batch else np.arange(len(batch))
     sample = batch.view("sample_index").tolist() if "sample_index" in batch else [None] * len(batch)
     names = [f"uid={u} sample={s}" if s is not None else f"uid={u}" for u, s in zip(uid, sample, strict=True)]
+    return first_of(names, most)
+
+
+def first_of(names: Sequence[str], most: int = 8) -> str:
+    """Return the first `most` names as text, and the number of the others."""
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -113,14 +118,15 @@ def _counts(item: UpdateItem, batch: DataProto, vocab: int, device: torch.device
 class LossAccumulator:
     """The sums and counts of one item's loss over one mini-batch, on this rank.
 
-    `scale` multiplies the loss of each micro-batch. `faults` lists terms that are not finite and counts that do not add
-    up, each as a sentence.
+    `scale` multiplies the loss of each micro-batch. `not_finite` lists terms that are not finite, and `faults` counts
+    that do not add up, each as a sentence.
     """
 
     def __init__(self, item: UpdateItem, global_counts: Mapping[str, float], scale: float) -> None:
         self.item, self.global_counts, self.scale = item, global_counts, scale
         self.totals: Totals = {}
         self.largest: dict[str, float] = {}
+        self.not_finite: list[str] = []
         self.faults: list[str] = []
 
     def add_terms(self, terms: Mapping[str, Term], batch: DataProto) -> Tensor:
@@ -131,7 +137,7 @@ class LossAccumulator:
                 raise DataError(f"loss term {key!r} appeared only with real outputs; terms may not depend on them")
             total = float(term.total.detach())
             if not math.isfinite(total):
-                self.faults.append(f"the loss is not finite: term {key!r} is {total} over rows {row_names(batch)}")
+                self.not_finite.append(f"the loss is not finite: term {key!r} is {total} over rows {row_names(batch)}")
             self.add_metric(f"loss/{key}", total, term.count)
             if term.weight is not None and self.global_counts[key] > 0:
                 share = term.total * (term.weight * self.item.weight * self.scale / self.global_counts[key])

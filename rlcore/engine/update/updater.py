@@ -7,8 +7,10 @@ on micro-batches, padding or the number of ranks.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -30,23 +32,25 @@ from rlcore.engine.update.loss_accumulator import (
     call_loss,
     larger,
     merge_totals,
-    row_names,
     sum_counts,
 )
 from rlcore.engine.update.microbatch import column_values, micro_batches
+from rlcore.engine.update.nonfinite import MOST_SKIPPED, LargestGradient, NotFiniteError, explain, largest_gradients
 from rlcore.engine.update.schedule import learning_rate
 from rlcore.errors import DataError
-from rlcore.ops import Need, Outputs, needs_of
+from rlcore.ops import Need, Outputs, Term, needs_of
 from rlcore.protocol import DataProto, Ragged
 
 if TYPE_CHECKING:
     from rlcore.engine.train import TrainEngine
 
+log = logging.getLogger(__name__)
+
 Counts = dict[str, float]
 """The count of each loss term by name."""
 
-Report = tuple[Totals, list[str], dict[str, float]]
-"""One rank's part of one item: sums and counts, faults, largest values."""
+Report = tuple[Totals, list[str], list[str], dict[str, float]]
+"""One rank's part of one item: sums and counts, faults, terms that are not finite, largest values."""
 
 
 class Updater:
@@ -130,7 +134,8 @@ class Updater:
 
         `step` is the run's step, from 0, which sets the learning rate. A mini-batch without rows on any rank is
         skipped and counted. Raises DataError on every rank, before the optimizer step, for a frozen role and for a loss
-        or gradient that is not finite; the error names the rows.
+        or gradient that is not finite; the error names the term, the rows and keys that help. With
+        `trainer.on_nonfinite=skip` such a step is left out and counted, at most MOST_SKIPPED in a row.
         """
         engine = self._engine
         if not engine.trains:
@@ -140,13 +145,16 @@ class Updater:
         totals: list[Totals] = []
         largest: dict[str, float] = {}
         norms: list[float] = []
-        skipped = 0
+        skipped = not_finite = 0
         for _ in range(epochs):
             for index in range(len(items[0].sizes)):
                 # After the first optimizer step the weights are no longer those that sampled, so only that is measured.
                 done = self._mini_batch([(item, item.mini_batch(index)) for item in items], lr, measure=not norms)
                 if done is None:
                     skipped += 1
+                    continue
+                if not done.taken:
+                    not_finite += 1
                     continue
                 totals.append(done.totals)
                 norms.append(done.gradient_norm)
@@ -162,6 +170,7 @@ class Updater:
             "train/lr": lr,
             "train/optimizer_steps": float(len(norms)),
             "train/skipped_updates": float(skipped),
+            "train/nonfinite_updates": float(not_finite),
         }
 
     def _mini_batch(
@@ -184,11 +193,61 @@ class Updater:
             on_each_rank = [lengths[index] for lengths, _ in by_rank]
             padded.append(self._pad_to_equal_count(parts, on_each_rank))
         try:
-            return self._step(work, padded, counts, global_counts, lr, measure=measure)
+            done = self._step(work, padded, counts, global_counts, lr, measure=measure)
+        except NotFiniteError as error:
+            self._engine.zero_grad()
+            return self._left_out(str(error), work, padded, lr)
         except Exception:
             # Half a gradient must not remain, neither for the next update nor in memory, if a caller catches the error.
             self._engine.zero_grad()
             raise
+        self._engine.skipped_in_a_row = 0
+        return done
+
+    def _left_out(
+        self,
+        cause: str,
+        work: Sequence[tuple[UpdateItem, DataProto]],
+        padded: Sequence[Sequence[DataProto | None]],
+        lr: float,
+    ) -> _OptimizerStep:
+        """Return a step that was not taken, or raise DataError, on every rank alike: all ranks saw the same norm."""
+        found: list[LargestGradient] = []
+        for (item, _), parts in zip(work, padded, strict=True):
+            found += self._largest_gradients(item, parts) if parts else []
+        first = work[0][0]
+        message = explain(cause, found, first, lr=lr, dtype=self._engine.dtype)
+        if first.numerics.on_nonfinite == "stop":
+            raise DataError(message)
+        self._engine.skipped_in_a_row += 1
+        if self._engine.skipped_in_a_row > MOST_SKIPPED:
+            raise DataError(
+                f"{self._engine.skipped_in_a_row} optimizer steps in a row were not finite; "
+                f"trainer.on_nonfinite=skip leaves out at most {MOST_SKIPPED}. The last one: {message}"
+            )
+        if self._ranks.rank == 0:
+            log.warning("an optimizer step was skipped (trainer.on_nonfinite=skip): %s", message)
+        return _OptimizerStep(taken=False)
+
+    def _largest_gradients(self, item: UpdateItem, parts: Sequence[DataProto | None]) -> list[LargestGradient]:
+        """Return the largest gradient of each term of an item in each row, of all ranks.
+
+        It runs the forward again, with the same weights, and goes backward from each term to the model's outputs.
+        """
+        device, found = self._ranks.device, list[LargestGradient]()
+
+        def terms_of(out: Outputs, part: DataProto) -> Mapping[str, Term]:
+            if is_corrected(item):
+                out = correct(out, part, LossAccumulator(item, {}, 1.0), device)
+            return call_loss(item, out, part, device)
+
+        def finish(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
+            if part is not None:
+                found.extend(largest_gradients(_by_row(outputs, part, item), part, partial(terms_of, part=part)))
+            return torch.zeros((), device=device)
+
+        self._engine.forward(parts, forward_needs(item), finish)
+        return list(chain.from_iterable(self._mesh.one_per_dp_rank(self._ranks.gather(found))))
 
     def _counts(self, item: UpdateItem, batch: DataProto, parts: Sequence[DataProto]) -> Counts:
         """Return the count of each loss term over this rank's rows."""
@@ -224,13 +283,13 @@ class Updater:
 
         def approve(squares: float) -> float:
             """Gather all ranks' losses and gradient norms in one message and check them; return the clipping factor."""
-            reports: list[Report] = [(each.totals, each.faults, each.largest) for each in accumulators]
+            reports: list[Report] = [(each.totals, each.faults, each.not_finite, each.largest) for each in accumulators]
             told = self._ranks.gather((squares, reports))
             # First: faults of a loss name its term and rows, and are the cause of a bad norm.
             done.add(self._mesh.one_per_dp_rank([report for _, report in told]))
             done.gradient_norm = math.sqrt(sum(of_rank for of_rank, _ in told))
             if not math.isfinite(done.gradient_norm):
-                self._refuse_gradient(done.gradient_norm, [batch for _, batch in work])
+                raise NotFiniteError(f"the gradient norm is {done.gradient_norm}")
             return self._clip_factor(done.gradient_norm)
 
         self._engine.step(lr, approve)
@@ -244,7 +303,7 @@ class Updater:
         def finish(part: DataProto | None, outputs: dict[str, Tensor]) -> Tensor:
             if part is None:  # only another rank has rows: join its collectives with a loss of zero
                 return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
-            out = _by_row(outputs, part)
+            out = _by_row(outputs, part, item)
             if measure:
                 measure_logprob_diff(out, part, accumulator, device)
             if is_corrected(item):
@@ -253,21 +312,16 @@ class Updater:
 
         self._engine.forward_backward(parts, forward_needs(item), finish, last=last)
 
-    def _refuse_gradient(self, norm: float, batches: Sequence[DataProto]) -> None:
-        """Raise DataError naming the rows of all ranks."""
-        mine = "; ".join(row_names(batch) for batch in batches if len(batch))
-        rows = " | ".join(names for names in self._mesh.one_per_dp_rank(self._ranks.gather(mine)) if names)
-        raise DataError(f"the gradient norm is {norm} over rows {rows}; the weights were left unchanged")
-
     def _clip_factor(self, norm: float) -> float:
         limit = self._engine.engine_config.clip_grad
         return limit / norm if 0 < limit < norm else 1.0
 
 
 class _OptimizerStep:
-    """The result of one optimizer step over all ranks."""
+    """The result of one optimizer step over all ranks. `taken` False: it was not finite and was skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, taken: bool = True) -> None:
+        self.taken = taken
         self.totals: Totals = {}
         self.largest: dict[str, float] = {}
         self.gradient_norm = 0.0
@@ -275,11 +329,14 @@ class _OptimizerStep:
     def add(self, ranks: Sequence[Sequence[Report]]) -> None:
         """Merge the reports of all data-parallel ranks. Raises DataError for the faults that they name."""
         reports = list(chain.from_iterable(ranks))
-        faults = list(chain.from_iterable(of_item for _, of_item, _ in reports))
+        faults = dict.fromkeys(chain.from_iterable(of_item for _, of_item, _, _ in reports))
+        not_finite = dict.fromkeys(chain.from_iterable(of_item for _, _, of_item, _ in reports))
         if faults:
-            raise DataError(f"{' | '.join(dict.fromkeys(faults))}; the weights were left unchanged")
-        self.totals = merge_totals([totals for totals, _, _ in reports])
-        for _, _, largest in reports:
+            raise DataError(f"{' | '.join(faults)}; the weights were left unchanged")
+        if not_finite:
+            raise NotFiniteError(" | ".join(not_finite))
+        self.totals = merge_totals([totals for totals, _, _, _ in reports])
+        for _, _, _, largest in reports:
             for name, value in largest.items():
                 self.largest[name] = larger(self.largest.get(name, value), value)
 
@@ -296,7 +353,7 @@ def _global_counts(by_dp_rank: Sequence[Sequence[Counts]]) -> list[Counts]:
     return summed
 
 
-def _by_row(outputs: dict[str, Tensor], part: DataProto) -> Outputs:
+def _by_row(outputs: dict[str, Tensor], part: DataProto, item: UpdateItem) -> Outputs:
     """Lay token-level outputs [tokens, ...] out as [rows, longest, ...], differentiably, zeros on the right."""
     lengths = part.view("responses").lengths
     rows, longest = len(lengths), int(lengths.max())
@@ -309,4 +366,4 @@ def _by_row(outputs: dict[str, Tensor], part: DataProto) -> Outputs:
             places = (row_of * longest + step).to(values.device)
             empty = values.new_zeros(rows * longest, *values.shape[1:])
             padded[name] = empty.index_copy(0, places, values).view(rows, longest, *values.shape[1:])
-    return Outputs(padded)
+    return Outputs(padded, item.numerics.log_ratio_bound)

@@ -7,7 +7,7 @@ import torch
 from rlcore_grpo import GRPOConfig, grpo_loss
 from transformers import AutoModelForCausalLM
 
-from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.items import Numerics, UpdateItem
 from rlcore.errors import DataError
 from rlcore.ops import masked_sum, metric, needs, objective
 from rlcore.protocol import DataProto
@@ -32,7 +32,7 @@ def by_hand(folder, batch: DataProto, config: GRPOConfig):
         advantage = batch["advantages"][i]
         ratio = (log_p - old).exp()
         surrogate = torch.min(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage)
-        token = -surrogate + config.kl_coef * ((ref - log_p).exp() - (ref - log_p) - 1)
+        token = -surrogate + config.kl_coef * ((ref - log_p).exp() - (ref - log_p) - 1).clamp(max=10)
         total = total + (token * mask).sum()
         tokens += int(mask.sum())
         if mask.any():
@@ -74,7 +74,7 @@ def by_padding(folder, batch: DataProto, side: str, extra: int):
         old, ref, mask = (batch[name][i] for name in ("old_log_probs", "ref_log_probs", "response_mask"))
         ratio, advantage = (new - old).exp(), batch["advantages"][i]
         token = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        token = token + CONFIG.kl_coef * ((ref - new).exp() - (ref - new) - 1)
+        token = token + CONFIG.kl_coef * ((ref - new).exp() - (ref - new) - 1).clamp(max=10)
         total, tokens = total + (token * mask).sum(), tokens + int(mask.sum())
     (total / tokens).backward()
     return {name: p.grad for name, p in hf.named_parameters()}
@@ -234,9 +234,112 @@ def steep(out, batch, config):
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(make_engine, random_batch):
     engine = make_engine(lr=1e-3)
-    with pytest.raises(DataError, match=r"gradient norm is nan over rows uid=0:0 sample=0"):
+    with pytest.raises(
+        DataError, match=r"gradient norm is nan; the gradient of term 'steep' .* rows .*uid=0:0 sample=0"
+    ):
         update(engine, random_batch(), loss=steep)
     assert engine.version == 0
+
+
+def steep_in_one_row(out, batch, config):
+    mask, far = batch["response_mask"], (batch["advantages"] == 7.0)[:, None]
+    zero = (out.log_probs - out.log_probs.detach()).square()
+    return {
+        "sound": objective(masked_sum(out.log_probs, mask), mask.sum()),
+        "kl": objective(torch.where(far, zero, 1 + zero).sqrt().sum(), mask.sum(), 0.5),
+    }
+
+
+def one_row_apart(random_batch):
+    batch = random_batch()
+    advantages = batch["advantages"]
+    advantages[4] = 7.0
+    batch["advantages"] = advantages
+    return batch
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_gradient_that_is_not_finite_names_its_term_its_rows_and_keys(make_engine, random_batch, rows):
+    """In micro-batches of any size only the row of the square root at 0, and only its term."""
+    engine = make_engine(lr=1e-3, micro_batch_rows=rows)
+    with pytest.raises(DataError) as caught:
+        update(engine, one_row_apart(random_batch), loss=steep_in_one_row, config=GRPOConfig(kl_coef=0.25))
+    assert str(caught.value) == (
+        "the gradient norm is nan; the gradient of term 'kl' is not finite in rows uid=0:1 sample=1; the weights were "
+        "left unchanged. Keys that may help: engine.lr below 0.001, algo.kl_coef below 0.25, "
+        "trainer.on_nonfinite=skip, which leaves such steps out and may be set when the run is resumed"
+    )
+
+
+def huge_in_one_row(out, batch, config):
+    mask = batch["response_mask"]
+    factor = torch.where((batch["advantages"] == 7.0)[:, None], 1e36, 1.0)
+    return {"kl": objective(masked_sum(out.log_probs * factor, mask), mask.sum(), 0.5)}
+
+
+def test_a_norm_that_overflows_names_the_largest_gradient(make_engine, random_batch):
+    """All gradients are finite, but the sum of their squares is infinite in fp32: 0.5 * 1e36 = 5e35."""
+    with pytest.raises(
+        DataError, match=r"is inf; .* finite, the largest 5e\+35 of term 'kl' in rows uid=0:1 sample=1; the"
+    ):
+        update(make_engine(lr=1e-3), one_row_apart(random_batch), loss=huge_in_one_row)
+
+
+def far_from_the_reference(random_batch):
+    """The probability of a token fell by e^100, so that exp in k3 and its gradient are infinite in fp32."""
+    batch = random_batch()
+    ref = batch["ref_log_probs"].values.clone()
+    ref[(batch["response_mask"].values > 0).nonzero()[0]] = 100.0
+    batch["ref_log_probs"] = batch["ref_log_probs"].with_values(ref)
+    return batch
+
+
+def test_a_kl_far_from_the_reference_trains_and_without_a_bound_names_it(make_engine, random_batch):
+    engine = make_engine(lr=1e-3)
+    metrics = update(engine, far_from_the_reference(random_batch), config=GRPOConfig(kl_coef=0.1))
+    assert math.isfinite(metrics["loss/kl"])
+    assert math.isfinite(metrics["train/grad_norm"])
+    with pytest.raises(DataError, match=r"term 'kl' is inf over .*trainer.log_ratio_bound=20.*algo.kl_coef below 0.1"):
+        update(
+            engine,
+            far_from_the_reference(random_batch),
+            config=GRPOConfig(kl_coef=0.1),
+            numerics=Numerics(log_ratio_bound=0),
+        )
+
+
+SKIP = Numerics(on_nonfinite="skip")
+
+
+def test_a_skipped_step_leaves_everything_as_without_it(make_engine, random_batch):
+    """Three mini-batches, the middle one with a NaN: weights and optimizer end as after the other two alone."""
+    batch = random_batch()
+    advantages = batch["advantages"]
+    advantages[5] = float("nan")
+    batch["advantages"] = advantages
+    engine, plain = make_engine(lr=1e-2), make_engine(lr=1e-2)
+    metrics = update(engine, batch, sizes=[4, 4, 4], numerics=SKIP)
+    kept = update(plain, batch[[*range(4), *range(8, 12)]], sizes=[4, 4])
+    assert (metrics.pop("train/nonfinite_updates"), kept.pop("train/nonfinite_updates")) == (1, 0)
+    assert metrics == kept
+    for each in (engine, plain):
+        update(each, random_batch(seed=2), sizes=[12])
+    assert engine.version == plain.version == 3
+    theirs = dict(plain.export(torch.float32))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in engine.export(torch.float32))
+
+
+def test_five_steps_in_a_row_are_skipped_and_the_sixth_stops_the_run(make_engine, random_batch):
+    bad = one_row_apart(random_batch)
+    options = {"loss": steep_in_one_row, "numerics": SKIP}
+    engine = make_engine(lr=1e-3)
+    metrics = update(engine, bad, epochs=5, **options)
+    assert (metrics["train/nonfinite_updates"], metrics["train/optimizer_steps"]) == (5, 0)
+    update(engine, random_batch(), numerics=SKIP)
+    assert update(engine, bad, epochs=5, **options)["train/nonfinite_updates"] == 5
+    with pytest.raises(DataError, match=r"6 optimizer steps in a row were not finite; .* at most 5.* uid=0:1 sample=1"):
+        update(engine, bad, **options)
+    assert engine.version == 1
 
 
 def mean_over_micro_batch(out, batch, config):

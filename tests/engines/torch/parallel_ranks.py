@@ -30,13 +30,14 @@ from rlcore.config import EngineConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.room import local_parameters
 from rlcore.engine.train import TrainSetup
-from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.items import Numerics, UpdateItem
 from rlcore.engine.update.micro_batch_size import measure
 from rlcore.engine.update.microbatch import update_plan
 from rlcore.engines.torch import parameters, state
 from rlcore.engines.torch.config import TorchConfig
 from rlcore.engines.torch.engine import TorchEngine
 from rlcore.engines.torch.parameters import reshard_fsdp
+from rlcore.errors import DataError
 
 spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).parents[2] / "engine_models.py")
 engine_models = importlib.util.module_from_spec(spec)
@@ -89,10 +90,11 @@ def engine_of(case: Case, rank: int) -> TorchEngine:
     return engine
 
 
-def step(engine: TorchEngine, batch: Any) -> dict[str, float]:
+def step(engine: TorchEngine, batch: Any, on_nonfinite: Any = "stop") -> dict[str, float]:
     place = engine.layout.coordinates(engine.ranks.rank).dp
     rows = update_plan(len(batch), list(batch["uid"]), 1, engine.layout.dp)[place][0]
-    item = UpdateItem(batch[rows], [len(rows)], grpo_loss, GRPOConfig(kl_coef=0.1), keep_together="uid")
+    config, numerics = GRPOConfig(kl_coef=0.1), Numerics(on_nonfinite=on_nonfinite)
+    item = UpdateItem(batch[rows], [len(rows)], grpo_loss, config, keep_together="uid", numerics=numerics)
     return engine.update([item], epochs=1, step=0)
 
 
@@ -130,7 +132,32 @@ def seen(engine: TorchEngine) -> dict[str, Any]:
     found["full"] = list(full) == list(engine.shapes) and same(mine, found["adamw"])
     found["rollout"] = same({name: tensor.clone() for name, tensor in engine.export(torch.float32)}, full)
     found["local"] = local_is_cut(engine, full)
+    found["skipped"] = skips(engine)
     return found
+
+
+def skips(engine: TorchEngine) -> bool:
+    """Whether all ranks skip a step in which one row of one rank is NaN, change nothing, and name that row alike."""
+    assert engine.optimizer is not None
+    batch = BATCHES[0][:]
+    advantages = batch["advantages"]
+    advantages[7] = torch.nan
+    batch["advantages"] = advantages
+
+    def held() -> dict[str, Tensor]:
+        moments = [value for each in engine.optimizer.state.values() for value in each.values()]
+        return {**weights(engine), **{str(n): state.local(value).clone() for n, value in enumerate(moments)}}
+
+    before, version = held(), engine.version
+    metrics = step(engine, batch, "skip")
+    unchanged = same(held(), before) and engine.version == version
+    counted = (metrics["train/nonfinite_updates"], metrics["train/optimizer_steps"]) == (1, 0)
+    try:
+        step(engine, batch)
+    except DataError as error:
+        told = engine.ranks.gather(str(error))
+    one_row = f"gradient of term 'policy' is not finite in rows uid={batch['uid'][7]} sample=1; the weights"
+    return unchanged and counted and same(held(), before) and len(set(told)) == 1 and one_row in told[0]
 
 
 def go_on(engine: TorchEngine) -> dict[str, Tensor]:
@@ -187,7 +214,7 @@ def compare(engine: TorchEngine, got: dict[str, Any], want: dict[str, Any]) -> d
         "computed": max(computed, default=0.0),
         "sgd": off(engine, got["sgd"], want["sgd"]),
         "adamw": max((got["adamw"][name] - part).abs().max().item() for name, part in parts.items() if part.numel()),
-        **{name: float(got[name]) for name in ("full", "rollout", "local")},
+        **{name: float(got[name]) for name in ("full", "rollout", "local", "skipped")},
     }
 
 

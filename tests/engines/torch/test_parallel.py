@@ -72,6 +72,7 @@ def test_the_update_is_that_of_one_process(measured, case):
         assert off["adamw"] < 1e-5 + 0.01 * 1e-4, (rank, off)  # at a learning rate of 1e-4, absolute
         assert off["computed"] < 1e-4, (rank, off)
         assert off["full"] == off["rollout"] == off["local"] == 1, (rank, off)
+        assert off["skipped"] == 1, (rank, off)  # a step with a NaN in one row, on every rank alike
 
 
 @pytest.mark.parametrize("case", ACROSS)

@@ -162,7 +162,7 @@ def _equal_end(suite: AlgorithmSuite, resumed: FinishedRun) -> int:
 
 
 def non_finite(suite: AlgorithmSuite) -> str:
-    """A score or a loss that is not finite stops the run with an error about it."""
+    """A score or a loss that is not finite stops the run with an error; far log-probs leave gradients finite."""
     plain = suite.plain.record
     if not any(len(item.batch) for item in plain.items) and not plain.scored:
         raise NotApplicable("it scores nothing and updates nothing")
@@ -174,6 +174,7 @@ def non_finite(suite: AlgorithmSuite) -> str:
         looked.append("a loss")
         _expect_stop(suite, "nan-loss", Changes(nan_loss=True), "a loss of NaN")
         loss_checks.reports_nan(suite)
+        loss_checks.stays_finite(suite)
     return f"the run stops for {' and '.join(looked)} of NaN"
 
 

@@ -21,6 +21,8 @@ from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 
 MOST_ROWS = 8
 """Most rows (or units) that are checked one by one."""
+FAR = 200.0
+"""Nats that log-probs are moved by; exp of it is infinite in fp32."""
 CANDIDATES = 3
 """Most samples whose score is raised, one after the other, until one of them shows an effect."""
 
@@ -122,6 +124,18 @@ def reports_nan(suite: AlgorithmSuite) -> None:
         leaves = {name: leaf * torch.nan for name, leaf in probe.leaves.items()}
         if torch.isfinite(torch.tensor(probe.evaluate(leaves=leaves).objective)):
             raise CheckFailed(f"{probe.item.title} hides a model whose outputs are NaN behind a finite loss")
+
+
+def stays_finite(suite: AlgorithmSuite) -> None:
+    """Raise CheckFailed when a gradient is not finite although the log-probs are, FAR from those of the batch."""
+    for probe in suite.probes(suite.plain):
+        for shift in (FAR, -FAR) if "log_probs" in probe.leaves else ():
+            leaves = {name: leaf + shift if name == "log_probs" else leaf for name, leaf in probe.leaves.items()}
+            if not all(bool(each.isfinite().all()) for each in probe.evaluate(leaves=leaves).gradient.values()):
+                raise CheckFailed(
+                    f"{probe.item.title} has a gradient that is not finite where log-probs are {shift:g} nats from "
+                    "those of the batch: out.ratio and kl_estimate bound log-ratios before exp"
+                )
 
 
 def maps_by_row(suite: AlgorithmSuite) -> None:

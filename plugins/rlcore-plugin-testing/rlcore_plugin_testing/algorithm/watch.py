@@ -289,7 +289,7 @@ def _recording_ratios(loss: Loss, ratios: dict[str, float]) -> Loss:
         # The engine also calls the loss only for its counts: without a gradient, with made-up outputs.
         if torch.is_grad_enabled() and "old_log_probs" in batch and "log_probs" in out.given:
             inside = batch["response_mask"] != 0 if "response_mask" in batch else batch["old_log_probs"] != 0
-            away = ((out.log_probs.detach() - batch["old_log_probs"]).exp() - 1).abs()[inside]
+            away = (out.ratio(batch["old_log_probs"]).detach() - 1).abs()[inside]
             name = function_name(loss)
             ratios[name] = max(ratios.get(name, 0.0), float(away.max()) if away.numel() else 0.0)
         return loss(out, batch, config)

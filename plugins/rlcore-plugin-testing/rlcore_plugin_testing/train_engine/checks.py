@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlcore import POLICY, ConfigError, DataError, DataProto, Ragged
 from rlcore.config import from_yaml, to_yaml
-from rlcore.engine import TrainEngine, UpdateItem
+from rlcore.engine import Numerics, TrainEngine, UpdateItem
+from rlcore.ops import Loss
 from rlcore_plugin_testing.report import CheckFailed, NotApplicable, expect_error
 from rlcore_plugin_testing.train_engine import problem, state_checks
 from rlcore_plugin_testing.train_engine.ranks import ranks
@@ -184,7 +185,7 @@ def refused_step(suite: TrainEngineSuite) -> str:
 
 
 def non_finite(suite: TrainEngineSuite) -> str:
-    """A loss or a gradient that is not finite is refused, naming rows, and changes nothing."""
+    """A loss or a gradient that is not finite is refused, naming rows, and changes nothing; so does a skipped step."""
     for loss, says in ((problem.nan_loss, "loss is not finite"), (problem.steep_loss, "gradient norm is nan")):
         engine = suite.engine(**SMOOTH)
         before = weights_of(engine)
@@ -195,7 +196,26 @@ def non_finite(suite: TrainEngineSuite) -> str:
         engine.update([suite.item()], epochs=1, step=0)
         if not all(bool(tensor.isfinite().all()) for tensor in weights_of(engine).values()):
             raise CheckFailed(f"after an update whose {says}, the next one gives weights that are not finite")
-    return "a loss and a gradient of NaN are refused"
+        _skip(suite, loss, says)
+    return "a loss and a gradient of NaN are refused, or skipped"
+
+
+def _skip(suite: TrainEngineSuite, loss: Loss, says: str) -> None:
+    """Skip a step between two others, and compare with an engine that only takes those."""
+    engine, plain = suite.engine(**SMOOTH), suite.engine(**SMOOTH)
+    batch = problem.rows(suite.vocab)
+    bad = UpdateItem(batch, [len(batch)], loss, None, numerics=Numerics(on_nonfinite="skip"))
+    for step in (0, 1):
+        for each in (engine, plain):
+            each.update([suite.item(seed=step)], epochs=1, step=step)
+        if step == 0:
+            metrics = engine.update([bad], epochs=1, step=step)
+            counts = metrics.get("train/nonfinite_updates"), metrics["train/optimizer_steps"]
+            if counts != (1, 0):
+                raise CheckFailed(f"with on_nonfinite=skip, {counts[0]} updates whose {says} were counted, not 1")
+    expect_equal(weights_of(engine), weights_of(plain), f"two steps with a skipped one between, whose {says}")
+    if engine.version != plain.version:
+        raise CheckFailed(f"after a skipped step the version is {engine.version}, not {plain.version}")
 
 
 def frozen(suite: TrainEngineSuite) -> str:
