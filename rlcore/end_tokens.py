@@ -50,16 +50,20 @@ class EndTokens:
 def find_end_tokens(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> EndTokens:
     """Return the end tokens named by tokenizer, generation_config.json, config.json and the chat template.
 
-    `tokenizer`: that of the model's folder. A place that names none is left out.
+    `tokenizer`: that of the model's folder. A place that names none is left out, and so are tokens that the model does
+    not have.
     """
     folder = model_path(model.path)
     config = _read(folder / "config.json")
+    config = {**config.get("text_config", {}), **config}
     found = {
         TEMPLATE: _turn_end(model, tokenizer),
         TOKENIZER: _ids(tokenizer.eos_token_id),
         "generation_config.json": _ids(_read(folder / "generation_config.json").get("eos_token_id")),
-        "config.json": _ids({**config.get("text_config", {}), **config}.get("eos_token_id")),
+        "config.json": _ids(config.get("eos_token_id")),
     }
+    size = config.get("vocab_size", len(tokenizer))
+    found = {place: tuple(each for each in ids if 0 <= each < size) for place, ids in found.items()}
     places = {place: ids for place, ids in found.items() if ids}
     answer = (found[TEMPLATE] or found[TOKENIZER] or next(iter(places.values()), (-1,)))[0]
     return EndTokens(places, answer)

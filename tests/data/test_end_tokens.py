@@ -37,7 +37,7 @@ def test_the_shipped_model_names_one_token_everywhere() -> None:
 
 def test_all_places_count(model_folder: Path, edit_json: EditJson) -> None:
     edit_json(model_folder / "generation_config.json", eos_token_id=[63, 64])
-    edit_json(model_folder / "config.json", eos_token_id=65)
+    edit_json(model_folder / "config.json", eos_token_id=[65, 320, 151_643])  # it has 320 tokens
     phi(model_folder)
     found = ends_of(model_folder)
     assert found.places == {
