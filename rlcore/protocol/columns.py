@@ -256,11 +256,24 @@ def column_of(name: str, value: Any) -> Column:
 
 
 def same_contents(left: Any, right: Any) -> bool:
-    """Return whether two values are equal in type, dtype, shape and all contents; NaN equals NaN."""
+    """Return whether two values are equal in type, dtype, shape and all contents; NaN equals NaN.
+
+    Raises DataError for values that contain themselves, or nest too deeply to be compared.
+    """
+    try:
+        return _same(left, right)
+    except RecursionError:
+        raise DataError(
+            "two values cannot be compared, as they contain themselves or nest too deeply; keep such objects out of a "
+            "batch, or leave one of the two columns out with select()"
+        ) from None
+
+
+def _same(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, Column) and isinstance(right, Column):
-        return left.same_as(right) or (left.spec() == right.spec() and same_contents(left.view(), right.view()))
+        return left.same_as(right) or (left.spec() == right.spec() and _same(left.view(), right.view()))
     if type(left) is not type(right):
         return False
     if type(left) not in _SCALARS:
@@ -287,15 +300,15 @@ def _same_ragged(left: Ragged, right: Ragged) -> bool:
 
 
 def _same_arrays(left: np.ndarray, right: np.ndarray) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and same_contents(left.tolist(), right.tolist())
+    return left.shape == right.shape and left.dtype == right.dtype and _same(left.tolist(), right.tolist())
 
 
 def _same_mappings(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
-    return left.keys() == right.keys() and all(same_contents(left[key], right[key]) for key in left)
+    return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
 
 
 def _same_sequences(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(same_contents, left, right))
+    return len(left) == len(right) and all(map(_same, left, right))
 
 
 _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 
 from rlcore.errors import ConfigError, DataError, did_you_mean
@@ -20,6 +21,8 @@ from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.balance import SplitBatch
 from rlcore.workers.contract import CallArgs
 
+METRICS = "metrics"
+"""The key of meta_info under which ranks return numbers of their own."""
 PerRank: TypeAlias = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
 """For every positional and every keyword argument, a list with one value per rank."""
 
@@ -108,17 +111,47 @@ def _holds_rows(value: Any) -> bool:
     return isinstance(value, (DataProto, SplitBatch))
 
 
+def _refuse_unsplit_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise DataError for rows that are in no DataProto: each rank would get all of them, and give all back.
+
+    A list beside a DataProto is taken for a setting.
+    """
+    named = [*enumerate(args), *kwargs.items()]
+    alone = not any(_holds_rows(value) for _, value in named)
+    for name, value in named:
+        is_tensor = isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
+        is_tensor_dict = isinstance(value, Mapping) and hasattr(value, "batch_size")
+        is_rows = is_tensor or is_tensor_dict or isinstance(value, Ragged)
+        if is_rows or (alone and isinstance(value, (list, tuple)) and len(value) and not _holds_rows(value)):
+            raise DataError(
+                f"argument {name!r} is a {type(value).__name__} of {len(value)} entries, which this dispatch mode "
+                "would give whole to every rank: it splits the rows of a DataProto. Put them into one, as "
+                "DataProto.from_single_dict({'x': rows}); a value that every rank needs goes into a dict, or to a "
+                "method with Dispatch.ONE_TO_ALL"
+            )
+
+
 def join_rows(outputs: Sequence[Any]) -> Any:
     """Return the results joined by rows: DataProtos, Ragged columns, tensors or lists; None if all are None.
 
-    DataProtos without rows add nothing, even if their columns differ. Raises DataError for other or mixed types.
+    Of DataProtos, `metrics` in meta_info becomes the list of all ranks' values; any other key must be equal on all
+    ranks that have it. A DataProto without rows adds only its meta_info, even if its columns differ. Raises DataError
+    for meta_info that differs, and for other or mixed types.
     """
     if all(output is None for output in outputs):
         return None
     if all(isinstance(output, DataProto) for output in outputs):
         # A rank without rows may not know its columns' dtypes.
         with_rows = [output for output in outputs if len(output)]
-        return DataProto.concat(with_rows) if with_rows else outputs[0]
+        metas = [output.meta_info for output in outputs]
+        if not any(metas):
+            return DataProto.concat(with_rows) if with_rows else outputs[0]
+        plain = [DataProto(meta_info={key: value for key, value in meta.items() if key != METRICS}) for meta in metas]
+        rows = [output.select(meta_info_keys=[]) for output in with_rows or outputs[:1]]
+        joined = DataProto.concat([*rows, *plain])
+        if any(METRICS in meta for meta in metas):
+            joined.meta_info[METRICS] = [meta[METRICS] for meta in metas if METRICS in meta]
+        return joined
     if all(isinstance(output, Ragged) for output in outputs):
         return Ragged.cat(list(outputs))
     if all(isinstance(output, torch.Tensor) and output.ndim for output in outputs):
@@ -141,6 +174,7 @@ def split_over(*axes: str) -> Callable[..., PerRank]:
 
     def distribute(group: Any, *args: Any, **kwargs: Any) -> PerRank:
         numbers, _ = group.mesh.slices(axes)
+        _refuse_unsplit_rows(args, kwargs)
 
         def per_rank(value: Any) -> list[Any]:
             parts = [value]

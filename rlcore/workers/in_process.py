@@ -19,7 +19,7 @@ from rlcore.workers.future import Future
 from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.spans import MAX_SPANS, Span
-from rlcore.workers.worker import Worker, WorkerContext, construct
+from rlcore.workers.worker import Worker, WorkerContext, construct, running
 
 
 class FinishedCall(Future):
@@ -77,7 +77,8 @@ class InProcess(Processes):
             worker = self._workers[role][rank]
             began = time.time()
             try:
-                outputs[rank] = getattr(worker, method)(*call[0], **call[1])
+                with running(worker):
+                    outputs[rank] = getattr(worker, method)(*call[0], **call[1])
                 expected = None if declared is None else declared[rank]
                 if expected is not None:
                     expected.check(outputs[rank])

@@ -30,7 +30,7 @@ from rlcore.workers.progress import ProgressWatch
 from rlcore.workers.ray_call import await_inputs, decode_call
 from rlcore.workers.ray_store import store_declared_result, store_result
 from rlcore.workers.spans import MAX_SPANS, Span
-from rlcore.workers.worker import Worker, WorkerContext, construct
+from rlcore.workers.worker import Worker, WorkerContext, construct, running
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class WorkerHost:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
             began = time.time()
-            with self._watch.calling(role, method):
+            with self._watch.calling(role, method), running(worker):
                 result = getattr(worker, method)(*args, **kwargs)
             if declared is not None:
                 declared.check(result)
@@ -165,7 +165,8 @@ class WorkerHost:
         """Return the whole result of a role's method, for callers that hold this process's handle."""
         worker = self._workers[role]
         try:
-            return getattr(worker, method)(*args, **kwargs)
+            with running(worker):
+                return getattr(worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             raise worker_failure(error, worker._context, method) from None
         finally:

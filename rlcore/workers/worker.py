@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.contract import Contract, Gives, Reads
@@ -111,12 +113,33 @@ def rank_name(role: str, rank: int, world_size: int, mesh: Mapping[str, int] | N
     return f"{role} rank {rank} of {world_size}{position}"
 
 
+_running: ContextVar[WorkerContext | None] = ContextVar("running", default=None)
+"""The context of the worker whose code runs in this thread."""
+
+
+@contextmanager
+def running(worker: Worker) -> Iterator[None]:
+    """Let workers that are constructed inside have this worker's context."""
+    token = _running.set(worker._context)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
 class Worker:
     """Base class of workers. Each rank has one object; a group calls its registered methods.
 
-    An executor sets the context before `__init__` runs, so rank and world size are known there. A worker constructed
-    by hand is rank 0 of 1.
+    An executor sets the context before `__init__` runs, so rank and world size are known there. A worker that another
+    worker constructs has the context of that one; one constructed by hand elsewhere is rank 0 of 1.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a worker with the context of the worker whose code runs, if one's does."""
+        worker = super().__new__(cls)
+        if (context := _running.get()) is not None:
+            worker._context = context
+        return worker
 
     _context = WorkerContext()
     _siblings: Mapping[str, Worker] = MappingProxyType({})
@@ -162,13 +185,18 @@ class Worker:
         """Declare this rank's mesh coordinates, once, such as `set_mesh(pp=0, tp=1, dp=0)`; without it, dp = rank.
 
         Axes are pp, tp, dp and micro_dp. Every rank must declare the same ones; an undeclared axis has size 1. Raises
-        ConfigError for another axis, for coordinates that are not integers from 0, and when the group has already
-        split data over the mesh.
+        ConfigError for another axis, for coordinates that are not integers from 0, for a second call, and when the
+        group has already split data over the mesh.
         """
         if self._mesh_was_read:
             raise ConfigError(
                 f"{self._context}: set_mesh({coordinates}) comes too late, data was already split over the mesh "
                 f"{dict(self._coordinates())}. Call it in __init__ or in the first method that the group calls."
+            )
+        if self._mesh_coords is not None:
+            raise ConfigError(
+                f"{self._context}: set_mesh({coordinates}) is the second call, after {dict(self._mesh_coords)}; call "
+                "it once (a base class may have done so)"
             )
         if not coordinates or any(type(at) is not int or at < 0 for at in coordinates.values()):
             raise ConfigError(f"{self._context}: set_mesh({coordinates}) needs integers from 0, such as dp=0.")
@@ -242,5 +270,6 @@ def construct(
     worker = cls.__new__(cls)
     worker._context = context
     worker._siblings = siblings
-    worker.__init__(*args, **kwargs)  # type: ignore[misc]
+    with running(worker):
+        worker.__init__(*args, **kwargs)  # type: ignore[misc]
     return worker

@@ -80,3 +80,12 @@ def test_other_row_counts_are_still_an_error():
 def test_none_kept():
     joined = rows(0, 1, 2, 3).union(rows(0, 1, 2, 3, name="score").keeping(torch.zeros(4, dtype=torch.bool)))
     assert len(joined) == 0
+
+
+def test_objects_that_contain_themselves_are_refused_and_not_compared_for_ever():
+    ring: list = []
+    ring.append(ring)
+    other: list = []
+    other.append(other)
+    with pytest.raises(DataError, match="they contain themselves or nest too deeply"):
+        DataProto.from_dict({}, {"x": [ring]}).union(DataProto.from_dict({}, {"x": [other]}))

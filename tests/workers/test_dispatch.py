@@ -6,6 +6,7 @@ import itertools
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -215,6 +216,47 @@ def test_a_batch_that_is_cut_already_is_cut_so(mode: Dispatch) -> None:
         calls_of(mode.value, group, [SplitBatch((batch, batch, batch))], {})
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *(Dispatch.DP_COMPUTE_PROTO, Dispatch.PROTO_3D, Dispatch.ALL_MICRO_DP_3D, Dispatch.ALL_RANKS_PROTO),
+        *(Dispatch.DP_COMPUTE_METRIC, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC),
+    ],
+    ids=lambda mode: mode.name,
+)
+def test_rows_in_no_batch_are_refused_and_not_given_whole_to_all(mode: Dispatch) -> None:
+    """Two ranks would each get four rows, and eight would come back."""
+    group = three_d(1, 1, 2)
+    tensor_dict = TensorDict({"x": torch.zeros(4)}, batch_size=[4])
+    first = [len] if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC else []
+    for rows in (torch.zeros(4), np.zeros((4, 2)), Ragged.from_list([[1.0], [], [2.0], []]), tensor_dict):
+        for args, kwargs in (([rows], {}), ([batch_of(4), rows], {}), ([batch_of(4)], {"extra": rows})):
+            with pytest.raises(DataError, match=f"is a {type(rows).__name__} of 4 entries, which .* whole to every"):
+                calls_of(mode.value, group, [*first, *args], kwargs)
+    with pytest.raises(DataError, match=r"argument 0 is a list of 4 entries.*ONE_TO_ALL"):
+        calls_of(mode.value, group, [*first, [1, 2, 3, 4]], {})
+    # What every rank needs: numbers, a tensor of one number, a dict, and a list beside a batch.
+    whole = {"scale": torch.tensor(2.0), "names": ["a", "b"], "weights": {"w": torch.zeros(4)}, "nothing": []}
+    for _, named in calls_of(mode.value, group, [*first, batch_of(4)], whole):
+        assert all(named[name] is value for name, value in whole.items())
+
+
+def test_metrics_of_ranks_become_a_list_and_other_meta_info_must_agree() -> None:
+    def result(rows: int, **meta: object) -> DataProto:
+        return DataProto.from_dict({"x": torch.arange(rows)}, meta_info=meta)
+
+    joined = join_rows([result(2, metrics={"loss": 1.0}, step=3), result(1, metrics={"loss": 2.0}, step=3)])
+    assert joined["x"].tolist() == [0, 1, 0]
+    assert joined.meta_info == {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "step": 3}
+    without_rows = [DataProto(meta_info={"metrics": rank, "step": 3}) for rank in range(2)]
+    assert join_rows(without_rows).meta_info == {"metrics": [0, 1], "step": 3}
+    idle = join_rows([result(2, metrics=5), DataProto(meta_info={"metrics": 6, "only_here": True}), result(0)])
+    assert (len(idle), idle.meta_info) == (2, {"metrics": [5, 6], "only_here": True})
+    for others in ([result(1, step=4)], [DataProto(meta_info={"step": 4})]):
+        with pytest.raises(DataError, match="meta_info 'step' differs between the batches: 3 and 4"):
+            join_rows([result(2, step=3), *others])
+
+
 def test_stages_lists_are_joined_end_to_end() -> None:
     outputs = [["embed", f"layers.{rank}"] for rank in range(8)]
     assert Dispatch.PP_ONLY_3D.value.collect(three_d(2, 2, 2), outputs) == ["embed", "layers.0", "embed", "layers.2"]
@@ -229,6 +271,14 @@ def test_an_axis_that_no_worker_declares_has_one_place() -> None:
     pure_tp = group_of({"tp": 1}, {"tp": 0})
     assert rows_of(Dispatch.DP_COMPUTE_PROTO, pure_tp, 2) == [[0, 1], [0, 1]]
     assert collected(Dispatch.PROTO_3D, pure_tp) == [1]
+
+
+def test_a_second_mesh_is_an_error_and_the_first_stays() -> None:
+    worker = Base()
+    worker.set_mesh(dp=1)
+    with pytest.raises(ConfigError, match=r"set_mesh\(\{'dp': 0\}\) is the second call, after \{'dp': 1\}"):
+        worker.set_mesh(dp=0)
+    assert worker._read_mesh() == {"dp": 1}
 
 
 def test_an_axis_that_is_none_is_an_error_wherever_it_is_named() -> None:

@@ -48,8 +48,13 @@ class OddError(Exception):
         super().__init__(f"{first} and {second}")
 
 
+class Inside(Worker):
+    """A worker that another worker makes."""
+
+
 class Probe(Worker):
     def __init__(self, start: int, scale: int = 1) -> None:
+        self.inside = Inside()
         self.start = start
         self.scale = scale
         self.seen: list[Any] = []
@@ -132,6 +137,11 @@ class Probe(Worker):
         return torch.get_num_threads()
 
     @register(Dispatch.ONE_TO_ALL)
+    def places_of_workers_inside(self) -> list[tuple[int, int]]:
+        """Of a worker that `__init__` made, and of one that this call makes, without `construct`."""
+        return [(inside.rank, inside.world_size) for inside in (self.inside, Inside())]
+
+    @register(Dispatch.ONE_TO_ALL)
     def has_other(self) -> bool:
         return any(isinstance(value, Future) for value in self.seen)
 
@@ -172,6 +182,11 @@ def groups(executor: Executor) -> dict[str, WorkerGroup]:
         "meshed": ClassWithInitArgs(Meshed),
     }
     return executor.worker_group(executor.resource_pool(), roles, name="three")
+
+
+def test_a_worker_inside_a_worker_has_its_rank(groups: dict[str, WorkerGroup]) -> None:
+    assert groups["probe"].places_of_workers_inside() == [[(rank, 3)] * 2 for rank in range(3)]
+    assert (Inside().rank, Inside().world_size) == (0, 1), "made by hand, outside of every worker"
 
 
 @pytest.fixture(scope="module")
