@@ -47,7 +47,8 @@ class Preflight:
         if not self.config.algorithm:
             names = ", ".join(self.plugins.algorithms()) or "(none)"
             raise ConfigError(f"no algorithm is chosen: add algo=NAME, one of {names}")
-        return self.plugins.algorithm(self.config.algorithm).algorithm(self.config.algo)
+        spec = self.plugins.algorithm(self.config.algorithm)
+        return self.plugins.call(spec, "__init__", spec.algorithm, self.config.algo)
 
     @cached_property
     def roles(self) -> Mapping[str, Role]:
@@ -55,7 +56,9 @@ class Preflight:
         if self.purpose == "evaluate":
             declared = evaluated_roles(self.algorithm if self.config.algorithm else None)
             return with_settings(declared, restrict_to_roles(self.config, declared))
-        return resolve_roles(self.algorithm.roles(), self.config)
+        algorithm = self.algorithm
+        spec = self.plugins.algorithm(self.config.algorithm)
+        return resolve_roles(self.plugins.call(spec, "roles", algorithm.roles), self.config)
 
     @cached_property
     def own_configs(self) -> Mapping[str, Config]:
@@ -188,7 +191,7 @@ def _cluster(flight: Preflight) -> None:
 def _sections(flight: Preflight) -> None:
     for spec in flight.plugins.configs().values():
         if spec.check is not None:
-            spec.check(flight.config)
+            flight.plugins.call(spec, "check", spec.check, flight.config)
 
 
 def _environment(flight: Preflight) -> None:
@@ -203,9 +206,9 @@ def _check_by_engines(config: Config, plugins: PluginManager, *, generates: bool
     """Ask the engines that a config names for their own checks, the rollout engine only where it `generates`."""
     train, rollout = plugins.train_engines()[config.engine.name], plugins.rollout_engines()[config.rollout.name]
     if generates and rollout.check is not None:
-        rollout.check(config)
+        plugins.call(rollout, "check", rollout.check, config)
     if train.check is not None:
-        train.check(config)
+        plugins.call(train, "check", train.check, config)
 
 
 def _role_settings(flight: Preflight) -> None:
@@ -231,11 +234,12 @@ def _naming(role: str) -> Iterator[None]:
 
 
 def _algorithm(flight: Preflight) -> None:
-    flight.algorithm.check(flight.config)
+    spec, check = flight.plugins.algorithm(flight.config.algorithm), flight.algorithm.check
+    flight.plugins.call(spec, "check", check, flight.config)
     for name, own in flight.own_configs.items():
         if flight.roles[name].generates and own.rollout != flight.config.rollout:
             with _naming(name):
-                flight.algorithm.check(replace(flight.config, rollout=own.rollout))
+                flight.plugins.call(spec, "check", check, replace(flight.config, rollout=own.rollout))
 
 
 def _saved_algorithm(flight: Preflight) -> None:

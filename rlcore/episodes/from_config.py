@@ -133,9 +133,9 @@ def check_environment(config: Config, plugins: PluginManager) -> None:
             f"env.turn_len={env.turn_len} is more than rollout.response_len={config.rollout.response_len}, the limit "
             "of a whole episode"
         )
-    check = plugins.specs(EnvironmentSpec)[name].check
-    if check is not None:
-        check(config)
+    spec = plugins.specs(EnvironmentSpec)[name]
+    if spec.check is not None:
+        plugins.call(spec, "check", spec.check, config)
 
 
 def _check_unused(config: Config) -> None:

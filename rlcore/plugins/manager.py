@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from rlcore.plugins import checks
 from rlcore.plugins.entries import (
     BrokenPlugin,
     PluginInfo,
+    cause_of,
     check_blocked,
     import_entry,
     info_of,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rlcore.plugins")
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 def own_engines() -> PluginManager:
@@ -225,6 +227,19 @@ class PluginManager:
             for info in self._loaded.infos.values()
             if info.file is not None and info.sha256 is not None
         }
+
+    def call(self, spec: Any, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a plugin's function `name`, which a spec or its class brings.
+
+        An exception that is none of rlcore's becomes a PluginError with the plugin, the file and the line.
+        """
+        try:
+            return function(*arguments)
+        except RLCoreError:
+            raise
+        except (Exception, SystemExit) as error:
+            info = self._loaded.infos[self._loaded.given.givers[type(spec), spec.name]]
+            raise BrokenPlugin(info, f"{name}() of {spec.name!r} failed: {cause_of(error)}") from error
 
     # Life-cycle hooks
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlcore.config import compose
 from rlcore.errors import ConfigError, PluginError
 from rlcore.plugins import PluginManager
 from rlcore.plugins.reference import markdown
+from rlcore.preflight import preflight
 
 SOURCE = (Path(__file__).parents[1] / "fixtures" / "plugins" / "life_cycle.py").read_text()
 RAISES = """
@@ -108,3 +110,66 @@ def test_workers_of_plugins(plugin_file, without_own, tmp_path):
     both = PluginManager.load([*without_own, plugin_file("own_workers"), str(second)])
     with pytest.raises(PluginError, match=r"'other_workers'.*\n?.*gives the name 'echo', which plugin 'own_workers'"):
         both.workers(config("hello"))
+
+
+BREAKS = """
+from dataclasses import dataclass
+from rlcore import Algorithm, AlgorithmSpec, ConfigSpec, hookimpl, option
+
+RLCORE_API = 1
+
+@dataclass(frozen=True)
+class Settings:
+    fails: str = option("", "the part that fails")
+
+def fail(part, config):
+    if config == part:
+        return {}["no such key"]
+
+class Breaks(Algorithm):
+    config_class = Settings
+
+    def __init__(self, config):
+        super().__init__(config)
+        fail("__init__", config.fails)
+
+    def roles(self):
+        fail("roles", self.config.fails)
+        return super().roles()
+
+    def check(self, config):
+        fail("check", self.config.fails)
+
+@hookimpl
+def rlcore_algorithm():
+    return AlgorithmSpec("breaks", Breaks)
+
+@dataclass(frozen=True)
+class Section:
+    fails: bool = option(False, "whether the check fails")
+
+@hookimpl
+def rlcore_configs():
+    return ConfigSpec("breaking", Section, check=lambda config: fail(True, config.section(Section).fails))
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("algo.fails=check", "check() of 'breaks'"),
+        ("algo.fails=roles", "roles() of 'breaks'"),
+        ("algo.fails=__init__", "__init__() of 'breaks'"),
+        ("breaking.fails=true", "check() of 'breaking'"),
+    ],
+)
+def test_an_error_in_a_plugins_check_names_the_plugin_and_the_place(tmp_path, override, what):
+    file = tmp_path / "breaks.py"
+    file.write_text(BREAKS)
+    plugins = PluginManager.load([str(file)])
+    config = compose(["algo=breaks", "cluster=in_process", override], plugins)
+    with pytest.raises(PluginError) as caught:
+        preflight(config, plugins)
+    for part in (f"{what} failed: KeyError: 'no such key'", str(file), "line 13", "-p no:breaks"):
+        assert part in str(caught.value)
+    preflight(compose(["algo=breaks", "cluster=in_process"], plugins), plugins)
