@@ -47,6 +47,7 @@ __all__ = [
 
 C = TypeVar("C")
 S = TypeVar("S")
+T = TypeVar("T")
 Setting = Literal["shard", "recompute", "layerwise_above", "logits_chunk", "padding_free"]
 
 API_VERSION = 1
@@ -289,6 +290,9 @@ class Chooser(Protocol):
     def specs(self, kind: type[S]) -> Mapping[str, S]:
         """Return the plugins' specs of one kind, by name."""
 
+    def call(self, spec: Any, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a plugin's function; its errors name the plugin."""
+
 
 def _nothing(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     return []
@@ -365,8 +369,11 @@ def _of_roles(
     config: schema.Config, plugins: Chooser, key: str, own: Callable[[Role | schema.RoleConfig], str | None]
 ) -> list[tuple[str, str]]:
     """Return the engines of single roles: those that the algorithm declares, and the user's in place of them."""
-    algorithm = plugins.specs(AlgorithmSpec).get(config.algorithm)
-    declared = algorithm.algorithm(config.algo).roles() if algorithm is not None else {}
+    spec = plugins.specs(AlgorithmSpec).get(config.algorithm)
+    declared: Mapping[str, Role] = {}
+    if spec is not None:
+        algorithm = plugins.call(spec, "__init__", spec.algorithm, config.algo)
+        declared = plugins.call(spec, "roles", algorithm.roles)
     found = {f"roles.{role}.{key}": own(settings) for role, settings in declared.items()}
     for role, given in config.roles.items():
         found[f"roles.{role}.{key}"] = own(given) or found.get(f"roles.{role}.{key}")

@@ -167,9 +167,8 @@ def test_an_error_in_a_plugins_check_names_the_plugin_and_the_place(tmp_path, ov
     file = tmp_path / "breaks.py"
     file.write_text(BREAKS)
     plugins = PluginManager.load([str(file)])
-    config = compose(["algo=breaks", "cluster=in_process", override], plugins)
     with pytest.raises(PluginError) as caught:
-        preflight(config, plugins)
+        preflight(compose(["algo=breaks", "cluster=in_process", override], plugins), plugins)
     for part in (f"{what} failed: KeyError: 'no such key'", str(file), "line 13", "-p no:breaks"):
         assert part in str(caught.value)
     preflight(compose(["algo=breaks", "cluster=in_process"], plugins), plugins)
