@@ -56,6 +56,26 @@ class SFT(Algorithm):
                 f"{config.data.batch_size} rows; make it at most {config.data.batch_size}"
             )
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise DataError for a row without the text of a response."""
+        key = self.config.response_key
+        if key not in row:
+            raise DataError(
+                f"algo.response_key={key}: the row has no such column, only {', '.join(row)}; `answer` is that of "
+                "data.answer_key"
+            )
+        text = row[key]
+        if text is None or (isinstance(text, str) and not text.strip()):
+            raise DataError(
+                f"there is no response in column {key!r}: it holds {text!r}. SFT needs a text in every row; drop the "
+                "row, or set algo.response_key or data.answer_key to the right column"
+            )
+        if not isinstance(text, str):
+            raise DataError(
+                f"column {key!r} holds {text!r:.80}, which is of type {type(text).__name__}; a response is a text, so "
+                "write it as a string in the data"
+            )
+
     @property
     def scores(self) -> bool:
         """See Algorithm: the data set has the responses."""
@@ -63,34 +83,12 @@ class SFT(Algorithm):
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics, and the share of responses that fill rollout.response_len."""
-        self._check_responses(prompts)
         batch = prompts.union(run.encode(prompts, self.config.response_key))
         metrics = run.actor.update(
             batch, loss=sft_loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches
         )
         full = batch["responses"].lengths >= run.config.rollout.response_len
         return {**metrics, "sft/full_length": float(full.float().mean())}
-
-    def _check_responses(self, prompts: DataProto) -> None:
-        """Raise DataError when the response column is missing, or a row of it holds no text."""
-        key = self.config.response_key
-        columns = prompts.non_tensor_batch
-        if key not in columns:
-            raise DataError(
-                f"algo.response_key={key}: the data has no such column, only {', '.join(columns.keys())}; "
-                "`prompt_text` is the column of data.prompt_key, and `answer` that of data.answer_key"
-            )
-        for uid, text in zip(columns["uid"], columns[key], strict=True):
-            if text is None or (isinstance(text, str) and not text.strip()):
-                raise DataError(
-                    f"row {uid} (EPOCH:ROW, from 0) has no response in column {key!r}: it holds {text!r}. SFT needs a "
-                    "text in every row; drop the row, or set algo.response_key or data.answer_key to the right column"
-                )
-            if not isinstance(text, str):
-                raise DataError(
-                    f"row {uid} (EPOCH:ROW, from 0): column {key!r} holds {text!r:.80}, which is of type "
-                    f"{type(text).__name__}; a response is a text, so write it as a string in the data"
-                )
 
 
 @hookimpl

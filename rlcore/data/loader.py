@@ -99,8 +99,9 @@ class PromptSplit:
     def check_rows(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """See PromptLoader."""
         for number, row in enumerate(self.rows, start=1):
+            answer = self._answer(row)
             try:
-                check(row)
+                check(row if answer is None else {**row, "answer": answer})
             except DataError as error:
                 raise DataError(f"{self._where}, row {number}: {error}") from error
 
@@ -217,7 +218,10 @@ class PromptLoader:
         self._order = self._epoch_order()
 
     def check_rows(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call `check` with each row of both splits; its DataError is raised again with the row's number."""
+        """Call `check` with each row of both splits; its DataError is raised again with the row's number.
+
+        The rows have the column `answer` too, as batches have.
+        """
         for split in (self._train, self._eval):
             split.check_rows(check)
 

@@ -39,6 +39,7 @@ class Algorithm:
         """Raise DataError when a row of the run's data set lacks something that the algorithm reads, such as a column.
 
         Called for each row, held-out ones included, before anything starts; rlcore adds the row's number to the error.
+        `answer` is the value of `data.answer_key`.
         """
 
     def evaluate(self, run: Any, held_out: DataProto) -> Mapping[str, float]:

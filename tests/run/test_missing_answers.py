@@ -10,7 +10,10 @@ from rlcore.evaluate import evaluate
 from rlcore.plugins import PluginManager
 from rlcore.trainer import train
 
-ROWS = [{"prompt": f"{i}+1=", "reward_model": {"style": "rule", "ground_truth": str(i + 1)}} for i in range(8)]
+ROWS = [
+    {"prompt": f"{i}+1=", "text": str(i + 1), "reward_model": {"style": "rule", "ground_truth": str(i + 1)}}
+    for i in range(8)
+]
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def test_a_reward_of_ones_own_may_do_without(verl, tmp_path):
 
 
 def test_an_algorithm_that_scores_nothing_needs_answers_for_evaluations_only(verl):
-    options = ["algo=sft", "algo.response_key=prompt_text"]
+    options = ["algo=sft", "algo.response_key=text"]
     assert verl(*options, "trainer.eval_every=0")["status"] == "finished"
     with pytest.raises(DataError, match="split 'eval', row 1: reward 'math' needs a reference answer"):
         verl(*options, "trainer.eval_every=1")

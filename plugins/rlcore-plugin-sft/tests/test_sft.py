@@ -7,7 +7,7 @@ import pytest
 import torch
 from rlcore_plugin_sft import SFT, SFTConfig, sft_loss
 
-from rlcore import DataError, DataProto
+from rlcore import DataError
 from rlcore.cli import main
 from rlcore.ops import Outputs
 
@@ -84,32 +84,28 @@ def test_responses_that_fill_the_length_there_is_are_counted(run, text, share):
     assert metrics[0]["sft/full_length"] == share
 
 
-def test_a_row_without_a_response_ends_the_run(run, capsys):
-    status, metrics = run([{**row, "text": None} for row in ROWS], "algo.response_key=text")
-    assert status != 0
-    assert not metrics
-    assert "has no response in column 'text': it holds None. SFT needs a text in every row" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "row 0:1 .* has no response in column 'text': it holds None"),
-        ("  ", "row 0:1 .* has no response in column 'text': it holds '  '"),
-        (42, "row 0:1 .* column 'text' holds 42, which is of type int; a response is a text, so write it as a string"),
-        (["a"], r"row 0:1 .* column 'text' holds \['a'\], which is of type list"),
+        (None, "there is no response in column 'text': it holds None. SFT needs a text in every row"),
+        ("  ", "there is no response in column 'text': it holds '  '"),
+        (42, "column 'text' holds 42, which is of type int; a response is a text, so write it as a string"),
+        (["a"], "column 'text' holds ['a'], which is of type list"),
     ],
 )
-def test_the_row_and_what_it_holds_are_named(value, message):
-    prompts = DataProto.from_dict(non_tensors={"uid": ["0:0", "0:1"], "text": ["a", value]})
-    with pytest.raises(DataError, match=message):
-        SFT(SFTConfig(response_key="text")).step(None, prompts)
+def test_one_row_without_a_response_is_named_before_the_run(run, tmp_path, capsys, value, message):
+    rows = [{**row, "text": "7" if number != 5 else value} for number, row in enumerate(ROWS)]
+    status, _ = run(rows, "algo.response_key=text", f"run.dir={tmp_path / 'absent'}")
+    assert status == 1
+    assert not (tmp_path / "absent").exists()
+    assert f"row 6: {message}" in capsys.readouterr().err
 
 
 def test_a_missing_column_is_named_with_those_there_are():
-    prompts = DataProto.from_dict(non_tensors={"uid": ["0:0"], "answer": ["a"], "text": ["b"]})
-    with pytest.raises(DataError, match=r"algo\.response_key=txt: the data has no such column, only uid, answer, text"):
-        SFT(SFTConfig(response_key="txt")).step(None, prompts)
+    with pytest.raises(
+        DataError, match=r"algo\.response_key=txt: the row has no such column, only answer, text;"
+    ):
+        SFT(SFTConfig(response_key="txt")).check_row({"answer": "a", "text": "b"})
 
 
 @pytest.mark.parametrize(
