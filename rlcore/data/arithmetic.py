@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from rlcore.config.schema import DataConfig
 
@@ -42,10 +43,11 @@ class Problem:
         return _fraction(f"{low} {high}") < HELD_OUT_SHARE
 
 
-def problems(split: str) -> list[Problem]:
+@cache
+def problems(split: str) -> tuple[Problem, ...]:
     """Return all problems of a split ("train" or "eval"), shuffled, in an order that never changes."""
     chosen = [problem for problem in _all_problems() if problem.held_out == (split == "eval")]
-    return sorted(chosen, key=lambda problem: _fraction(problem.prompt))
+    return tuple(sorted(chosen, key=lambda problem: _fraction(problem.prompt)))
 
 
 def load(config: DataConfig, split: str) -> list[dict[str, str]]:
