@@ -134,6 +134,10 @@ class OnlineDPO(Algorithm):
     config_class = OnlineDPOConfig
     config: OnlineDPOConfig
 
+    def __init__(self, config: OnlineDPOConfig) -> None:
+        super().__init__(config)
+        self.uses_reward = config.judge == "scores"
+
     def roles(self) -> Mapping[str, Role]:
         """Return the actor and the reference, which follows the actor unless it is frozen."""
         follows = None if self.config.reference == "frozen" else "actor"
@@ -161,7 +165,7 @@ class OnlineDPO(Algorithm):
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
-        batch = batch.union(run.reward(batch))
+        batch = batch.union(run.reward(batch, keep_failed=not self.uses_reward))
         rows = torch.cat(self.choose(run, batch))
         # A response may be in several pairs; the reference computes its log-probs once.
         distinct, place = rows.unique(return_inverse=True)

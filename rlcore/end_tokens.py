@@ -79,18 +79,23 @@ def _turn_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     import jinja2
 
     own = model.chat_template
-    template = Path(own).expanduser().read_text(encoding="utf-8") if own is not None else tokenizer.chat_template
-    if not template:
+    # A tokenizer may have several templates, by name; without one it takes its default.
+    template = None if own is None else Path(own).expanduser().read_text(encoding="utf-8")
+    if not (template or tokenizer.chat_template):
         return ()
     conversation = [_ASK, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False))
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, ValueError):
         return ()  # a template that takes no answers; `rlcore.data.chat` says so where it matters
     _, answered, rest = text.rpartition(_ANSWER)
     ids = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if answered else []
-    special = {each for each, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return (ids[0],) if ids and ids[0] in special else ()
+    return (ids[0],) if ids and ids[0] in special_tokens(tokenizer) else ()
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the special tokens of a tokenizer: their texts by id."""
+    return {each: token.content for each, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _ids(value: Any) -> tuple[int, ...]:

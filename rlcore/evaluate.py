@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlcore.checkpoint import checkpoints
 from rlcore.config import Config
@@ -16,6 +17,7 @@ from rlcore.data.loader import held_out_prompts
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
+from rlcore.model_folder import check_positions
 from rlcore.ops import group_index
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
@@ -58,7 +60,10 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     scored = run.score_by_functions(batch)
     check_failures(batch, scored, config.reward.max_failures)
     batch = batch.union(scored)
-    rewarded = batch[~scored.view("reward_error")]
+    # Beside a reward model, functions may apply to no part of a sample; an evaluation counts functions only.
+    named = [scored[name] for name in scored.keys() if name.startswith("score/")]  # noqa: SIM118 (not a dict)
+    unscored = torch.stack([values.isnan() for values in named]).all(0) if named else torch.zeros(len(batch)).bool()
+    rewarded = batch[~(scored.view("reward_error") | unscored)]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
     names = list(rewarded["uid"])
@@ -131,6 +136,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
     tokenizer = load_tokenizer(config.model)
     prompts = held_out_prompts(config.data, dataset, tokenizer, config.data.eval_size, tools, needs)
+    check_positions(config, int(prompts["prompts"].lengths.max()))
     if episodes is not None:
         episodes.check()
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:

@@ -82,12 +82,13 @@ def step_metrics(
     scores = _column(scored, "scores").double()[present]
     errors, lengths = _column(scored, "reward_error"), _column(scored, "response_length")
     tokens = int(_column(scored, "prompt_length").sum()) + int(lengths.sum())
+    if len(scores):
+        metrics["reward/mean"] = float(scores.mean())
+        metrics["reward/std"] = float(scores.std(correction=0))
+        metrics["reward/accuracy"] = float(((scores >= pass_score) & ~errors[present]).double().mean())
     metrics.update(
         {
             "tokens": float(tokens),
-            "reward/mean": float(scores.mean()),
-            "reward/std": float(scores.std(correction=0)),
-            "reward/accuracy": float(((scores >= pass_score) & ~errors[present]).double().mean()),
             "reward/errors": float(errors.sum()),
             "response/mean_length": float(lengths.double().mean()),
             "health/truncated": 1.0 - float(_column(scored, "finished").double().mean()),
@@ -127,7 +128,7 @@ def _group_health(scored: list[DataProto], present: Tensor, scores: Tensor, leng
     """
     uid = list(chain.from_iterable(batch["uid"] for batch in scored))
     of_all = group_index(uid)
-    if int(of_all.max()) + 1 == len(uid):  # a group of one always has equal rewards
+    if int(of_all.max()) + 1 == len(uid) or not present.any():  # a group of one always has equal rewards
         return {}
     alone = left_alone(present, of_all)
     group = of_all[present].unique(return_inverse=True)[1]

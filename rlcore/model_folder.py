@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.assets import TINY
-from rlcore.config import ModelConfig
+from rlcore.config import Config, ModelConfig
+from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,17 @@ def positions(model: ModelConfig) -> int | None:
     if limit is None or not isinstance(factor, int | float):
         return limit
     return max(limit, int(factor * (original or limit)))
+
+
+def check_positions(config: Config, longest: int) -> None:
+    """Raise ConfigError when a prompt of `longest` tokens and a response do not fit into the model's positions."""
+    limit, response = positions(config.model), config.rollout.response_len
+    if limit is not None and longest + response > limit:
+        raise ConfigError(
+            f"model.path={config.model.path} has {limit} positions, but the longest prompt has {longest} tokens "
+            f"(data.prompt_len={config.data.prompt_len}) and a response up to rollout.response_len={response}, which "
+            f"is {longest + response}; lower rollout.response_len to {max(limit - longest, 0)}, or data.prompt_len"
+        )
 
 
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

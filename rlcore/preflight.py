@@ -104,6 +104,13 @@ def _reward(flight: Preflight) -> None:
     for name in reward.functions:
         if ":" in name:
             _reward_file(f"reward.functions: {name!r}", name)
+    data = flight.config.data
+    if data.prompt_key in data.rendered and (data.system_prompt or environment_of(flight.config)):
+        what = "data.system_prompt" if data.system_prompt else f"env={environment_of(flight.config)}"
+        raise ConfigError(
+            f"data.rendered names the prompts' column {data.prompt_key!r}, which are the model's input as they are; "
+            f"{what} has no place in them, so leave out one of the two"
+        )
     if reward.special_tokens and environment_of(flight.config):
         raise ConfigError(
             "reward.special_tokens=true cannot be used with an environment, whose rows are whole conversations; leave "

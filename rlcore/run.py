@@ -117,7 +117,7 @@ class Run:
         """
         return self._plugin_groups.get(name)
 
-    def reward(self, batch: DataProto, *, record: bool = True) -> DataProto:
+    def reward(self, batch: DataProto, *, record: bool = True, keep_failed: bool = False) -> DataProto:
         """Return each row's `scores` (fp32), `reward_error` and `reward_detail`; with several rewards `score/NAME` too.
 
         Scores by the reward functions, by the reward model of `reward.model`, or by both, weighted. Functions read
@@ -128,10 +128,13 @@ class Run:
         Only rows that have a reward are returned, and the union with `batch` keeps these rows only. Left out are rows
         whose reward failed (`reward.error_value` gives them a score instead), and a row that is then left alone of its
         group, the rows of equal `uid`. It returns at once; the first use of the result waits for the rewards. That use
-        raises RewardsError when more than the share `reward.max_failures` of the rows have no reward.
+        raises RewardsError when more than the share `reward.max_failures` of the rows have no reward. With
+        `keep_failed` all rows stay, with a score of NaN, and any number may fail: for an algorithm that learns from
+        something else.
         """
         scored = self._score_by_model(batch) if REWARD_MODEL in self.roles else self.score_by_functions(batch)
-        rewards = DataProto.deferred(lambda: with_reward(batch, scored, self.config.reward.max_failures))
+        most = self.config.reward.max_failures
+        rewards = scored if keep_failed else DataProto.deferred(lambda: with_reward(batch, scored, most))
         if record:
             self._scored.append(ScoredBatch(batch, scored, rewards))
         return rewards
@@ -194,16 +197,10 @@ class Run:
         """Return the batch with the responses in column `first`, and with those in `second`, as `encode` gives them.
 
         Rows whose two responses are equal, perhaps only after the cut, hold no preference and are left out of both.
-        Raises DataError when none is left.
         """
         sides = [self.encode(batch, column) for column in (first, second)]
         rows = zip(*(side.view("responses").to_list() for side in sides), strict=True)
         differ = torch.tensor([not torch.equal(one, other) for one, other in rows], dtype=torch.bool)
-        if len(batch) and not differ.any():
-            raise DataError(
-                f"all {len(batch)} pairs of {first!r} and {second!r} are equal in their first rollout.response_len="
-                f"{self.config.rollout.response_len} tokens, so none holds a preference; raise it, or mend the data"
-            )
         one, other = (batch.union(side)[differ] for side in sides)
         return one, other
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -32,7 +32,7 @@ from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsEr
 from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
-from rlcore.model_folder import positions
+from rlcore.model_folder import check_positions
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
 from rlcore.preflight import Preflight, preflight
@@ -109,7 +109,7 @@ class _Preparation(ExitStack):
             by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
             self.loaders["train"].require_answers(
                 reward,
-                train=algorithm.scores and bool(by_functions),
+                train=algorithm.uses_reward and bool(by_functions),
                 held_out=bool(config.trainer.eval_every) and not algorithm.evaluates,
             )
         check_rewards(rewards, config.reward)
@@ -150,20 +150,22 @@ def _loaders(
             )
         dataset = known[settings.name].bound(config)
         loaders[name] = PromptLoader(settings, dataset, tokenizer, seed=config.trainer.seed, tools=tools)
-    loaders["train"].check_rows(algorithm.check_row)
-    _check_positions(config, max(loader.longest for loader in loaders.values()))
+    spec = plugins.algorithm(config.algorithm)
+    loaders["train"].check_rows(lambda row: plugins.call(spec, "check_row", algorithm.check_row, row))
+    _check_rendered(config, loaders.values())
+    check_positions(config, max(loader.longest for loader in loaders.values()))
     return loaders
 
 
-def _check_positions(config: Config, longest: int) -> None:
-    """Raise ConfigError when the longest prompt and a response do not fit into the model's positions."""
-    limit, response = positions(config.model), config.rollout.response_len
-    if limit is not None and longest + response > limit:
-        raise ConfigError(
-            f"model.path={config.model.path} has {limit} positions, but the longest prompt has {longest} tokens "
-            f"(data.prompt_len={config.data.prompt_len}) and a response up to rollout.response_len={response}, which "
-            f"is {longest + response}; lower rollout.response_len to {max(limit - longest, 0)}, or data.prompt_len"
-        )
+def _check_rendered(config: Config, loaders: Iterable[PromptLoader]) -> None:
+    """Raise ConfigError for a name in data.rendered that is no column of any data set."""
+    columns = list(dict.fromkeys(chain.from_iterable(loader.columns for loader in loaders)))
+    for name in config.data.rendered:
+        if name not in columns:
+            raise ConfigError(
+                f"data.rendered names {name!r}, which no row has as a column; there are {', '.join(columns)}."
+                f"{did_you_mean(name, columns)}"
+            )
 
 
 class Trainer:
@@ -293,7 +295,11 @@ class Trainer:
         for name, loader in self.loaders.items():
             loader.load_state_dict(position[name])
         self._save()
-        log.warning("step %d failed; %s has the state before it", step, self.folder.checkpoints)
+        log.warning(
+            "step %d failed; %s has the state before it: mend what failed and run the same command again",
+            step,
+            self.folder.checkpoints,
+        )
 
     def _begin(self, step: int) -> _OpenStep:
         """Make all calls of a step. Calls whose results the algorithm did not read may still be running."""

@@ -139,7 +139,7 @@ class DAPO(Algorithm):
         missing = max(wanted - groups, 0)
         if missing:
             log.warning(
-                "step %d trains on %d of %d groups: in %d rounds of sampling all other groups had equal scores",
+                "step %d trains on %d of %d groups: in %d rounds of sampling all others had equal scores, or none",
                 *(run.step, groups, wanted, len(kept)),
             )
         run.log({"dapo/rounds": len(kept), "dapo/dropped_groups": dropped})

@@ -70,6 +70,7 @@ class DPO(Algorithm):
     """One step: encode the pairs of the batch, score them with the reference, update the actor."""
 
     config_class = DPOConfig
+    uses_reward = False
     config: DPOConfig
 
     def roles(self) -> Mapping[str, Role]:
@@ -102,17 +103,12 @@ class DPO(Algorithm):
         if row["chosen"] == row["rejected"]:
             raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; remove the pair")
 
-    @property
-    def scores(self) -> bool:
-        """See Algorithm: the data set has the preferences."""
-        return False
-
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = self._pairs(run, prompts)
         at_limit = batch["responses"].lengths == run.config.rollout.response_len
         equal = len(prompts) - len(batch) // len(SIDES)
-        run.log({"dpo/at_limit": float(at_limit.double().mean()), "dpo/equal_pairs": equal})
+        run.log({"dpo/at_limit": float(at_limit.double().mean()) if len(batch) else 0.0, "dpo/equal_pairs": equal})
         return run.actor.update(
             batch,
             loss=dpo_loss,
@@ -124,6 +120,11 @@ class DPO(Algorithm):
     def evaluate(self, run: Run, held_out: DataProto) -> Mapping[str, float]:
         """Return accuracy and margin of the held-out pairs."""
         batch = self._pairs(run, held_out)
+        if not len(batch):
+            raise DataError(
+                f"all {len(held_out)} held-out pairs are equal in their first rollout.response_len="
+                f"{run.config.rollout.response_len} tokens, so none holds a preference; raise it, or mend the data"
+            )
         batch = batch.union(run.actor.log_probs(batch, name="dpo_log_probs"))
         padded = {name: batch[name].to_padded() for name in ("response_mask", "ref_log_probs", "dpo_log_probs")}
         columns = {**padded, "dpo_pair": batch["dpo_pair"], "dpo_side": batch["dpo_side"]}

@@ -82,6 +82,7 @@ class KTO(Algorithm):
     """One step: encode the responses, estimate the reference point, update the actor."""
 
     config_class = KTOConfig
+    uses_reward = False
     config: KTOConfig
 
     def roles(self) -> Mapping[str, Role]:
@@ -116,11 +117,6 @@ class KTO(Algorithm):
             raise DataError(
                 f"column 'label' holds {row.get('label')!r:.80}; it must be true for a good response, else false"
             )
-
-    @property
-    def scores(self) -> bool:
-        """See Algorithm: the data set has the labels."""
-        return False
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""

@@ -77,6 +77,10 @@ class OnPolicyDistill(Algorithm):
     config_class = OnPolicyDistillConfig
     config: OnPolicyDistillConfig
 
+    def __init__(self, config: OnPolicyDistillConfig) -> None:
+        super().__init__(config)
+        self.uses_reward = config.task_coef > 0
+
     def roles(self) -> Mapping[str, Role]:
         """Return the student as `actor`, and each teacher, frozen: `teacher`, or `teacher_NAME` for each of several."""
         folders = {"teacher": self.config.teacher} if self.config.teacher is not None else {}
@@ -113,11 +117,6 @@ class OnPolicyDistill(Algorithm):
                 f"column {COLUMN!r} holds {row.get(COLUMN)!r:.80}, which has no teacher; algo.teachers has "
                 f"{', '.join(teachers)}"
             )
-
-    @property
-    def scores(self) -> bool:
-        """See Algorithm: only the task's reward is one."""
-        return self.config.task_coef > 0
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""

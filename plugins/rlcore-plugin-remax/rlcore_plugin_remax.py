@@ -88,6 +88,7 @@ class ReMax(Algorithm):
         greedy = greedy.union(run.reward(greedy, record=False))
         batch = batch.union(rewards)
         run.log({"remax/greedy_score": float(greedy["scores"].mean())})
+        run.log({"remax/dropped_prompts": len(set(batch["uid"]) - set(greedy["uid"]))})
         by_prompt: dict[str, list[float]] = {}
         for uid, score in zip(greedy["uid"], greedy["scores"].tolist(), strict=True):
             by_prompt.setdefault(uid, []).append(score)

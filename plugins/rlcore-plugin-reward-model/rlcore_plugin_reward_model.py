@@ -87,6 +87,7 @@ class RewardModel(Algorithm):
     """One step: encode the pairs of the batch, update the model."""
 
     config_class = RewardModelConfig
+    uses_reward = False
     config: RewardModelConfig
 
     def roles(self) -> Mapping[str, Role]:
@@ -112,16 +113,12 @@ class RewardModel(Algorithm):
         if row["chosen"] == row["rejected"]:
             raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; remove the pair")
 
-    @property
-    def scores(self) -> bool:
-        """See Algorithm: the data set has the preferences."""
-        return False
-
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""
         batch = pairs(prompts, run)
         # Responses are cut to rollout.response_len tokens.
-        run.log(at_limit=float((batch["responses"].lengths == run.config.rollout.response_len).double().mean()))
+        at_limit = batch["responses"].lengths == run.config.rollout.response_len
+        run.log(at_limit=float(at_limit.double().mean()) if len(batch) else 0.0)
         run.log(equal_pairs=len(prompts) - len(batch) // 2)
         return run.reward_model.update(
             batch, loss=bradley_terry, mini_batches=self.config.mini_batches, keep_together="reward_model_pair"
@@ -130,6 +127,11 @@ class RewardModel(Algorithm):
     def evaluate(self, run: Run, held_out: DataProto) -> Mapping[str, float]:
         """Return accuracy and margin of the held-out pairs."""
         batch = pairs(held_out, run)
+        if not len(batch):
+            raise DataError(
+                f"all {len(held_out)} held-out pairs are equal in their first rollout.response_len="
+                f"{run.config.rollout.response_len} tokens, so none holds a preference; raise it, or mend the data"
+            )
         chosen, rejected = by_pair(run.reward_model.score(batch)["scores"], batch)
         margin = (chosen - rejected).double()
         return {"accuracy": float((margin > 0).double().mean()), "margin": float(margin.mean()), "pairs": len(margin)}

@@ -41,6 +41,7 @@ class SFT(Algorithm):
     """One step: take the rows' responses and raise their likelihood. The actor generates only in evaluations."""
 
     config_class = SFTConfig
+    uses_reward = False
     config: SFTConfig
 
     def check(self, config: Config) -> None:
@@ -75,11 +76,6 @@ class SFT(Algorithm):
                 f"column {key!r} holds {text!r:.80}, which is of type {type(text).__name__}; a response is a text, so "
                 "write it as a string in the data"
             )
-
-    @property
-    def scores(self) -> bool:
-        """See Algorithm: the data set has the responses."""
-        return False
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics, and the share of responses that fill rollout.response_len."""

@@ -98,7 +98,11 @@ class RewardConfig:
         None, "reward of a sample whose reward function raised, hung, or gave no finite number; null: it is left out"
     )
     max_failures: float = option(
-        0.25, "share of a call's samples; if more have no reward, the run stops with a checkpoint", min=0.0, max=1.0
+        0.25,
+        "share of a call's samples; if more have no reward, the run stops with a checkpoint",
+        min=0.0,
+        max=1.0,
+        incidental=True,
     )
     pass_score: float = option(1.0, "a sample counts as correct from this score on")
     special_tokens: bool = option(False, "reward functions read responses with their special tokens")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ModelConfig
-from rlcore.end_tokens import EndTokens
+from rlcore.end_tokens import EndTokens, special_tokens
 from rlcore.errors import ConfigError, DataError
 from rlcore.model_folder import model_path, read_tokenizer
 from rlcore.plugins import Role, RoleKind
@@ -188,7 +188,10 @@ class PromptEncoder:
                 continue_final_message=continues,
                 tokenize=False,
             )
-        except ValueError as error:  # the template changes the text that is to be continued
+        except ValueError as error:
+            if not continues:
+                raise
+            # The template changes the text that is to be continued.
             raise DataError(f"the chat template cannot continue the last message of {messages}: {error}") from error
         except jinja2.TemplateError as error:
             hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
@@ -266,13 +269,12 @@ class ResponseEncoder:
         """Return the token ids of the texts, each with an end token."""
         if not texts:
             return []
-        if rendered:
-            ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-            return [row if row and row[-1] in self.ends.ids else [*row, self.ends.answer] for row in ids]
-        written = {self.tokenizer.convert_ids_to_tokens(end): end for end in self.ends.ids}
-        ending = [next((end for end in written if text.endswith(end)), "") for text in texts]
-        plain = [text.removesuffix(end) for text, end in zip(texts, ending, strict=True)]
-        ids = self.tokenizer(plain, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        special = special_tokens(self.tokenizer)
+        written = {special[end]: end for end in self.ends.ids if end in special}
+        ending = [next((end for end in written if text.rstrip().endswith(end)), "") for text in texts]
+        # Templates write white space behind an end token, which sampling never reaches.
+        plain = [text.rstrip().removesuffix(end) if end else text for text, end in zip(texts, ending, strict=True)]
+        ids = self.tokenizer(plain, add_special_tokens=False, split_special_tokens=not rendered)["input_ids"]
         return [[*row, written.get(end, self.ends.answer)] for row, end in zip(ids, ending, strict=True)]
 
 

@@ -76,6 +76,11 @@ class PromptSplit:
                 f"data.prompt_len={config.prompt_len} tokens; raise it, or set data.overlong=cut"
             )
 
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The keys of the prompt and of the answer."""
+        return self._config.prompt_key, self._config.answer_key
+
     def batch(self, prompts: Sequence[Prompt], name: str | int) -> DataProto:
         """Return the batch of these prompts, each with the uid `NAME:ROW`.
 
@@ -121,9 +126,9 @@ class PromptSplit:
         return prompt if self._replied(row) is None else prompt[:-1]
 
     def _answer(self, row: Mapping[str, Any]) -> Any:
-        """Return a row's answer, which may be the last message of a column `messages`."""
-        answer = value_at(row, self._config.answer_key)
-        return self._replied(row) if answer is None else answer
+        """Return a row's answer; where it has none, the last message of a column `messages`."""
+        replied, key = self._replied(row), self._config.answer_key
+        return replied if replied is not None and answer_fault(row, key) else value_at(row, key)
 
     def _replied(self, row: Mapping[str, Any]) -> str | None:
         """Return the assistant's last message in a column `messages`, which holds whole conversations; None if none."""
@@ -224,6 +229,11 @@ class PromptLoader:
         """
         for split in (self._train, self._eval):
             split.check_rows(check)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the training rows' columns, with the keys of prompt and answer."""
+        return list(dict.fromkeys([*self._train.columns, *self._train.keys, "answer"]))
 
     @property
     def longest(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from rlcore.end_tokens import special_tokens
 from rlcore.protocol import DataProto, Ragged
 
 if TYPE_CHECKING:
@@ -23,14 +25,26 @@ def stop_window(stop: Sequence[str]) -> int:
 
 
 def ends_with_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Any) -> bool:
-    """Return whether the last tokens of a response contain one of the stop strings, or the last one is one of them.
+    """Return whether the last tokens of a response contain one of the stop strings.
 
-    The text of a special token, which no other text contains, stops at that token.
+    Special tokens are no text, but for a stop string that contains the text of one.
     """
     if not stop:
         return False
-    text = tokenizer.decode(tokens[-stop_window(stop) :], skip_special_tokens=True)
-    return any(s in text for s in stop) or tokenizer.decode(tokens[-1:], skip_special_tokens=False) in stop
+    window = tokens[-stop_window(stop) :]
+    text = tokenizer.decode(window, skip_special_tokens=True)
+    special = _with_special_tokens(tokenizer, tuple(stop))
+    if special:
+        whole = tokenizer.decode(window, skip_special_tokens=False)
+        return any(s in (whole if s in special else text) for s in stop)
+    return any(s in text for s in stop)
+
+
+@lru_cache(maxsize=64)
+def _with_special_tokens(tokenizer: Any, stop: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the stop strings that contain the text of a special token."""
+    special = special_tokens(tokenizer).values()
+    return tuple(s for s in stop if any(each in s for each in special))
 
 
 def response_columns(rows: Sequence[Finished], prompt_length: torch.Tensor, tokenizer: Any) -> DataProto:

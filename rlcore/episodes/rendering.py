@@ -56,7 +56,7 @@ class TurnRenderer:
     """Renders the turns of a conversation as token ids. Sampled tokens are never decoded and encoded again.
 
     `tools` are the schemas given to the template. `end_ids` are the tokens that end generation (default: the
-    tokenizer's end-of-text token); use `rlcore.engine.responses.end_tokens`. With `template="exact"`, `check` proves
+    tokenizer's end-of-text token); use `rlcore.end_tokens.end_tokens`. With `template="exact"`, `check` proves
     that every rendering of a conversation starts with the rendering of its earlier turns. With `"incremental"`, new
     messages are rendered after a short stand-in conversation, and earlier turns stay as they were sampled even where
     the template would change them, as Qwen3's does by removing reasoning from earlier turns.

@@ -20,6 +20,8 @@ class Algorithm:
     """
 
     config_class: ClassVar[type]
+    uses_reward: bool = True
+    """Whether `step` learns from `run.reward`, so that the rows need what the reward reads."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -54,11 +56,6 @@ class Algorithm:
     def evaluates(self) -> bool:
         """Whether the algorithm brings an `evaluate` of its own."""
         return type(self).evaluate is not Algorithm.evaluate
-
-    @property
-    def scores(self) -> bool:
-        """Whether `step` calls `run.reward`, so that the rows need what the reward reads; here True."""
-        return True
 
     def step(self, run: Any, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step on a batch of prompts and return its metrics (numbers, or the Metrics of `update`)."""

@@ -37,8 +37,13 @@ def with_reward(batch: DataProto, scored: DataProto, max_failures: float) -> Dat
     if not present.all() and "uid" in batch:
         present &= ~left_alone(present, group_index(batch.view("uid")))
         if not present.any():
-            raise RewardsError(f"rewards failed in every group, and none has two rows left. {_first(batch, scored)}")
-    return scored.keeping(present)
+            raise RewardsError(f"rewards failed in every group, and none has two rows left: {_first(batch, scored)}")
+    named = scored[:]
+    if not present.all():  # rows leave, so that a union with other rows of the same number would not be noticed
+        for name in ("uid", "sample_index"):
+            if name in batch and name not in named:
+                named[name] = batch[name]
+    return named.keeping(present)
 
 
 def check_failures(batch: DataProto, scored: DataProto, max_failures: float) -> None:
@@ -47,15 +52,17 @@ def check_failures(batch: DataProto, scored: DataProto, max_failures: float) -> 
     `batch` has the texts of the rows, for the message.
     """
     failed = int(scored.view("reward_error").sum())
-    if failed and (failed > max_failures * len(scored) or failed == len(scored)):
+    if failed and failed == len(scored):
+        raise RewardsError(f"all {failed} samples of one call have no reward: {_first(batch, scored)}")
+    if failed > max_failures * len(scored):
         raise RewardsError(
             f"{failed} of {len(scored)} samples of one call have no reward, more than "
-            f"reward.max_failures={max_failures:g} of them. {_first(batch, scored)}"
+            f"reward.max_failures={max_failures:g} of them: {_first(batch, scored)}"
         )
 
 
 def _first(batch: DataProto, scored: DataProto) -> str:
-    """Describe the first row without a reward, and what to do."""
+    """Describe the first row without a reward."""
     row = int(scored.view("reward_error").int().argmax())
     detail = scored.view("reward_detail")[row]
     texts = [
@@ -65,7 +72,4 @@ def _first(batch: DataProto, scored: DataProto) -> str:
     ]
     name = "/".join(str(detail[key]) for key in ("uid", "sample_index") if key in detail) or f"row {row}"
     cause = f"the first, {name}: {detail['function']} {detail['cause']}; {', '.join(texts)}"
-    return (
-        f"{cause}\n{detail['traceback']}".rstrip()
-        + "\nMend the reward and run the same command again: it goes on from the last checkpoint"
-    )
+    return f"{cause}\n{detail['traceback']}".rstrip()

@@ -56,13 +56,15 @@ class Rewards:
         """Return the rewards of these rows; `columns` are further data columns, for functions that accept them.
 
         A function has `reward.timeout` seconds per row, a batched one that times the number of rows for its single
-        call. A function that returns None for a row takes no part in its sum; if all do, the row has failed. A failure
-        never raises: the result holds it, and a warning is logged.
+        call. A function that returns None for a row takes no part in its sum. If all with a weight do, the row has
+        failed, unless a reward model scores it too. A failure never raises: the result holds it, and a warning is
+        logged.
         """
         rows = len(prompts)
         value = math.nan if self._config.error_value is None else self._config.error_value
         totals = [0.0] * rows
-        applied = [False] * rows
+        weighted = any(function.weight for function in self.functions)
+        applied = [self._config.model is not None] * rows
         failures: list[dict[str, str] | None] = [None] * rows
         by_function: dict[str, list[float]] = {}
         for number, function in enumerate(self.functions):
@@ -76,7 +78,7 @@ class Rewards:
                 else:
                     scores[row] = score
                     totals[row] += function.weight * score
-                    applied[row] = True
+                    applied[row] |= function.weight != 0 or not weighted
         for row, total in enumerate(totals):
             if failures[row] is None and not applied[row]:
                 failures[row] = _account("total", RewardFailure("is missing: every reward returned None"))

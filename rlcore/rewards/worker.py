@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlcore.config.schema import ModelConfig, RewardConfig
+from rlcore.end_tokens import end_tokens
 from rlcore.model_folder import read_tokenizer
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import ColumnSpec
@@ -15,6 +16,9 @@ from rlcore.protocol.glossary import column_specs
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.scoring import Rewards
 from rlcore.workers import Dispatch, Worker, register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _READS = ("prompt_text", "response_text", "answer")
 
@@ -32,10 +36,16 @@ def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, ColumnSpec]
 class RewardWorker(Worker):
     """Scores rows of a batch with the run's reward functions, in a killable child process."""
 
-    def __init__(self, functions: Sequence[WeightedReward], config: RewardConfig, model: ModelConfig) -> None:
-        """`functions` come from `rlcore.rewards.compose.resolve`. `model`: the policy's."""
+    def __init__(
+        self, functions: Sequence[WeightedReward], config: RewardConfig, model: ModelConfig | None = None
+    ) -> None:
+        """`functions` come from `rlcore.rewards.compose.resolve`. `model`: the policy's, for its special tokens."""
         self._rewards = Rewards(functions, config)
-        self._tokenizer = read_tokenizer(model) if config.special_tokens else None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._ends: list[int] = []
+        if config.special_tokens and model is not None:
+            self._tokenizer = read_tokenizer(model)
+            self._ends = end_tokens(model, self._tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def start(self) -> None:
@@ -57,7 +67,7 @@ class RewardWorker(Worker):
         # The remaining columns go to the functions that accept them.
         prompts, responses, answers = (columns.pop(name) for name in _READS)
         if self._tokenizer is not None:
-            responses = [self._tokenizer.decode(row, skip_special_tokens=False) for row in batch.view("responses")]
+            responses = [self._with_special_tokens(row.tolist()) for row in batch.view("responses")]
         scored = self._rewards.score(prompts, responses, answers, columns)
         result = DataProto(
             {
@@ -69,6 +79,12 @@ class RewardWorker(Worker):
         for name in named:
             result[f"score/{name}"] = torch.tensor(scored.by_function[name], dtype=torch.float32)
         return result
+
+    def _with_special_tokens(self, tokens: list[int]) -> str:
+        """Return the text of a response with its special tokens, but without its end token."""
+        assert self._tokenizer is not None
+        body = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        return str(self._tokenizer.decode(body, skip_special_tokens=False))
 
     def shutdown(self) -> None:
         """Kill the child process. On Ray, where the worker itself is killed, the child dies with it."""

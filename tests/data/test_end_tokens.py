@@ -62,6 +62,20 @@ def test_a_place_that_names_none_is_left_out(model_folder: Path, edit_json: Edit
     assert list(ends_of(model_folder).places) == ["the chat template", "the tokenizer"]
 
 
+def test_a_tokenizer_with_several_templates_uses_its_default(model_folder: Path) -> None:
+    model = ModelConfig(str(model_folder))
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    assert find_end_tokens(model, tokenizer).places["the chat template"] == (END,)
+
+
+def test_an_end_token_that_is_ordinary_text_ends_no_written_response(model_folder: Path, edit_json: EditJson) -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    seven = tokenizer.convert_tokens_to_ids("7")
+    edit_json(model_folder / "generation_config.json", eos_token_id=[seven])
+    assert encode(["17"], ModelConfig(str(model_folder))) == [["1", "7", "<|end|>"]]
+
+
 def test_a_template_of_the_config_counts_in_place_of_the_folders(model_folder: Path, tmp_path: Path) -> None:
     phi(model_folder)
     plain = tmp_path / "plain.jinja"
@@ -80,6 +94,8 @@ def encode(texts: list[str], model: ModelConfig | None = None, **options: Any) -
 
 
 def test_a_response_has_one_end_token_and_its_text_is_text() -> None:
+    assert encode(["7<|end|>\n"]) == [["7", "<|end|>"]], "as templates of Qwen write it"
+    assert encode(["7\n"]) == [["7", "Ċ", "<|end|>"]]
     rows = encode(["7", "7<|end|>", "a<|end|>b", "<|end|>", "", "7<|end|><|end|>"])
     assert rows[0] == rows[1] == ["7", "<|end|>"]
     assert rows[2] == [*"a<|end|>b", "<|end|>"]
@@ -88,6 +104,7 @@ def test_a_response_has_one_end_token_and_its_text_is_text() -> None:
 
 
 def test_a_rendered_column_has_special_tokens() -> None:
+    assert encode(["7<|end|>\n"], rendered=["t"]) == [["7", "<|end|>"]]
     rows = encode(["7", "7<|end|>", "a<|end|>b", "7<|end|><|user|>"], rendered=["t"])
     assert rows[0] == rows[1] == ["7", "<|end|>"]
     assert rows[2] == ["a", "<|end|>", "b", "<|end|>"]
@@ -104,7 +121,9 @@ def test_a_response_gets_the_end_that_the_template_writes_or_keeps_its_own(model
     ("tokens", "stop", "stops"),
     [
         (["7", "<|reserved_5|>"], ("<|reserved_5|>",), True),
-        (["<|reserved_5|>", "7"], ("<|reserved_5|>",), False),
+        (["<|reserved_5|>", "Ċ"], ("<|reserved_5|>\n",), True),
+        (["<|reserved_5|>", "7"], ("<|reserved_5|>\n",), False),
+        (["7", "<|reserved_5|>", "b"], ("7b",), True),
         (["<|reserved_5|>"], ("x", "<|reserved_4|>"), False),
         (["a", "b"], ("ab",), True),
         (["a", "<|reserved_5|>", "b"], ("a<",), False),

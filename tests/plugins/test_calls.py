@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlcore.config import compose
 from rlcore.errors import ConfigError, PluginError
 from rlcore.plugins import PluginManager
 from rlcore.plugins.reference import markdown
-from rlcore.preflight import preflight
 
 SOURCE = (Path(__file__).parents[1] / "fixtures" / "plugins" / "life_cycle.py").read_text()
 RAISES = """
@@ -164,6 +162,9 @@ def rlcore_configs():
     ],
 )
 def test_an_error_in_a_plugins_check_names_the_plugin_and_the_place(tmp_path, override, what):
+    from rlcore.config import compose
+    from rlcore.preflight import preflight
+
     file = tmp_path / "breaks.py"
     file.write_text(BREAKS)
     plugins = PluginManager.load([str(file)])

@@ -199,6 +199,21 @@ def test_a_sample_for_which_every_reward_returns_none_has_failed(make):
     assert scored.failures[1] is None
 
 
+def test_a_function_of_weight_zero_is_no_reward(make):
+    """It is there for its column, as the cost of Safe RLHF is; without the other the sample has no reward."""
+    scored = score(make("misbehave", "length", weights=[1.0, 0.0]), ["none", "fine"])
+    assert math.isnan(scored.totals[0])
+    assert scored.failures[0]["cause"] == "is missing: every reward returned None"
+    assert scored.totals[1] == 0.25
+
+
+def test_beside_a_reward_model_a_sample_without_a_function_keeps_the_models_score(make):
+    scored = score(make("misbehave", model="some/folder"), ["none", "raise"])
+    assert scored.totals[0] == 0.0
+    assert scored.failures[0] is None
+    assert scored.failures[1] is not None
+
+
 def test_a_call_that_was_killed_or_ran_out_of_time_by_itself_is_made_once_more(make, tmp_path):
     """The first call about a file makes it and fails; the second finds it."""
     rewards = make("fails_once")

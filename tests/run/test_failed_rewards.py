@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlcore.cli import main
-from rlcore.errors import ConfigError, RewardsError
+from rlcore.errors import ConfigError, DataError, RewardsError
 from rlcore.plugins import PluginManager
 
 SOMETIMES = """
@@ -120,7 +120,7 @@ def test_an_outage_stops_the_run_and_it_goes_on_when_it_is_mended(train_small, m
     options = [*options, "~reward", "reward.functions={}", f"reward.path={tmp_path}/breaks.py:score"]
     options += ["trainer.total_steps=4", "trainer.eval_every=0"]
     train_small(tmp_path / "plain", *options)
-    with pytest.raises(RewardsError, match="4 of 4 samples of one call have no reward") as caught:
+    with pytest.raises(RewardsError, match="all 4 samples of one call have no reward") as caught:
         train_small(tmp_path / "run", *options, plugins=Breaking.load())
     message = str(caught.value)
     assert "breaks.score raised ConnectionError: no route to the verifier; its prompt is '" in message
@@ -137,9 +137,41 @@ def test_a_run_in_which_every_reward_fails_ends_with_status_1(small, tmp_path, c
     options = ["algo=grpo", "algo.group_size=2", f"run.dir={tmp_path}/run", f"reward.path={tmp_path}/breaks.py:score"]
     options += ["~reward", "reward.functions={}", "reward.max_failures=1", "trainer.total_steps=2"]
     assert main(["train", *small, *options]) == 1
-    assert "4 of 4 samples of one call have no reward" in capsys.readouterr().err
+    assert "all 4 samples of one call have no reward" in capsys.readouterr().err
 
 
 def test_a_value_for_failures_must_be_a_number(train_small, tmp_path):
     with pytest.raises(ConfigError, match=r"reward\.error_value"):
         train_small(tmp_path / "run", f"reward.error_value={math.inf}")
+
+
+def test_with_a_judge_the_reward_may_fail_as_nothing_is_learned_from_it(open_small, tmp_path):
+    (tmp_path / "down").touch()
+    (tmp_path / "breaks.py").write_text(BREAKS.format(mark=str(tmp_path / "down")))
+    run, prompts = open_small("~reward", "reward.functions={}", f"reward.path={tmp_path}/breaks.py:score")
+    batch = run.actor.generate(prompts)
+    scored = batch.union(run.reward(batch, keep_failed=True))
+    assert len(scored) == len(prompts)
+    assert scored["scores"].isnan().all()
+    assert [len(each) for each in run.end_step()[1]] == [len(prompts)]
+    run.reward(batch)  # but where it is learned from, also if nobody reads it
+    with pytest.raises(RewardsError):
+        run.end_step()
+
+
+def test_scores_meet_only_the_rows_that_they_belong_to(open_small, reward):
+    """Six rows, of which one fails; five others than those with a reward are no partner of them."""
+    run, prompts = open_small(*reward("last_of_pairs"))
+    batch = run.actor.generate(prompts)
+    rewards = run.reward(batch)
+    assert len(rewards) == 5
+    with pytest.raises(DataError, match="both have a column 'uid', with different contents"):
+        batch[[1, 2, 3, 4, 5]].union(rewards)
+    assert batch.union(rewards)["uid"].tolist() == [uid for row, uid in enumerate(batch["uid"]) if row != 3]
+
+
+def test_a_column_that_is_not_there_cannot_be_rendered(train_small, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.rendered names 'promt', which no row has.*Did you mean 'prompt'"):
+        train_small(tmp_path / "run", "data.rendered=[promt]")
+    with pytest.raises(ConfigError, match=r"data\.system_prompt has no place in them"):
+        train_small(tmp_path / "run", "data.rendered=[prompt]", "data.system_prompt=Calculate.")

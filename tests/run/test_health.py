@@ -89,6 +89,18 @@ def test_samples_without_a_reward_count_in_no_mean_of_rewards():
     assert "reward/never" not in metrics
 
 
+def test_where_no_sample_has_a_reward_there_is_no_mean_of_rewards():
+    nan = math.nan
+    batch = scored([nan, nan], ["a", "a"], [3, 5], errors=[True, True])
+    metrics = step_metrics({}, {}, [batch], pass_score=1.0)
+    assert metrics == {
+        "reward/errors": 2,
+        "response/mean_length": 4,
+        "health/truncated": 0,
+        "tokens": metrics["tokens"],
+    }
+
+
 def test_batches_of_different_sizes_weigh_by_their_rows():
     one = scored([1.0], ["a"], [2], prompt_length=10, score__length=[4.0])
     three = scored([0.0, 0.0, 0.0], ["b", "b", "c"], [6, 6, 6], finished=[False, False, True], score__length=[0.0] * 3)

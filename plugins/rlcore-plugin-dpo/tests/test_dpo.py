@@ -161,7 +161,9 @@ def test_pairs_that_the_cut_makes_equal_are_left_out_and_counted(tmp_path, capsy
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*long, {**long[0], "prompt": "2+2="}])
     )
-    assert train(tmp_path / "none", *options, "trainer.eval_every=0") == 1
-    assert "all 4 pairs of 'chosen' and 'rejected' are equal in their first rollout.response_len=6 tokens" in (
-        capsys.readouterr().err
-    )
+    assert train(tmp_path / "none", *options, "trainer.eval_every=0") == 0
+    (step,) = metrics(tmp_path / "none")
+    assert (step["train/optimizer_steps"], step["train/skipped_updates"]) == (0, 1)
+    (tmp_path / "test.jsonl").write_text((tmp_path / "train.jsonl").read_text().replace('"prompt": "', '"prompt": "5'))
+    assert train(tmp_path / "no_eval", *options) == 1
+    assert "all 4 held-out pairs are equal in their first rollout.response_len=6 tokens" in capsys.readouterr().err

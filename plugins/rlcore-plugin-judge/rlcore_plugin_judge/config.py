@@ -34,7 +34,11 @@ class JudgeConfig:
     total_timeout: float = option(600.0, "seconds that all questions of one call may take together", min=0.01)
     on_error: Literal["tie", "first", "second"] = option("tie", "preference for a pair that the judge did not decide")
     max_failures: float = option(
-        0.25, "share of a call's pairs; if the judge fails on more, the run stops with a checkpoint", min=0.0, max=1.0
+        0.25,
+        "share of a call's pairs; if the judge fails on more, the run stops with a checkpoint",
+        min=0.0,
+        max=1.0,
+        incidental=True,
     )
 
 

@@ -102,9 +102,7 @@ def test_one_row_without_a_response_is_named_before_the_run(run, tmp_path, capsy
 
 
 def test_a_missing_column_is_named_with_those_there_are():
-    with pytest.raises(
-        DataError, match=r"algo\.response_key=txt: the row has no such column, only answer, text;"
-    ):
+    with pytest.raises(DataError, match=r"algo\.response_key=txt: the row has no such column, only answer, text;"):
         SFT(SFTConfig(response_key="txt")).check_row({"answer": "a", "text": "b"})
 
 

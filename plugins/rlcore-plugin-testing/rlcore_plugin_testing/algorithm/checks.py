@@ -183,14 +183,18 @@ def failed_rewards(suite: AlgorithmSuite) -> str:
     if not suite.plain.record.scored:
         raise NotApplicable("it scores nothing")
     record = suite.changed("failed", Changes(failed=True, stop_after=1)).record
+    compared = 0
     for item in record.items:
         if {"uid", "sample_index"} <= set(item.batch.keys()):
             rows = list(zip(item.batch["uid"], item.batch["sample_index"].tolist(), strict=True))
+            compared += 1
             if taught := sum(row in record.failed for row in rows):
                 raise CheckFailed(
                     f"{item.title}: {taught} of {len(rows)} rows have no reward, as it failed. Take the rows that "
                     "batch.union(run.reward(batch)) keeps"
                 )
+    if record.items and not compared:
+        raise CheckFailed("no update got the columns uid and sample_index; keep those of generate() in the batch")
     return f"{len(record.failed)} rows without a reward reach no update"
 
 
