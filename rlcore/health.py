@@ -61,14 +61,14 @@ def step_metrics(
     """Return the step's metrics, and under `tokens` the number of prompt and response tokens of its samples.
 
     Over all samples scored in the step: response/mean_length, health/truncated (share of responses that were cut off)
-    and reward/errors (failed rewards). Over the episodes that have a reward, of which
-    the branches are one sample: reward/mean, /std, /accuracy, reward/NAME (mean
-    score of each reward function with a column), and three that are left out when no prompt has several samples:
-    reward/dropped_groups (prompts of which failures left a single sample), health/equal_groups (share of prompts whose
-    samples all got the same reward, which teach a group-relative method nothing) and health/effective_tokens (response
-    tokens of the other prompts). Of episodes: episodes/turns and episodes/tool_calls (means over rows) and
-    episodes/tool_errors (share of the calls). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the
-    algorithm returned anything but numbers by name, and for scores that are not finite, naming their samples.
+    and reward/errors (failed rewards). Over the episodes that have a reward, whose branches are one sample:
+    reward/mean, /std, /accuracy, reward/NAME (mean score of each reward function with a column), and three that are
+    left out when no prompt has several samples: reward/dropped_groups (prompts of which failures left a single sample),
+    health/equal_groups (share of prompts whose samples all got the same reward, which teach a group-relative method
+    nothing) and health/effective_tokens (response tokens of the other prompts). Of episodes: episodes/turns and
+    episodes/tool_calls (means over rows) and episodes/tool_errors (share of the calls). kl/mean is the loss term `kl`,
+    else `kl_old`. Raises DataError when the algorithm returned anything but numbers by name, and for scores that are
+    not finite, naming their samples.
     """
     metrics = {**_numbers(returned), **logged}
     for name in ("loss/kl", "loss/kl_old"):
