@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_advantages, needs, policy_terms
+from rlcore.ops import Outputs, Term, episodes, group_advantages, needs, policy_terms
 
 RLCORE_API = 1
 
@@ -97,7 +97,9 @@ class GRPO(Algorithm):
         """Return the batch with the column `advantages`: A_i of each row, fp32 [rows]."""
         weights = batch["response_length"] if self.config.baseline == "length" else None
         std = self.config.divide_by_std
-        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], divide_by_std=std, weights=weights)
+        batch["advantages"] = group_advantages(
+            batch["scores"], batch["uid"], divide_by_std=std, weights=weights, episode=episodes(batch)
+        )
         return batch
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:

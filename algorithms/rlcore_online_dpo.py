@@ -36,11 +36,13 @@ from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataError, Dat
 from rlcore.ops import (
     Outputs,
     Term,
+    episodes,
     group_index,
     masked_sum,
     metric,
     needs,
     noise_key,
+    one_row_each,
     preference_terms,
     uniform_noise,
 )
@@ -192,7 +194,8 @@ class OnlineDPO(Algorithm):
         """Return the chosen and the rejected row of each pair, int64 [pairs] each, and log the number of pairs."""
         uid = batch["uid"]
         group = group_index(uid)
-        groups = [(group == number).nonzero()[:, 0].tolist() for number in range(int(group.max()) + 1)]
+        first = one_row_each(episodes(batch))[0]  # the row that stands for its episode
+        groups = [first[group[first] == number].tolist() for number in range(int(group.max()) + 1)]
         groups = [rows for rows in groups if len(rows) > 1]  # of some prompts' episodes, all but one may have failed
         if not groups:
             run.log({"dpo/pairs": 0, "dpo/ties": 0, "dpo/usable_prompts": 0})

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataError, DataProto, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, episodes, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
 
@@ -53,7 +52,8 @@ class RejectionSamplingConfig:
 def choose(batch: DataProto, *, threshold: float | None, top_k: int | None) -> dict[str, Tensor]:
     """Return `rejection_kept` and `rejection_repeat` (dropped as a duplicate), both bool [rows].
 
-    Reads `uid`, `responses`, `scores` and `reward_error`; needs all rows of a uid at once.
+    An episode counts once in `top_k`, and all its branches are kept. Reads `uid`, `responses`, `scores`, `reward_error`
+    and the columns of `episodes`; needs all rows of a uid at once.
     """
     uid, responses, scores = batch.view("uid"), batch.view("responses"), batch.view("scores")
     kept = ~batch.view("reward_error")
@@ -67,11 +67,13 @@ def choose(batch: DataProto, *, threshold: float | None, top_k: int | None) -> d
         seen.add(tokens)
     kept &= ~repeat
     if top_k is not None:
-        taken: Counter[str] = Counter()
+        taken: dict[str, set[str]] = {}
+        names = episodes(batch)
         for row in scores.argsort(descending=True, stable=True).tolist():
-            if kept[row]:
-                taken[uid[row]] += 1
-                kept[row] = taken[uid[row]] <= top_k
+            chosen = taken.setdefault(uid[row], set())
+            if kept[row] and len(chosen) < top_k:
+                chosen.add(names[row])
+            kept[row] = kept[row] and names[row] in chosen
     return {"rejection_kept": kept, "rejection_repeat": repeat}
 
 
@@ -123,7 +125,8 @@ class RejectionSampling(Algorithm):
         batch = run.actor.generate(prompts.repeat(self.config.samples))
         batch = batch.union(run.reward(batch))
         chooser = partial(choose, threshold=self._threshold(run.config), top_k=self._top_k)
-        chosen = batch.map(chooser, reads=["uid", "responses", "scores", "reward_error"], keep_together="uid")
+        reads = ["uid", "responses", "scores", "reward_error", *(["episode", "seat"] if "episode" in batch else [])]
+        chosen = batch.map(chooser, reads=reads, keep_together="uid")
         kept = batch[chosen["rejection_kept"]]
         self._write(run.dir / "kept.jsonl", kept, run.step)
         self.empty_steps += len(kept) == 0

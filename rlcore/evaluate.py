@@ -18,11 +18,11 @@ from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.folder import CONFIG
 from rlcore.model_folder import check_positions
-from rlcore.ops import group_index
+from rlcore.ops import episodes, group_index, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import needing_answer, resolve
-from rlcore.rewards.failures import check_failures
+from rlcore.rewards.failures import check_failures, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.run import Run, open_run
@@ -50,7 +50,8 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
     2, 4, ... up to the number of samples per prompt if that is above 1, the mean score, the mean response length, the
     share of truncated responses, and the numbers of samples and of reward errors. Samples without a reward are neither
-    right nor wrong: accuracy, pass@k and score leave them out.
+    right nor wrong: accuracy, pass@k and score leave them out. An episode with several branches is one sample; the
+    length and the share of truncated responses are means over rows.
 
     Raises RewardsError when more than the share `reward.max_failures` of the samples have no reward.
     """
@@ -59,19 +60,20 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
     scored = run.score_by_functions(batch)
     check_failures(batch, scored, config.reward.max_failures)
-    batch = batch.union(scored)
+    batch = batch.union(one_score_each(batch, scored))
     # Beside a reward model, functions may apply to no part of a sample; an evaluation counts functions only.
     named = [scored[name] for name in scored.keys() if name.startswith("score/")]  # noqa: SIM118 (not a dict)
     unscored = torch.stack([values.isnan() for values in named]).all(0) if named else torch.zeros(len(batch)).bool()
     rewarded = batch[~(scored.view("reward_error") | unscored)]
+    rewarded = rewarded[one_row_each(episodes(rewarded))[0]]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
     names = list(rewarded["uid"])
-    if "branch" in rewarded:  # branches of an episode, such as the seats of a game, count apart
-        names = [f"{uid} {branch}" for uid, branch in zip(names, rewarded["branch"].tolist(), strict=True)]
+    if "seat" in rewarded:  # the seats of a game count apart
+        names = [f"{uid} {seat}" for uid, seat in zip(names, rewarded["seat"].tolist(), strict=True)]
     prompt = group_index(names).numpy()
     correct = np.bincount(prompt, weights=right).astype(int)
-    # Fewer than `eval_samples` where an episode or a reward failed, more where an episode has several branches.
+    # Fewer than `eval_samples` where an episode or a reward failed.
     sampled = np.bincount(prompt)
     metrics = {
         "eval/accuracy": float(right.mean()),
@@ -79,7 +81,7 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
         "eval/response_length": float(batch["response_length"].float().mean()),
         "eval/truncated": 1.0 - float(batch["finished"].float().mean()),
         "eval/reward_errors": float(batch["reward_error"].sum()),
-        "eval/samples": float(len(batch)),
+        "eval/samples": float(len(set(episodes(batch)))),
     }
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.errors import DataError
-from rlcore.ops import group_index
+from rlcore.ops import episodes, group_index, one_row_each
 from rlcore.protocol import DataProto
 from rlcore.rewards.failures import has_reward, left_alone
 
@@ -61,13 +61,14 @@ def step_metrics(
     """Return the step's metrics, and under `tokens` the number of prompt and response tokens of its samples.
 
     Over all samples scored in the step: response/mean_length, health/truncated (share of responses that were cut off)
-    and reward/errors (failed rewards). Over those that have a reward: reward/mean, /std, /accuracy, reward/NAME (mean
-    score of each reward function with a column), and three that are left out when no prompt has several samples:
-    reward/dropped_groups (prompts of which failures left a single sample), health/equal_groups (share of prompts whose
-    samples all got the same reward, which teach a group-relative method nothing) and health/effective_tokens (response
-    tokens of the other prompts). Of episodes: episodes/turns and episodes/tool_calls (means over rows) and
-    episodes/tool_errors (share of the calls). kl/mean is the loss term `kl`, else `kl_old`. Raises DataError when the
-    algorithm returned anything but numbers by name, and for scores that are not finite, naming their samples.
+    and reward/errors (failed rewards). Over the episodes that have a reward, whose branches are one sample:
+    reward/mean, /std, /accuracy, reward/NAME (mean score of each reward function with a column), and three that are
+    left out when no prompt has several samples: reward/dropped_groups (prompts of which failures left a single sample),
+    health/equal_groups (share of prompts whose samples all got the same reward, which teach a group-relative method
+    nothing) and health/effective_tokens (response tokens of the other prompts). Of episodes: episodes/turns and
+    episodes/tool_calls (means over rows) and episodes/tool_errors (share of the calls). kl/mean is the loss term `kl`,
+    else `kl_old`. Raises DataError when the algorithm returned anything but numbers by name, and for scores that are
+    not finite, naming their samples.
     """
     metrics = {**_numbers(returned), **logged}
     for name in ("loss/kl", "loss/kl_old"):
@@ -79,13 +80,17 @@ def step_metrics(
         return {**metrics, "tokens": 0.0}
     _check_scores(scored)
     present = torch.cat([has_reward(batch) for batch in scored])
-    scores = _column(scored, "scores").double()[present]
+    names = [f"{call} {name}" for call, batch in enumerate(scored) for name in episodes(batch)]
+    # The first row with a reward of each episode: its branches have one score.
+    counted = present.nonzero()[:, 0]
+    counted = counted[one_row_each([names[row] for row in counted.tolist()])[0]]
+    scores = _column(scored, "scores").double()[counted]
     errors, lengths = _column(scored, "reward_error"), _column(scored, "response_length")
     tokens = int(_column(scored, "prompt_length").sum()) + int(lengths.sum())
     if len(scores):
         metrics["reward/mean"] = float(scores.mean())
         metrics["reward/std"] = float(scores.std(correction=0))
-        metrics["reward/accuracy"] = float(((scores >= pass_score) & ~errors[present]).double().mean())
+        metrics["reward/accuracy"] = float(((scores >= pass_score) & ~errors[counted]).double().mean())
     metrics.update(
         {
             "tokens": float(tokens),
@@ -94,11 +99,11 @@ def step_metrics(
             "health/truncated": 1.0 - float(_column(scored, "finished").double().mean()),
         }
     )
-    metrics.update(_group_health(scored, present, scores, lengths[present]))
+    metrics.update(_group_health(scored, names, present, lengths))
     metrics.update(_episode_means(scored))
     for name in scored[0].keys():  # noqa: SIM118 (a batch is not a dict)
         if name.startswith("score/") and all(name in batch for batch in scored):
-            of_function = _column(scored, name).double()[present]
+            of_function = _column(scored, name).double()[counted]
             if not of_function.isnan().all():  # NaN: the function does not apply to the row
                 metrics[f"reward/{name.removeprefix('score/')}"] = float(of_function.nanmean())
     return metrics
@@ -121,25 +126,26 @@ def _episode_means(scored: list[DataProto]) -> dict[str, float]:
     }
 
 
-def _group_health(scored: list[DataProto], present: Tensor, scores: Tensor, lengths: Tensor) -> dict[str, float]:
+def _group_health(scored: list[DataProto], names: list[str], present: Tensor, lengths: Tensor) -> dict[str, float]:
     """Return the metrics of groups; nothing when every prompt has a single sample.
 
-    `present` is bool [all rows], `scores` and `lengths` are those of the rows with a reward.
+    `names` are the episodes of all rows, `present` is bool, whether a row has a reward.
     """
     uid = list(chain.from_iterable(batch["uid"] for batch in scored))
     of_all = group_index(uid)
-    if int(of_all.max()) + 1 == len(uid) or not present.any():  # a group of one always has equal rewards
+    if int(of_all.max()) + 1 == len(set(names)) or not present.any():  # a group of one always has equal rewards
         return {}
-    alone = left_alone(present, of_all)
+    alone = left_alone(present, of_all, names)
+    scores = _column(scored, "scores").double()[present]
     group = of_all[present].unique(return_inverse=True)[1]
     groups = int(group.max()) + 1
     highest = torch.full((groups,), -math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amax")
     lowest = torch.full((groups,), math.inf, dtype=torch.float64).scatter_reduce(0, group, scores, "amin")
     equal = highest == lowest
     return {
-        "reward/dropped_groups": float(alone.sum()),
+        "reward/dropped_groups": float(len(of_all[alone].unique())),
         "health/equal_groups": float(equal.double().mean()),
-        "health/effective_tokens": float(lengths[~equal[group]].sum()),
+        "health/effective_tokens": float(lengths[present][~equal[group]].sum()),
     }
 
 

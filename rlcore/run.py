@@ -22,7 +22,7 @@ from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_group
 from rlcore.rewards.compose import WeightedReward
-from rlcore.rewards.failures import with_reward
+from rlcore.rewards.failures import one_score_each, with_reward
 from rlcore.rewards.worker import RewardWorker, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
@@ -127,12 +127,13 @@ class Run:
 
         Only rows that have a reward are returned, and the union with `batch` keeps these rows only. Left out are rows
         whose reward failed (`reward.error_value` gives them a score instead), and a row that is then left alone of its
-        group, the rows of equal `uid`. It returns at once; the first use of the result waits for the rewards. That use
-        raises RewardsError when more than the share `reward.max_failures` of the rows have no reward. With
-        `keep_failed` all rows stay, with a score of NaN, and any number may fail: for an algorithm that learns from
-        something else.
+        group, the rows of equal `uid`. All branches of an episode get the mean of their scores. It returns at once; the
+        first use of the result waits for the rewards. That use raises RewardsError when more than the share
+        `reward.max_failures` of the rows have no reward. With `keep_failed` all rows stay, with a score of NaN, and any
+        number may fail: for an algorithm that learns from something else.
         """
-        scored = self._score_by_model(batch) if REWARD_MODEL in self.roles else self.score_by_functions(batch)
+        by_row = self._score_by_model(batch) if REWARD_MODEL in self.roles else self.score_by_functions(batch)
+        scored = DataProto.deferred(lambda: one_score_each(batch, by_row)) if "episode" in batch else by_row
         most = self.config.reward.max_failures
         rewards = scored if keep_failed else DataProto.deferred(lambda: with_reward(batch, scored, most))
         if record:

@@ -29,7 +29,18 @@ import torch
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_advantages, group_index, kl_estimate, masked_sum, metric, needs, objective
+from rlcore.ops import (
+    Outputs,
+    Term,
+    episodes,
+    group_advantages,
+    group_index,
+    kl_estimate,
+    masked_sum,
+    metric,
+    needs,
+    objective,
+)
 
 RLCORE_API = 1
 
@@ -117,7 +128,7 @@ class DAPO(Algorithm):
         limit = run.actor.rollout_config.response_len
         scores, penalty = shaped_scores(batch["scores"], batch["response_length"], limit, config)
         run.log({"dapo/overlong": float(penalty.mean()) if len(batch) else 0.0})
-        batch["advantages"] = group_advantages(scores, batch["uid"])
+        batch["advantages"] = group_advantages(scores, batch["uid"], episode=episodes(batch))
         return run.actor.update(
             batch, loss=dapo_loss, epochs=config.epochs, mini_batches=config.mini_batches, keep_together="uid"
         )

@@ -23,7 +23,7 @@ from rlcore_grpo import GRPO, GRPOConfig
 from torch import Tensor
 
 from rlcore import AlgorithmSpec, Config, DataProto, Run, hookimpl
-from rlcore.ops import group_advantages
+from rlcore.ops import episodes, group_advantages, one_row_each
 
 RLCORE_API = 1
 
@@ -58,21 +58,28 @@ def gdpo_advantages(
     *,
     divide_by_std: bool,
     lengths: Tensor | None,
+    episode: Sequence[str] | None = None,
 ) -> Tensor:
     """Return A_i of the module's docstring, fp32 [rows], for the scores [rows] of each reward and its weight.
 
     A score is NaN where its reward does not apply: it is compared among the other rows, and adds 0 to this one.
-    `lengths` [rows] weigh the baseline.
+    `lengths` [rows] weigh the baseline. An `episode` counts once, as in `group_advantages`.
     """
     names, total = np.asarray(uid), torch.zeros(len(uid))
+    own = np.asarray(range(len(uid)) if episode is None else episode)
+    first, place = one_row_each(own)
     for weight, values in zip(weights, scores, strict=True):
         applies = ~values.isnan()
         within = None if lengths is None else lengths[applies]
         compared = group_advantages(
-            values[applies], names[applies.numpy()], divide_by_std=divide_by_std, weights=within
+            values[applies],
+            names[applies.numpy()],
+            divide_by_std=divide_by_std,
+            weights=within,
+            episode=own[applies.numpy()],
         )
         total[applies] += weight * compared
-    return whitened(total)
+    return whitened(total[first])[place]
 
 
 class GDPO(GRPO):
@@ -90,6 +97,7 @@ class GDPO(GRPO):
             batch["uid"],
             divide_by_std=self.config.divide_by_std,
             lengths=batch["response_length"] if self.config.baseline == "length" else None,
+            episode=episodes(batch),
         )
         return batch
 

@@ -20,7 +20,7 @@ import torch
 from rlcore_grpo import GRPO
 
 from rlcore import AlgorithmSpec, DataError, DataProto, Run, hookimpl, option
-from rlcore.ops import group_means
+from rlcore.ops import episodes, group_means
 
 RLCORE_API = 1
 
@@ -56,7 +56,7 @@ class MaxRL(GRPO):
                 f"MaxRL divides by a group's mean score, and a score is {float(scores.min())}; give scores from 0, "
                 "as 0 and 1, also for reward.error_value"
             )
-        means = group_means(scores, batch["uid"])
+        means = group_means(scores, batch["uid"], episode=episodes(batch))
         batch["advantages"] = torch.where(means > 0, (scores - means) / means, 0.0).float()
         return batch
 

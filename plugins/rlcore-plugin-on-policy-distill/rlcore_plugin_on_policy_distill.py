@@ -39,7 +39,7 @@ from rlcore import (
     hookimpl,
     option,
 )
-from rlcore.ops import Outputs, Term, group_advantages, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, episodes, group_advantages, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
 
@@ -131,7 +131,7 @@ class OnPolicyDistill(Algorithm):
         sampled = batch["response_mask"].values.bool()
         run.log({"distill/reverse_kl": -float(gain.values[sampled].double().mean()) if sampled.any() else 0.0})
         if algo.task_coef > 0:
-            task = algo.task_coef * group_advantages(batch["scores"], batch["uid"])
+            task = algo.task_coef * group_advantages(batch["scores"], batch["uid"], episode=episodes(batch))
             gain = gain.with_values(gain.values + task.repeat_interleave(gain.lengths))
         batch["advantages"] = gain
         return run.actor.update(

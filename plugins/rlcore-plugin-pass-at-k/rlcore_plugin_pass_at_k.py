@@ -29,7 +29,7 @@ from rlcore_grpo import GRPO
 from torch import Tensor
 
 from rlcore import AlgorithmSpec, Config, ConfigError, DataProto, Run, hookimpl, option
-from rlcore.ops import group_index
+from rlcore.ops import episodes, group_index, one_row_each
 
 RLCORE_API = 1
 
@@ -86,11 +86,13 @@ class PassAtK(GRPO):
             )
 
     def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
-        """See GRPO. Groups of which failures left fewer than k rows are left out, as they have no best of k."""
-        sizes = Counter(batch["uid"].tolist())
+        """See GRPO. Groups of which failures left fewer than k episodes are left out, as they have no best of k."""
+        sizes = Counter(batch["uid"][one_row_each(episodes(batch))[0].numpy()].tolist())
         batch = batch[[row for row, uid in enumerate(batch["uid"]) if sizes[uid] >= self.config.k]]
         run.log({"pass_at_k/dropped_groups": sum(size < self.config.k for size in sizes.values())})
-        batch["advantages"] = pass_at_k_advantages(batch["scores"], batch["uid"], self.config.k)
+        first, place = one_row_each(episodes(batch))
+        uid = batch["uid"][first.numpy()]
+        batch["advantages"] = pass_at_k_advantages(batch["scores"][first], uid, self.config.k)[place]
         return batch
 
 

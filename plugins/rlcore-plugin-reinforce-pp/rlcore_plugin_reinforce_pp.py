@@ -25,7 +25,19 @@ import torch
 from rlcore_grpo import GRPO
 
 from rlcore import AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, gae, group_advantages, kl_estimate, masked_sum, metric, needs, objective
+from rlcore.ops import (
+    Outputs,
+    Term,
+    episodes,
+    gae,
+    group_advantages,
+    kl_estimate,
+    masked_sum,
+    metric,
+    needs,
+    objective,
+    one_row_each,
+)
 
 RLCORE_API = 1
 
@@ -104,13 +116,15 @@ class ReinforcePP(GRPO):
     def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with `advantages`, one for each token, computed where the rows are."""
         grouped, scores = self.config.baseline == "group", batch["scores"]
-        batch["reinforce_pp_scores"] = (
-            group_advantages(scores, batch["uid"], divide_by_std=False) if grouped else scores
-        )
+        if grouped:
+            scores = group_advantages(scores, batch["uid"], divide_by_std=False, episode=episodes(batch))
+        batch["reinforce_pp_scores"] = scores
         kl_coef = 0.0 if grouped else self.config.kl_coef
         reads = ["reinforce_pp_scores", "response_mask", *(["old_log_probs", "ref_log_probs"] if kl_coef else [])]
         batch = batch.union(batch.map(partial(token_returns, kl_coef=kl_coef, gamma=self.config.gamma), reads=reads))
-        moments = batch.masked_moments("reinforce_pp_returns", "response_mask")
+        first = one_row_each(episodes(batch))[0]
+        counted = batch if len(first) == len(batch) else batch[first]  # an episode's first branch stands for it
+        moments = counted.masked_moments("reinforce_pp_returns", "response_mask")
         mean, std = (moments.mean, moments.var**0.5 + 1e-8) if moments.count else (0.0, 1.0)
         to_scale = partial(shift_and_scale, mean=mean, std=std)
         return batch.union(batch.map(to_scale, reads=["reinforce_pp_returns", "response_mask"]))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, kl_estimate, leave_one_out, masked_sum, metric, objective
+from rlcore.ops import Outputs, Term, episodes, kl_estimate, leave_one_out, masked_sum, metric, objective
 
 RLCORE_API = 1
 
@@ -66,7 +66,7 @@ class RLOO(Algorithm):
         batch = batch.union(scores)
         rewards = partial(response_rewards, kl_coef=self.config.kl_coef)
         batch = batch.union(batch.map(rewards, reads=["scores", "response_mask", "old_log_probs", "ref_log_probs"]))
-        batch["advantages"] = leave_one_out(batch["rloo_reward"], batch["uid"])
+        batch["advantages"] = leave_one_out(batch["rloo_reward"], batch["uid"], episode=episodes(batch))
         return run.actor.update(batch, loss=rloo_loss)
 
 

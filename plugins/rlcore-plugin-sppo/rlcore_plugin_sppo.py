@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, group_index, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, episodes, group_index, masked_sum, metric, needs, objective, one_row_each
 
 RLCORE_API = 1
 
@@ -103,9 +103,11 @@ class SPPO(Algorithm):
         """Run one step and return the update's metrics."""
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
         batch = batch.union(run.reward(batch))
-        rates = win_rates(batch["scores"], batch["uid"], batch["reward_error"])
-        batch["advantages"] = rates - 0.5
+        first, place = one_row_each(episodes(batch))
+        rates = win_rates(batch["scores"][first], batch["uid"][first.numpy()], batch["reward_error"][first])
         run.log({"sppo/decided": float((rates != 0.5).double().mean())})
+        rates = rates[place]
+        batch["advantages"] = rates - 0.5
         if self.config.keep == "best_worst":
             batch = batch[best_and_worst(rates, batch["uid"])]
         batch = batch.union(run.actor.log_probs(batch, name="old_log_probs"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EPISODES = (
     *("episode", "branch", "turns", "turn_ends", "turn_rewards", "tool_calls", "tool_errors", "stop_reason"),
-    *("episode_messages", "episode_score", "episode_row", "episode_error"),
+    *("episode_messages", "episode_score", "episode_row", "episode_error", "seat", "row_weight"),
 )
 """Column names that are reserved in a run with an environment."""
 TAKEN = ("prompt", "response", *(name for name in fields() if name not in EPISODES))

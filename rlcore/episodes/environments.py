@@ -312,6 +312,7 @@ class _Batch:
             EpisodeRow(
                 row=episode.row,
                 branch=seat,
+                seat=seat,
                 conversation=conversation,
                 stop_reason=episode.stop_reason,
                 tool_calls=episode.tool_calls,

@@ -17,9 +17,9 @@ from rlcore.protocol import DataProto, Ragged
 class EpisodeRow:
     """One branch of an episode.
 
-    `row`: of the batch that asked for the episode. `branch`: its number among the episode's. `stop_reason`: as in
-    docs/glossary.md, or "failed". `error`: None, or cause, traceback and attempts of a failed episode, whose
-    conversation is empty.
+    `row`: of the batch that asked for the episode. `branch`: its number among the episode's. `seat`: the player of an
+    environment with several seats. `stop_reason`: as in docs/glossary.md, or "failed". `error`: None, or
+    cause, traceback and attempts of a failed episode, whose conversation is empty.
     """
 
     row: int
@@ -29,6 +29,7 @@ class EpisodeRow:
     tool_calls: int = 0
     tool_errors: int = 0
     score: float | None = None
+    seat: int = 0
     error: dict[str, Any] | None = field(default=None)
 
 
@@ -64,6 +65,7 @@ def episode_columns(rows: Sequence[EpisodeRow], tokenizer: Any) -> DataProto:
         "tool_errors": torch.tensor([each.tool_errors for each in rows], dtype=torch.int64),
         "stop_reason": _objects([each.stop_reason for each in rows]),
         "branch": torch.tensor([each.branch for each in rows], dtype=torch.int64),
+        "seat": torch.tensor([each.seat for each in rows], dtype=torch.int64),
         "episode_messages": _objects([each.messages[each.asked :] for each in conversations]),
         "episode_score": _objects([each.score for each in rows]),
         "episode_error": _objects([each.error for each in rows]),

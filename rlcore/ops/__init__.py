@@ -1,6 +1,15 @@
 """Pure torch: log-probs, KL, advantages, importance weights, masked sums, keyed noise, and the terms of a loss."""
 
-from rlcore.ops.advantages import gae, group_advantages, group_index, group_means, leave_one_out
+from rlcore.ops.advantages import (
+    Columns,
+    episodes,
+    gae,
+    group_advantages,
+    group_index,
+    group_means,
+    leave_one_out,
+    one_row_each,
+)
 from rlcore.ops.importance import Correction, importance_weights, sequence_ratio, train_rollout_logprob_diff
 from rlcore.ops.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from rlcore.ops.logprobs import chunked_log_probs, token_log_probs
@@ -14,6 +23,7 @@ from rlcore.ops.ratio import LOG_RATIO_BOUND, bound_log_ratio, bounded_ratio
 __all__ = [
     "LOG_RATIO_BOUND",
     "NEEDS",
+    "Columns",
     "Correction",
     "KLEstimator",
     "Loss",
@@ -26,6 +36,7 @@ __all__ = [
     "bounded_ratio",
     "chunked_log_probs",
     "clipped_surrogate",
+    "episodes",
     "gae",
     "group_advantages",
     "group_index",
@@ -40,6 +51,7 @@ __all__ = [
     "needs_of",
     "noise_key",
     "objective",
+    "one_row_each",
     "pair_loss",
     "policy_terms",
     "preference_terms",

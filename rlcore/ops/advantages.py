@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,20 +13,55 @@ Uid = Sequence[str] | np.ndarray
 """The group of each row: one name per row."""
 
 
+class Columns(Protocol):
+    """The columns of a batch by name, as a DataProto has them."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __getitem__(self, name: str) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+def episodes(batch: Columns) -> list[str]:
+    """Return the name of each row's episode; rows with equal names are one sample, the branches of an episode.
+
+    Seats of a game are episodes of their own, and so is each row of a run without an environment.
+    """
+    if "episode" not in batch:
+        return [str(row) for row in range(len(batch))]
+    seats = batch["seat"].tolist() if "seat" in batch else [0] * len(batch)
+    return [f"{name} {seat}" for name, seat in zip(batch["episode"], seats, strict=True)]
+
+
+def one_row_each(episode: Uid) -> tuple[Tensor, Tensor]:
+    """Return the first row of each episode, int64 [episodes], and each row's place among these, int64 [rows].
+
+    `values[first]` has one value per episode, and `per_episode[place]` one per row again.
+    """
+    place = group_index(episode)
+    first = torch.full((int(place.max()) + 1 if len(place) else 0,), len(place))
+    return first.scatter_reduce(0, place, torch.arange(len(place)), "amin"), place
+
+
 def group_index(uid: Uid) -> Tensor:
     """Return each row's group number, int64 [rows]; groups are numbered in order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(str(u), len(numbers)) for u in uid], dtype=torch.int64)
 
 
-def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None) -> Tensor:
+def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None, *, episode: Uid | None = None) -> Tensor:
     """Return the mean of `values` [rows] over the rows with each row's `uid`, fp64 [rows].
 
     `weights` [rows], such as numbers of tokens, make it a weighted mean; it is 0 where a group's weights are all 0.
+    With `episode`, the names that `episodes` returns, an episode counts once: the mean of its rows is one value.
     Equal values have exactly their value as their mean. Raises ValueError when the lengths differ.
     """
     if values.ndim != 1 or len(values) != len(uid):
         raise ValueError(f"values has shape {tuple(values.shape)}, uid {len(uid)} rows; both must be one value per row")
+    if (merged := _merged(episode, uid, values, weights)) is not None:
+        own, place, (values, weights) = merged
+        return group_means(values, own, weights)[place]
     # fp64, so that equal values minus their mean give exactly 0 in groups of any size.
     shares = torch.ones_like(values) if weights is None else weights
     total = _group_sums(shares.double(), uid)
@@ -33,15 +69,25 @@ def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None) -> Tens
 
 
 def group_advantages(
-    scores: Tensor, uid: Uid, *, divide_by_std: bool = True, eps: float = 1e-6, weights: Tensor | None = None
+    scores: Tensor,
+    uid: Uid,
+    *,
+    divide_by_std: bool = True,
+    eps: float = 1e-6,
+    weights: Tensor | None = None,
+    episode: Uid | None = None,
 ) -> Tensor:
     """Return each score's advantage over its group, fp32 [rows]: (score - mean) / (std + eps) over rows of equal `uid`.
 
     `scores` is [rows]. The standard deviation is the unbiased one, and 0 for a group of one row. A group of equal
     scores gets exactly 0. `divide_by_std=False` omits the division. `weights` [rows] are those of the mean that is
     subtracted. Sources: GRPO, arXiv 2402.03300, section 4.1; without the division: Dr. GRPO, arXiv 2503.20783; weights:
-    OPO, arXiv 2505.23585. Raises ValueError when the lengths differ.
+    OPO, arXiv 2505.23585. With `episode`, the names that `episodes` returns, an episode counts once, with the mean of
+    its rows, and its rows get its advantage. Raises ValueError when the lengths differ.
     """
+    if (merged := _merged(episode, uid, scores, weights)) is not None:
+        own, place, (scores, weights) = merged
+        return group_advantages(scores, own, divide_by_std=divide_by_std, eps=eps, weights=weights)[place]
     centred = scores.double() - group_means(scores, uid, weights)
     if divide_by_std:
         squares = (scores.double() - group_means(scores, uid)).square()
@@ -50,16 +96,32 @@ def group_advantages(
     return centred.float()
 
 
-def leave_one_out(values: Tensor, uid: Uid) -> Tensor:
+def leave_one_out(values: Tensor, uid: Uid, *, episode: Uid | None = None) -> Tensor:
     """Return each value minus the mean of the other values with its `uid`, fp32 [rows]; 0 for a group of one row.
 
-    `values` is [rows]. Equal values of a group give exactly 0. Source: RLOO, arXiv 2402.14740, equation 6. Raises
-    ValueError when the lengths differ.
+    `values` is [rows]. Equal values of a group give exactly 0. With `episode`, the names that `episodes`
+    returns, an episode counts once, with the mean of its rows, and its rows get its result. Source: RLOO, arXiv
+    2402.14740, equation 6. Raises ValueError when the lengths differ.
     """
+    if (merged := _merged(episode, uid, values)) is not None:
+        own, place, (values,) = merged
+        return leave_one_out(values, own)[place]
     centred = values.double() - group_means(values, uid)
     count = _group_sums(torch.ones_like(centred), uid)
     # value - mean of the others = (value - mean of all) n / (n - 1)
     return (centred * (count / (count - 1).clamp(min=1))).float()
+
+
+def _merged(episode: Uid | None, uid: Uid, *columns: Tensor | None) -> tuple[Uid, Tensor, list[Any]] | None:
+    """Return the episodes' uid, each row's place among them, and the columns' means over an episode's rows.
+
+    None when no episode has several rows.
+    """
+    if episode is None or len(set(episode)) == len(uid):
+        return None
+    first, place = one_row_each(episode)
+    means = [None if each is None else group_means(each, episode)[first] for each in columns]
+    return np.asarray(uid)[first.numpy()], place, means
 
 
 def _group_sums(values: Tensor, uid: Uid) -> Tensor:

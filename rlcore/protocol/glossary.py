@@ -98,6 +98,20 @@ _FIELDS = (
         "identifies the episode, `UID/SAMPLE_INDEX`, with the call's number from a step's second call on",
     ),
     Field("branch", _DENSE, torch.int64, "index", "number of the row among the branches of its episode, from 0"),
+    Field(
+        "seat",
+        _DENSE,
+        torch.int64,
+        "index",
+        "the player whose row it is, where an environment has several `seats`; a seat counts as an episode",
+    ),
+    Field(
+        "row_weight",
+        _DENSE,
+        torch.float32,
+        "",
+        "weight of the row in the loss: 1 / branches of its episode; used inside an update",
+    ),
     Field("turns", _DENSE, torch.int64, "turn", "turns that the policy sampled in the row"),
     Field(
         "turn_ends",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from rlcore.errors import RewardsError
-from rlcore.ops import group_index
+from rlcore.ops import episodes, group_index, group_means, one_row_each
 from rlcore.protocol import DataProto
 
 
@@ -18,24 +22,49 @@ def has_reward(scored: DataProto) -> Tensor:
     return ~failed if not failed.any() else ~(failed & scored.view("scores").isnan())
 
 
-def left_alone(present: Tensor, group: Tensor) -> Tensor:
-    """Return bool [rows]: the row is present, and all others of its group, one or more, are not.
+def one_score_each(batch: DataProto, scored: DataProto) -> DataProto:
+    """Return `scored` with an episode's score in each of its rows that has a reward: the mean of theirs.
 
-    `present` is bool [rows], `group` int64 [rows]. Such a row has nothing left to be compared with.
+    `scored` has the scores of all rows of `batch`; a reward function's mean is over the rows to which it applies. Its
+    other columns stay.
     """
-    sizes, left = group.bincount()[group], group.bincount(weights=present.double())[group]
+    names = episodes(batch)
+    if len(set(names)) == len(names):
+        return scored
+    scored, rows = scored[:], has_reward(scored).nonzero()[:, 0]
+    own = [names[row] for row in rows.tolist()]
+    for column in [each for each in scored.keys() if each.startswith("score")]:  # noqa: SIM118 (a batch is no dict)
+        values = scored.view(column).clone()
+        applies = torch.ones(len(rows)) if column == "scores" else (~values[rows].isnan()).float()
+        means = group_means(torch.where(applies > 0, values[rows], 0.0), own, applies)
+        values[rows] = torch.where(group_means(applies, own) > 0, means, math.nan).to(values.dtype)
+        scored[column] = values
+    return scored
+
+
+def left_alone(present: Tensor, group: Tensor, episode: Sequence[str]) -> Tensor:
+    """Return bool [rows]: the row's episode is present, and all others of its group, one or more, are not.
+
+    `present` is bool [rows], `group` int64 [rows], `episode` the names that `rlcore.ops.episodes` returns. Such an
+    episode has nothing left to be compared with.
+    """
+    first, place = one_row_each(episode)
+    of_episode, played = group[first], torch.zeros(len(first), dtype=torch.float64)
+    played[place[present]] = 1.0
+    sizes, left = of_episode.bincount()[group], of_episode.bincount(weights=played)[group]
     return present & (left == 1) & (sizes > 1)
 
 
 def with_reward(batch: DataProto, scored: DataProto, max_failures: float) -> DataProto:
     """Return the rows of `scored` that have a reward, as a batch whose union with `batch` keeps these rows only.
 
-    A row that is left alone of its group (rows of equal `uid`) goes too. Raises RewardsError as `check_failures` does.
+    An episode that is left alone of its group (rows of equal `uid`) goes too. Raises RewardsError as `check_failures`
+    does.
     """
     check_failures(batch, scored, max_failures)
     present = has_reward(scored)
     if not present.all() and "uid" in batch:
-        present &= ~left_alone(present, group_index(batch.view("uid")))
+        present &= ~left_alone(present, group_index(batch.view("uid")), episodes(batch))
         if not present.any():
             raise RewardsError(f"rewards failed in every group, and none has two rows left: {_first(batch, scored)}")
     named = scored[:]

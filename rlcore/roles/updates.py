@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor, tensor
 
 from rlcore.config import TrainerConfig
 from rlcore.engine.update.items import Importance, Numerics, UpdateItem
 from rlcore.engine.update.microbatch import column_values, update_plan
 from rlcore.errors import DataError
-from rlcore.ops import Loss, needs_of
+from rlcore.ops import Loss, episodes, needs_of
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.glossary import check_fields
@@ -42,6 +45,16 @@ def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
     return Importance(kind, trainer.importance_cap, (low, high))
 
 
+def row_weights(rows: DataProto) -> Tensor | None:
+    """Return 1 / the number of branches of each row's episode among `rows`, fp32 [rows]; None if all are 1."""
+    names = episodes(rows)
+    branches = rows.view("branch").tolist() if "branch" in rows else range(len(rows))
+    count = Counter(name for name, _ in set(zip(names, branches, strict=True)))
+    if len(count) == len(names) or set(count.values()) == {1}:
+        return None
+    return tensor([1.0 / count[name] for name in names])
+
+
 def plan_update(
     batches: Sequence[tuple[DataProto, Loss, float]],
     ranks: int,
@@ -63,6 +76,9 @@ def plan_update(
         wanted = ["uid", *([keep_together] if keep_together else [])]
         objects = [name for name in dict.fromkeys(wanted) if name in rows.non_tensor_batch]
         sent = rows.select(list(rows.batch.keys()), objects, [])
+        # A loss of pairs reads both rows of a pair in one call, so it has one row of each episode, without a weight.
+        if keep_together in (None, "uid") and (weights := row_weights(rows)) is not None:
+            sent["row_weight"] = weights
         plan = update_plan(len(rows), column_values(rows, keep_together), mini_batches, ranks, costs(rows))
         for share, cuts in zip(shares, plan, strict=True):
             # One selection for all mini-batches of a rank, which the worker cuts by `sizes`: fewer references to send.

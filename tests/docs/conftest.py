@@ -29,7 +29,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     from rlcore.config import compose
     from rlcore.data.chat import load_tokenizer
     from rlcore.data.loader import PromptLoader
-    from rlcore.ops import group_advantages
+    from rlcore.ops import episodes, group_advantages
     from rlcore.rewards.compose import resolve
     from rlcore.run import open_run
     from rlcore.trainer import train
@@ -56,7 +56,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     with open_run(config, folder, plugins, roles, resolve(config.reward, "", plugins.rewards())) as run:
         run.begin_step(1)
         names = {"run": run, "config": config.algo, "prompts": prompts}
-        names |= {"group_advantages": group_advantages, "grpo_loss": rlcore_grpo.grpo_loss}
+        names |= {"group_advantages": group_advantages, "episodes": episodes, "grpo_loss": rlcore_grpo.grpo_loss}
         exec(step, names)
         run.end_step()
     assert names["metrics"]["train/optimizer_steps"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlcore.episodes.tool_calls import FORMATS
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
+from rlcore.trainer import train
 
 MODEL = ModelConfig(path=str(TINY))
 SAMPLING = Sampling(max_tokens=60, seed=3, step=1)
@@ -192,7 +194,6 @@ def test_a_command_that_cannot_run_is_refused_before_anything_starts(keys, part)
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_grpo_trains_on_an_agent(tmp_path):
-    from rlcore.trainer import train
 
     plugins = PluginManager.load()
     overrides = ["experiment=quickstart", "cluster=in_process", "tracker=none", "env=agent", "env.timeout=120"]
@@ -200,7 +201,6 @@ def test_grpo_trains_on_an_agent(tmp_path):
     overrides += ["trainer.total_steps=2", "trainer.eval_every=0", "data.batch_size=2", "data.eval_size=2"]
     overrides += ["algo.group_size=2", "trainer.seed=1"]
     train(compose([*overrides, f"run.dir={tmp_path / 'run'}"], plugins), plugins)
-    import json
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "episodes/played" in line]
@@ -214,3 +214,43 @@ def _is_agent(pid):
         return str(AGENT) in Path(f"/proc/{pid}/cmdline").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_in_a_run_an_episode_counts_once_for_all_its_branches(tmp_path):
+    """Each episode has three branches; the agent gives no reward, and a function scores the texts of a branch."""
+    plugins = PluginManager.load()
+    reward = tmp_path / "letters.py"
+    reward.write_text(
+        "def score(prompt, response, answer, episode_messages, **columns):\n"
+        "    return float(sum(ord(c) for each in episode_messages for c in each['content']))\n"
+    )
+    overrides = ["experiment=quickstart", "cluster=in_process", "tracker=none", "env=agent", "env.timeout=120"]
+    overrides += [f"env.command='python {AGENT} several'", f"reward.path={reward}:score", "rollout.response_len=60"]
+    overrides += ["data.batch_size=2", "algo.group_size=2", "data.eval_size=2", "trainer.eval_samples=2"]
+    overrides += [
+        "trainer.total_steps=1",
+        "trainer.eval_every=1",
+        "trainer.samples_per_step=12",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    train(compose(overrides, plugins), plugins)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (files,) = (tmp_path / "run" / "samples").glob("*1.jsonl")
+    rows = [json.loads(line) for line in files.read_text().splitlines()]
+    scores = {}
+    for row in rows:
+        scores.setdefault(row["episode"], set()).add(row["scores"])
+    assert len(rows) == 12
+    assert [len(own) for own in scores.values()] == [1] * 4, "each branch has its episode's score"
+    for episode, own in scores.items():
+        said = [row["episode_messages"] for row in rows if row["episode"] == episode]
+        assert list(own) == pytest.approx(
+            [sum(ord(c) for messages in said for each in messages for c in each["content"]) / 3]
+        )
+    assert len({str(row["episode_messages"]) for row in rows[:3]}) > 1, "the branches say different things"
+    means = [next(iter(own)) for own in scores.values()]
+    step = next(row for row in metrics if "reward/mean" in row)
+    assert step["reward/mean"] == pytest.approx(sum(means) / 4)
+    assert [row["eval/samples"] for row in metrics if "eval/samples" in row] == [4.0] * 2

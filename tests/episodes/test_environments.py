@@ -376,6 +376,7 @@ def test_two_seats_are_two_rows_of_one_episode(play):
     out = play("Talk", batch_of(2, 1))
     assert out["episode_row"].tolist() == [0, 0, 1, 1]
     assert out["branch"].tolist() == [0, 1, 0, 1]
+    assert out["seat"].tolist() == [0, 1, 0, 1], "players of their own, which count as rows"
     assert out["episode_score"].tolist() == [1.0, -1.0] * 2
     assert out["turns"].tolist() == [2] * 4
     for row in (0, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ class LossBatch(Mapping[str, Any]):
     All columns with one entry per response token get the same padded length. A column is converted at its first read.
     """
 
-    def __init__(self, batch: DataProto, device: torch.device) -> None:
-        self._batch, self._device = batch, device
+    def __init__(self, batch: DataProto, device: torch.device, rows: Tensor | None = None) -> None:
+        """`rows`: those of the batch that the loss reads, int64; None: all. They keep the batch's padded length."""
+        self._batch, self._device, self._rows = batch, device, rows
         self._read: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -36,7 +38,7 @@ class LossBatch(Mapping[str, Any]):
                 column = column.to_padded().to(self._device)
             elif isinstance(column, Tensor):
                 column = column.to(self._device, copy=True)  # a loss may write to it
-            self._read[name] = column
+            self._read[name] = column if self._rows is None else column[self._rows]
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
@@ -63,8 +65,25 @@ def first_of(names: Sequence[str], most: int = 8) -> str:
 
 
 def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.device) -> Mapping[str, Term]:
-    """Run the item's loss and check its terms. Raises DataError naming the loss and the term."""
-    terms = item.loss(out, LossBatch(batch, device), item.config)
+    """Run the item's loss and check its terms. Raises DataError naming the loss and the term.
+
+    Rows with a `row_weight` are given to the loss apart for each weight, which multiplies the totals and the counts.
+    """
+    if "row_weight" not in batch:
+        return _terms(item, out, LossBatch(batch, device))
+    weights, terms = batch.view("row_weight"), dict[str, Term]()
+    for weight in weights.unique().tolist():
+        rows = (weights == weight).nonzero()[:, 0]
+        given = {name: values[rows.to(values.device)] for name, values in out.given.items()}
+        for key, term in _terms(item, replace(out, given=given), LossBatch(batch, device, rows)).items():
+            before = terms.get(key, Term(torch.zeros((), device=term.total.device), 0.0))
+            total, count = before.total + weight * term.total, before.count + weight * term.count
+            terms[key] = Term(total, count, term.weight)
+    return terms
+
+
+def _terms(item: UpdateItem, out: Outputs, columns: LossBatch) -> Mapping[str, Term]:
+    terms = item.loss(out, columns, item.config)
     name = getattr(item.loss, "__name__", repr(item.loss))
     if not isinstance(terms, Mapping) or not all(isinstance(t, Term) for t in terms.values()):
         raise DataError(
