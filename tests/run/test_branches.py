@@ -15,13 +15,13 @@ from rlcore_plugin_pass_at_k import PassAtK, PassAtKConfig
 from rlcore_rejection_sampling import choose
 
 from rlcore import DataProto
-from rlcore.engine.update.items import UpdateItem
+from rlcore.engine.update.items import Numerics, UpdateItem
 from rlcore.engine.update.loss_accumulator import call_loss
 from rlcore.health import step_metrics
 from rlcore.ops import Outputs, episodes, group_advantages, leave_one_out, needs, policy_terms
 from rlcore.protocol import Ragged
 from rlcore.rewards.failures import left_alone, one_score_each
-from rlcore.roles.updates import row_weights
+from rlcore.roles.updates import plan_update, row_weights
 
 NAMES = ["0:0/0"] * 3 + ["0:0/1"]
 
@@ -147,3 +147,20 @@ def test_a_branch_that_stands_for_its_episode_has_weight_one():
     assert row_weights(forked()).tolist() == pytest.approx([1 / 3] * 3 + [1])
     assert row_weights(forked()[[0, 3, 0, 3]]) is None, "the same row in two pairs"
     assert row_weights(forked()[[1, 3]]) is None
+
+
+@pytest.mark.parametrize(("keep_together", "weighs"), [(None, True), ("uid", True), ("branch", False)])
+def test_an_update_weighs_branches_but_not_the_rows_of_pairs(keep_together, weighs):
+    ((item,),) = plan_update(
+        [(forked(), a_loss, 1.0)],
+        1,
+        mini_batches=1,
+        keep_together=keep_together,
+        costs=lambda _: None,
+        config=None,
+        importance=None,
+        numerics=Numerics(),
+    )
+    assert ("row_weight" in item.batch) == weighs
+    if weighs:
+        assert sorted(item.batch["row_weight"].tolist()) == pytest.approx([1 / 3] * 3 + [1])

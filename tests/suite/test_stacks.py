@@ -157,9 +157,12 @@ def test_reward_and_environment_processes_show_where_they_are(stacks) -> None:
     own = pack("mine", Environment, by_value=[THIS])
     with contextlib.closing(process), EnvironmentPool(own, processes=1, timeout=600, memory_mb=0) as pool:
         process.start()
-        scoring.submit(lambda: list(process.scores(0, ["p"], ["r"], ["a"], {}, 600)))
+        scored = scoring.submit(lambda: process.scores(0, ["p"], ["r"], ["a"], {}, 600))
         pool.reset("e", {}, 0)
         text = until_shown(stacks, "hangs_in_the_reward", "hangs_in_the_environment")
+    while not scored.done():  # a call that was killed is made once more
+        process.close()
+        time.sleep(0.1)
     scoring.shutdown()
     children = [each for each in text.split("\n--- ") if "-m rlcore.episodes.child " in each]
     server, slot = children  # each in a file of its own
