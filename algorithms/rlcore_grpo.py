@@ -95,11 +95,9 @@ class GRPO(Algorithm):
 
     def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with the column `advantages`: A_i of each row, fp32 [rows]."""
-        weights = batch["response_length"] if self.config.baseline == "length" else None
-        std = self.config.divide_by_std
-        batch["advantages"] = group_advantages(
-            batch["scores"], batch["uid"], divide_by_std=std, weights=weights, episode=episodes(batch)
-        )
+        weights, std = batch["response_length"], self.config.divide_by_std
+        how = {"divide_by_std": std, "weights": weights if self.config.baseline == "length" else None}
+        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], episode=episodes(batch), **how)
         return batch
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
