@@ -31,20 +31,7 @@ from typing import Any, Literal
 import torch
 
 from rlcore import CRITIC, Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
-from rlcore.ops import (
-    KLEstimator,
-    Outputs,
-    Term,
-    adapt_kl_coef,
-    episodes,
-    gae,
-    kl_estimate,
-    masked_sum,
-    metric,
-    needs,
-    objective,
-    one_row_each,
-)
+from rlcore.ops import KLEstimator, Outputs, Term, adapt_kl_coef, gae, kl_estimate, masked_sum, metric, needs, objective
 
 RLCORE_API = 1
 
@@ -234,14 +221,12 @@ class PPO(Algorithm):
         batch = batch.union(batch.map(rewards, reads=reads))
         by_gae = partial(estimate_advantages, gamma=config.gamma, lam=config.lam)
         batch = batch.union(batch.map(by_gae, reads=["rewards", "values", "response_mask"]))
-        first = one_row_each(episodes(batch))[0]
-        counted = batch if len(first) == len(batch) else batch[first]  # an episode's first branch stands for it
-        moments = counted.masked_moments("ppo_advantages", "response_mask")
+        moments = batch.masked_moments("ppo_advantages", "response_mask", per_episode=True)
         whitens = config.whiten and moments.count > 0
         mean, std = (moments.mean, moments.var**0.5 + 1e-8) if whitens else (0.0, 1.0)
         to_scale = partial(shift_and_scale, mean=mean, std=std)
         batch = batch.union(batch.map(to_scale, reads=["ppo_advantages", "response_mask"]))
-        spread = counted.masked_moments("returns", "response_mask").var
+        spread = batch.masked_moments("returns", "response_mask", per_episode=True).var
         # For every lambda, returns - values equals the GAE advantages.
         run.log({"critic/explained_variance": 1 - moments.var / spread if spread > 0 else 0.0})
         if config.uses_kl:

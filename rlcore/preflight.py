@@ -104,13 +104,6 @@ def _reward(flight: Preflight) -> None:
     for name in reward.functions:
         if ":" in name:
             _reward_file(f"reward.functions: {name!r}", name)
-    data = flight.config.data
-    if data.prompt_key in data.rendered and (data.system_prompt or environment_of(flight.config)):
-        what = "data.system_prompt" if data.system_prompt else f"env={environment_of(flight.config)}"
-        raise ConfigError(
-            f"data.rendered names the prompts' column {data.prompt_key!r}, which are the model's input as they are; "
-            f"{what} has no place in them, so leave out one of the two"
-        )
     if reward.special_tokens and environment_of(flight.config):
         raise ConfigError(
             "reward.special_tokens=true cannot be used with an environment, whose rows are whole conversations; leave "
@@ -122,6 +115,16 @@ def _reward(flight: Preflight) -> None:
         )
     if reward.functions and not any(reward.functions.values()) and reward.model is None:
         raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
+
+
+def _data(flight: Preflight) -> None:
+    data = flight.config.data
+    if data.prompt_key in data.rendered and (data.system_prompt or environment_of(flight.config)):
+        what = "data.system_prompt" if data.system_prompt else f"env={environment_of(flight.config)}"
+        raise ConfigError(
+            f"data.rendered names the prompts' column {data.prompt_key!r}, which are the model's input as they are; "
+            f"{what} has no place in them, so leave out one of the two"
+        )
 
 
 def _reward_file(what: str, reference: str) -> None:
@@ -287,6 +290,7 @@ class Check:
 CHECKS = (
     Check(_names),
     Check(_reward),
+    Check(_data),
     Check(_rollout),
     Check(_engines),
     Check(_trainer),

@@ -36,7 +36,6 @@ from rlcore.ops import (
     metric,
     needs,
     objective,
-    one_row_each,
 )
 
 RLCORE_API = 1
@@ -122,9 +121,7 @@ class ReinforcePP(GRPO):
         kl_coef = 0.0 if grouped else self.config.kl_coef
         reads = ["reinforce_pp_scores", "response_mask", *(["old_log_probs", "ref_log_probs"] if kl_coef else [])]
         batch = batch.union(batch.map(partial(token_returns, kl_coef=kl_coef, gamma=self.config.gamma), reads=reads))
-        first = one_row_each(episodes(batch))[0]
-        counted = batch if len(first) == len(batch) else batch[first]  # an episode's first branch stands for it
-        moments = counted.masked_moments("reinforce_pp_returns", "response_mask")
+        moments = batch.masked_moments("reinforce_pp_returns", "response_mask", per_episode=True)
         mean, std = (moments.mean, moments.var**0.5 + 1e-8) if moments.count else (0.0, 1.0)
         to_scale = partial(shift_and_scale, mean=mean, std=std)
         return batch.union(batch.map(to_scale, reads=["reinforce_pp_returns", "response_mask"]))

@@ -160,7 +160,7 @@ NO_TOOLS = OfferedTools()
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
-    `system_prompt`, if set, precedes every string prompt. `rendered`: a string is what the model reads, as it is.
+    `system_prompt`, if set, precedes every string prompt. `rendered`: a string prompt is the model's input already.
     """
 
     tokenizer: PreTrainedTokenizerBase

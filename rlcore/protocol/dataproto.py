@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import DataError
+from rlcore.ops import episodes, one_row_each
 from rlcore.protocol.columns import Column, Kind, column_of, same_contents
 from rlcore.protocol.disk import load_table, save_table
 from rlcore.protocol.moments import Moments, combine_moments, part_moments
@@ -327,15 +328,18 @@ class DataProto(RowOperations):
     def _part(self, names: Sequence[str]) -> DataProto:
         return DataProto._of(Table({name: self.table.column(name) for name in names}, dict(self.meta_info)))
 
-    def masked_moments(self, column: str, mask: str) -> Moments:
+    def masked_moments(self, column: str, mask: str, *, per_episode: bool = False) -> Moments:
         """Return count, mean and variance of a tensor column's entries where the column `mask` is not zero.
 
+        `per_episode`: of an episode with several branches only the first counts (`rlcore.ops.episodes`).
         They are computed in the processes that hold the rows. Raises DataError unless both are tensor columns of the
         same shape (for ragged columns, of equal row lengths).
         """
         for name in (column, mask):
             self.table.column(name, TENSOR)
         part = self._part(list(dict.fromkeys([column, mask])))
+        if per_episode and "episode" in self:
+            part = part[one_row_each(episodes(self))[0]]
         count = partial(part_moments, column=column, mask=mask)
         owner = owner_of(list(part.table.columns.values()))
         return combine_moments([count(part)] if owner is None else owner.reduce_rows(count, part))

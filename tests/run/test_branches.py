@@ -164,3 +164,18 @@ def test_an_update_weighs_branches_but_not_the_rows_of_pairs(keep_together, weig
     assert ("row_weight" in item.batch) == weighs
     if weighs:
         assert sorted(item.batch["row_weight"].tolist()) == pytest.approx([1 / 3] * 3 + [1])
+
+
+def test_moments_count_an_episode_by_its_first_branch():
+    """Tokens 1, 1 and 9, 9 of two branches, and 3, 3 of another episode: the mean is 13/3 by rows, 2 by episodes."""
+    batch = DataProto.from_dict(
+        {
+            "x": Ragged.from_list([[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]]),
+            "mask": Ragged.from_list([[1, 1]] * 3),
+            "branch": torch.tensor([0, 1, 0]),
+        },
+        {"episode": ["a", "a", "b"]},
+    )
+    assert batch.masked_moments("x", "mask").mean == pytest.approx(13 / 3)
+    found = batch.masked_moments("x", "mask", per_episode=True)
+    assert (found.count, found.mean, found.var) == (4, 2.0, 1.0)

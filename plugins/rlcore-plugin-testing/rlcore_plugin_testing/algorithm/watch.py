@@ -86,7 +86,7 @@ class RunRecord:
 
     `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
     of `map`. `masked` is whether a response got holes. `failed` holds uid and sample_index of rows without a reward.
-    `asked` holds the roles of which a method was called.
+    `asked` holds the roles whose handles were called.
     """
 
     items: list[Item] = field(default_factory=list)
