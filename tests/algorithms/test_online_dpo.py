@@ -333,6 +333,21 @@ def test_a_judge_in_place_of_the_scores(step, pairs):
     assert metrics["judge/errors"] == 0
 
 
+def test_with_a_judge_a_reward_may_fail(take_steps, tmp_path):
+    """Nothing is learned from the scores, so all rows stay and are judged."""
+    (tmp_path / "fails.py").write_text("def score(prompt, response, answer):\n    raise ValueError('no answer')\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), LongerWins) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = [f"judge.url=http://127.0.0.1:{server.server_port}/v1", "judge.model=longer", "algo.judge=pairwise"]
+        options = ["algo=online_dpo", "algo.group_size=3", "algo.pairs=all", *judge]
+        (plain,), _, _ = take_steps(*options)
+        (failed,), (batch,), _ = take_steps(*options, f"reward.path={tmp_path / 'fails.py'}:score")
+        server.shutdown()
+    assert batch["reward_error"].all()
+    assert failed["dpo/pairs"] == plain["dpo/pairs"] > 0
+    assert failed["judge/pairs"] == 12
+
+
 # Config
 
 
