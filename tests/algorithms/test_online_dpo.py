@@ -339,7 +339,7 @@ def test_with_a_judge_a_reward_may_fail(take_steps, tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), LongerWins) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         judge = [f"judge.url=http://127.0.0.1:{server.server_port}/v1", "judge.model=longer", "algo.judge=pairwise"]
-        options = ["algo=online_dpo", "algo.group_size=3", "algo.pairs=all", *judge]
+        options = ["algo=online_dpo", "algo.group_size=3", "algo.pairs=all", "rollout.temperature=4", *judge]
         (plain,), _, _ = take_steps(*options)
         (failed,), (batch,), _ = take_steps(*options, f"reward.path={tmp_path / 'fails.py'}:score")
         server.shutdown()
