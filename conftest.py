@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[FOLDER_VARIABLE] = str(config.stash[FOLDER])
     # By Ray's default its workers hardly run beside two busy tests.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name)
+    os.environ.setdefault("RLCORE_IMPORT_TIMEOUT", "600")  # torch is slow to import on a busy machine
     register_stacks()
 
 

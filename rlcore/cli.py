@@ -18,6 +18,7 @@ from rlcore.collector import resume_collector
 from rlcore.commands import SUMMARIES
 from rlcore.commands.line import CommandLine
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
+from rlcore.exits import exits_are_errors, is_late_exit
 from rlcore.stacks import register_stacks
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 2: the command line, the config or a plugin is wrong. 1: another error that rlcore names. 130: interrupted,
     also by a first Ctrl-C or SIGTERM, which leaves a checkpoint.
+    An exit in code of others is an error: 2 at the start, 1 later. Only a command that reads its own words may exit.
     Errors that rlcore does not name pass through with their traceback.
     """
     register_stacks()
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except RLCoreError as error:
         print(f"rlcore: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ConfigError, PluginError)) else 1
+        return 2 if isinstance(error, (ConfigError, PluginError)) and not is_late_exit(error) else 1
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return 130
@@ -65,7 +67,8 @@ def _dispatch(argv: list[str]) -> int:
     if options.help or not words or words[0] in ("", "help"):
         CommandLine.show(_help())
         return 0 if options.help or words[:1] == ["help"] else 2
-    spec = _find(words, options)
+    with exits_are_errors():
+        spec = _find(words, options)
     return _run(spec, argv[:end], words[len(spec.name.split()) :])
 
 
@@ -75,7 +78,9 @@ def _find(words: Sequence[str], options: argparse.Namespace) -> CommandSpec:
     Raises PluginError where its plugin is broken, ConfigError for an unknown name.
     """
     from rlcore.plugins import PluginManager
+    from rlcore.plugins.import_limit import import_timeout
 
+    import_timeout()  # a wrong one is the fault of no plugin
     entries = _commands()
     name = _longest(words, entries)
     if name is not None and f"no:{entries[name].name}" not in options.plugin:
@@ -123,12 +128,11 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
     if spec.config:
         parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="GROUP=OPTION or GROUP.KEY=VALUE")
     line = CommandLine(parser.parse_intermixed_args([*before, *rest]))
-    if not line.options.help:
-        return spec.run(line)
-    if spec.config:
-        CommandLine.show(_keys(spec, parser, line))
-    else:
-        CommandLine.show(f"{spec.summary}\n\n{parser.format_help()}")
+    with exits_are_errors():
+        if not line.options.help:
+            return spec.run(line)
+        text = _keys(spec, parser, line) if spec.config else f"{spec.summary}\n\n{parser.format_help()}"
+    CommandLine.show(text)
     return 0
 
 

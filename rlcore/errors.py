@@ -53,6 +53,10 @@ class RewardsError(RLCoreError):
     """More samples of a call have no reward than `reward.max_failures` allows."""
 
 
+class ExitError(RLCoreError):
+    """Code that a run called, a plugin's for instance, tried to end the process; the message names the place."""
+
+
 class CheckpointError(RLCoreError):
     """A checkpoint cannot be written, read or resumed from."""
 

@@ -16,6 +16,7 @@ from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
+from rlcore.exits import work_begins
 from rlcore.folder import CONFIG
 from rlcore.model_folder import check_positions
 from rlcore.ops import episodes, group_index, one_row_each
@@ -142,6 +143,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     if episodes is not None:
         episodes.check()
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
+        work_begins()
         metrics = held_out_metrics(run, algorithm, prompts)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<16} {value:.4g}")

@@ -30,6 +30,7 @@ from rlcore.episodes.from_config import default_reward, environment_files, episo
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsError, WeightsError, did_you_mean
 from rlcore.evaluate import held_out_metrics, sample_rows
+from rlcore.exits import work_begins
 from rlcore.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.model_folder import check_positions
@@ -200,6 +201,7 @@ class Trainer:
         """Run all steps and return the summary. The summary is written even if a step raises."""
         status = "failed"
         resume_collector()  # it was paused for the imports, which are done
+        work_begins()
         try:
             self._fit_micro_batches()
             self._restore()

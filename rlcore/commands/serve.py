@@ -58,6 +58,7 @@ def _weights(config: Config, target: Path) -> str:
 def _serve(config: Config, plugins: PluginManager, options: ServerOptions, target: Path) -> None:
     from rlcore.episodes.from_config import server_setup
     from rlcore.episodes.standalone import Standalone, no_prompts
+    from rlcore.exits import work_begins
     from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
     from rlcore.roles.settings import evaluated_roles, with_settings
     from rlcore.run import open_run
@@ -68,6 +69,7 @@ def _serve(config: Config, plugins: PluginManager, options: ServerOptions, targe
     placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     setup: Any = server_setup(config, plugins, Standalone(options, CommandLine.show))
     with open_run(config, target.resolve(), plugins, roles, [], placement=placement) as started:
+        work_begins()
         started.actor.rollout(no_prompts(), setup)
 
 

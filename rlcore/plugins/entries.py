@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +14,8 @@ from types import ModuleType
 from typing import Literal
 
 from rlcore.errors import PluginError, did_you_mean
+from rlcore.exits import place_of
+from rlcore.plugins.import_limit import import_limit
 
 GROUP = "rlcore"
 OWN = "rlcore"
@@ -129,7 +130,8 @@ def import_entry(entry: EntryPoint) -> tuple[ModuleType, None]:
         raise PluginError(f"its entry_points.txt cannot be read: {entry.value.removeprefix(UNREADABLE)}")
     if re.fullmatch(r"\w+(\.\w+)*", entry.value) is None:
         raise PluginError(f"its entry point is {entry.value!r}; it must name a module, without ':'")
-    return importlib.import_module(entry.module), None
+    with import_limit(f"plugin {entry.name!r} (module {entry.module})"):
+        return importlib.import_module(entry.module), None
 
 
 def check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
@@ -144,11 +146,5 @@ def check_blocked(blocked: Sequence[str], names: Sequence[str]) -> None:
 
 def cause_of(error: BaseException) -> str:
     """Name an error and the place in a plugin's code where it was raised."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).parent != Path(__file__).parent
-        and Path(frame.filename).is_file()  # not importlib's own
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    place = place_of(error, outside=str(Path(__file__).parent))
+    return f"{type(error).__name__}: {error}" + (f" ({place[0]}, line {place[1]})" if place else "")

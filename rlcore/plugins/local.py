@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from rlcore.errors import ConfigError, PluginError, did_you_mean
+from rlcore.plugins.entries import cause_of
+from rlcore.plugins.import_limit import import_limit
 
 
 def load_file(path: Path) -> tuple[ModuleType, str]:
@@ -39,7 +41,8 @@ def load_file(path: Path) -> tuple[ModuleType, str]:
     # Before it runs, as for an import: dataclasses and pickle look the module up by name.
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with import_limit(f"plugin file {path}"):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -103,10 +106,12 @@ def _run(path: Path, kind: str, reference: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     with _known(module):
         try:
-            spec.loader.exec_module(module)
-        except Exception as error:
+            with import_limit(f"{kind} file {path}"):
+                spec.loader.exec_module(module)
+        # SystemExit too: a file that calls sys.exit must not end the command without a word.
+        except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"{kind} {reference!r}: {path} cannot be loaded: {type(error).__name__}: {error}. Only this file is"
+                f"{kind} {reference!r}: {path} cannot be loaded: {cause_of(error)}. Only this file is"
                 f" sent to the {kind} processes: install its imports on every machine."
             ) from error
     return module
