@@ -1,28 +1,113 @@
-"""Checkpoints: written under another name, synced to disk, then renamed, so that a partial one is never loaded."""
+"""Checkpoints: written under another name, synced to disk, then renamed, so that a partial one is never loaded.
+
+A manifest with the size and sha256 of every file is written last; a checkpoint is whole if its files are still those.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step_(\d+)")
 _ASIDE = ".writing-"
-STATE = "trainer.json"
+DAMAGED = "damaged-"
+STATE, MANIFEST = "trainer.json", "manifest.json"
+_READERS = 8
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest step first."""
+    """Return the complete checkpoints in `folder`, oldest step first; their files may have changed since."""
+    return [path for path in _named(folder) if (path / MANIFEST).is_file()]
+
+
+def newest_whole(folder: Path, part: str = "") -> Path | None:
+    """Return the newest checkpoint in `folder` whose files are those that were written; None for no checkpoint.
+
+    part: check only the files below this path, such as "actor/model". A damaged checkpoint is named in a warning.
+    Raises CheckpointError, naming the wrong files, when there are checkpoints and none is whole.
+    """
+    damaged: list[str] = []
+    for path in reversed(_named(folder)):
+        if not (wrong := faults(path, part)):
+            for text in damaged:
+                log.warning("%s; going on with %s", text, path)
+            return path
+        damaged.append(f"checkpoint {path} is damaged: {'; '.join(wrong[:5])}")
+    if damaged:
+        raise CheckpointError(
+            f"{'. '.join(damaged)}. No whole checkpoint is left in {folder}: restore the files from a copy, or start "
+            "another run. Of a file that was changed on purpose, delete the entry in the manifest"
+        )
+    return None
+
+
+def set_aside_after(whole: Path) -> None:
+    """Rename the checkpoints of later steps, which are damaged: the run will write these steps again."""
+    for path in _named(whole.parent):
+        if step_of(path) > step_of(whole):
+            shutil.rmtree(whole.parent / (DAMAGED + path.name), ignore_errors=True)
+            os.rename(path, whole.parent / (DAMAGED + path.name))
+
+
+def faults(path: Path, part: str = "") -> list[str]:
+    """Return what is wrong with a checkpoint's files below `part`, compared with the manifest; [] for none."""
+    try:
+        expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        known = {name: (entry["bytes"], entry["sha256"]) for name, entry in expected.items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing (an older rlcore wrote none)"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
+    names = [name for name in known if Path(name).is_relative_to(part)]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return [text for text in readers.map(lambda name: _fault(path / name, name, *known[name]), names) if text]
+
+
+def _fault(file: Path, name: str, size: int, sha256: str) -> str | None:
+    try:
+        found = file.stat().st_size
+        if found != size:
+            return f"{name} has {found} bytes in place of {size}"
+        return None if _sha256(file) == sha256 else f"{name} is not what was written (sha256)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_manifest(folder: Path) -> None:
+    files = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+    with ThreadPoolExecutor(_READERS) as readers:  # hashlib computes outside of Python's lock
+        sums = list(readers.map(_sha256, files))
+    entries = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in sorted(zip(files, sums, strict=True))
+    }
+    (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
+
+
+def _named(folder: Path) -> list[Path]:
+    """Return the folders that have a checkpoint's name, oldest step first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / STATE).is_file()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -46,11 +131,12 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         # Left by runs that were killed while saving.
         for stale in folder.glob(_ASIDE + "*"):
             shutil.rmtree(stale)
-        if final.is_dir() and not (final / STATE).is_file():
+        if final.is_dir() and not (final / MANIFEST).is_file():
             shutil.rmtree(final)  # a partial copy, which nothing can load
         aside.mkdir()
         state = write(aside)
         (aside / STATE).write_text(_as_json(state))
+        _write_manifest(aside)
         # Contents, then the rename, then the folder's entry: in this order a power cut leaves the old or the new state.
         _sync_tree(aside)
         os.rename(aside, final)

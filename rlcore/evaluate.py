@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.checkpoint import checkpoints
+from rlcore.checkpoint import newest_whole
 from rlcore.config import Config
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
@@ -111,14 +111,14 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     algorithm: Algorithm | None = None
     saved: Path | None = None
     if (target / CONFIG).is_file():
-        found = checkpoints(target / "checkpoints")
-        if not found:
+        algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
+        only_actor = algorithm is None or not algorithm.evaluates
+        saved = newest_whole(target / "checkpoints", "actor/model" if only_actor else "")
+        if saved is None:
             raise CheckpointError(
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
             )
-        saved = found[-1]
-        algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
-        if algorithm is None or not algorithm.evaluates:
+        if only_actor:
             config = replace(config, model=replace(config.model, path=str((saved / "actor" / "model").resolve())))
     declared = evaluated_roles(algorithm)
     config = restrict_to_roles(config, declared)

@@ -70,6 +70,8 @@ def place_of(error: BaseException, outside: str | None = None) -> tuple[str, int
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
         if os.path.isfile(frame.filename) and frame.filename != __file__ and os.path.dirname(frame.filename) != outside
+        # wandb puts a function of its own in the place of sys.exit
+        if not (isinstance(error, SystemExit) and frame.name == "exit")
     ]
     return frames[-1] if frames else None
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from rlcore.checkpoint import checkpoints
+from rlcore.checkpoint import newest_whole, set_aside_after
 from rlcore.config import Config, from_yaml, same_run, to_yaml
-from rlcore.config.files import has_begun
+from rlcore.config.files import has_begun, run_dir_word
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
+
+log = logging.getLogger(__name__)
 
 CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
 MICRO_BATCHES = "micro_batches.json"
@@ -25,16 +29,26 @@ WRITING = ".writing"
 
 
 class RunFolder:
-    """An open, locked run folder; `resume_from` is the checkpoint to resume from, None for a run from its start."""
+    """An open, locked run folder; `resume_from` is the checkpoint of `choose_checkpoint`."""
 
-    def __init__(self, path: Path, resume_from: Path | None, lock: IO[str]) -> None:
-        self.path, self.resume_from = path, resume_from
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self.resume_from: Path | None = None
         self._lock = lock
 
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
+
+    def choose_checkpoint(self) -> None:
+        """Set `resume_from` to the newest whole checkpoint; None stays for a run from its start.
+
+        Damaged ones of later steps are named in a warning and renamed. Raises CheckpointError when none is whole.
+        """
+        if whole := newest_whole(self.checkpoints):
+            set_aside_after(whole)
+            self.resume_from = whole
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; CheckpointError when the disk refuses."""
@@ -99,8 +113,7 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
             f"the run folder {path} cannot be written: {error.strerror or error}; free disk space, allow writing, "
             "or set run.dir"
         ) from error
-    found = checkpoints(path / "checkpoints")
-    return RunFolder(path, found[-1] if found else None, lock)
+    return RunFolder(path, lock)
 
 
 def _is_ours(file: Path) -> bool:
@@ -135,17 +148,20 @@ def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> None
     summary = path / SUMMARY
     if summary.exists():
         try:
-            status = json.loads(summary.read_text()).get("status")
-        except ValueError as error:
-            raise CheckpointError(f"{summary} is not valid JSON: {error}") from error
+            status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+        except (ValueError, LookupError, TypeError) as error:
+            log.warning(
+                "%s cannot be read (%s); the run goes on from its checkpoint and writes it again", summary, error
+            )
+            status = None
         if status == "finished":
             raise ConfigError(f"run.dir={path} holds a finished run; give another folder, or remove that one")
     saved = from_yaml((path / CONFIG).read_text(encoding="utf-8"), plugins)
     if differing := same_run(saved, config):
+        own = f"rlcore train --config {shlex.quote(str(path / CONFIG))} {run_dir_word(path)}"
         raise ConfigError(
             f"run.dir={path} holds an unfinished run with another config; differing: {', '.join(differing[:10])}. "
-            f"Resume it with its own config (rlcore train --config {path / CONFIG} run.dir={path}), or give another "
-            "folder"
+            f"Resume it with its own config ({own}), or give another folder"
         )
 
 

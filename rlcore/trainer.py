@@ -120,6 +120,7 @@ class _Preparation(ExitStack):
         self.folder = open_folder(path, config, plugins)
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
+        self.folder.choose_checkpoint()
         for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
         installed = plugins.rewards()
@@ -193,6 +194,7 @@ class Trainer:
         self.saved_step: int | None = None
         self._last_end = 0.0
         self._known: dict[str, dict[str, int]] = {}
+        self._sample_rows = 0
         self._warned_of = 0.0
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
         self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
@@ -206,7 +208,7 @@ class Trainer:
             self._fit_micro_batches()
             self._restore()
             self._fingerprints()
-            self.trackers.start(resume_step=self.step)
+            self.trackers.start(resume_step=self.step, sample_rows=self._sample_rows)
             self.started = True
             self._describe()
             self.plugins.run_start(self.run_)
@@ -418,6 +420,7 @@ class Trainer:
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
+            "sample_rows": self.trackers.sample_rows,
             "fingerprints": self._fingerprints(),
         }
         self.plugins.checkpoint(self.run_, aside)
@@ -451,6 +454,7 @@ class Trainer:
             self.algorithm.load_state_dict(state["algorithm"]["state"])
             set_random_state(state["random"])
             self._known = state["fingerprints"]
+            self._sample_rows = state["sample_rows"]
         except KeyError as error:
             raise CheckpointError(
                 f"{path / checkpoint.STATE} lacks {error}; another version of rlcore wrote it, so resume with that one"
@@ -474,6 +478,7 @@ class Trainer:
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "run_dir": str(self.folder.path),
             "plugin_files": [str(path) for path, _ in self.plugins.local_files.values()],
+            "plugins_blocked": [plugin.name for plugin in self.plugins.list() if plugin.state == "blocked"],
         }
 
 

@@ -44,14 +44,14 @@ def run(line: CommandLine) -> int:
 
 def _weights(config: Config, target: Path) -> str:
     """Return the folder of the weights: a model folder's own, or those of the run's newest checkpoint."""
-    from rlcore.checkpoint import checkpoints
+    from rlcore.checkpoint import newest_whole
     from rlcore.errors import CheckpointError
     from rlcore.folder import CONFIG
 
     if not (target / CONFIG).is_file():
         return config.model.path
-    if found := checkpoints(target / "checkpoints"):
-        return str((found[-1] / "actor" / "model").resolve())
+    if found := newest_whole(target / "checkpoints", "actor/model"):
+        return str((found / "actor" / "model").resolve())
     raise CheckpointError(f"the run {target} has no checkpoint to serve; train longer, or give a model folder")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def read_values(path: Path) -> dict[str, Any]:
     values = _mapping(text, str(path))
     values.pop("run", None)
     return values
+
+
+def run_dir_word(folder: Path) -> str:
+    """Return the override `run.dir=FOLDER` as a word for the shell that hydra reads back as this path."""
+    text = str(folder)
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text) is None or re.fullmatch(
+        r"[0-9._]+|null|true|false", text, re.IGNORECASE
+    ):
+        text = '"' + text.replace('"', r"\"") + '"'
+    return shlex.quote(f"run.dir={text}")
 
 
 def has_begun(folder: Path) -> bool:

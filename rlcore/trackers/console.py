@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlcore.checkpoint import checkpoints
+from rlcore.config.files import run_dir_word
 from rlcore.config.schema import Config
+from rlcore.folder import LOG
 from rlcore.trackers.base import Tracker
 
 _MISSING = "–"
@@ -140,7 +144,10 @@ def _command() -> str:
 
 
 def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Return the lines of the closing summary: the outcome, the run folder, and three commands to continue with."""
+    """Return the lines of the closing summary: the outcome, the run folder, and commands to continue with.
+
+    The commands work as they are: an evaluation only of a run with a checkpoint, another run in a folder that is free.
+    """
     folder, config = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "config.yaml"))
     lines = [f"{status}: {summary['steps']} steps" if "steps" in summary else status]
     if "train_seconds" in summary:
@@ -152,15 +159,21 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
         lines.append(f"held-out accuracy: {_number(before)} before, {_number(after)} after")
     lines.append(f"run folder: {run_dir}")
     command = shlex.quote(_command())
-    files = "".join(f" -p {shlex.quote(file)}" for file in summary.get("plugin_files", []))
+    given = [*summary.get("plugin_files", []), *(f"no:{name}" for name in summary.get("plugins_blocked", []))]
+    plugins = "".join(f" -p {shlex.quote(word)}" for word in given)
     go_on = {
-        "finished": f"{command} train{files} --config {config} run.dir={folder}-again trainer.seed=1",
-        "interrupted": f"{command} train{files} --config {config} run.dir={folder}",
+        "finished": f"{command} train{plugins} --config {config} {run_dir_word(_free(run_dir))} trainer.seed=1",
+        "interrupted": f"{command} train{plugins} --config {config} {run_dir_word(run_dir)}",
     }
-    lines += [
-        "next:",
-        f"  {command} eval{files} {folder}",
-        "  " + go_on.get(status, f"less {folder}/rlcore.log"),
-        f"  {command} plugins{files}",
-    ]
+    lines.append("next:")
+    if checkpoints(run_dir / "checkpoints"):
+        lines.append(f"  {command} eval{plugins} {folder}")
+    lines.append("  " + go_on.get(status, f"tail -n 50 {shlex.quote(str(run_dir / LOG))}"))
+    lines.append(f"  {command} plugins{plugins}")
     return lines
+
+
+def _free(run_dir: Path) -> Path:
+    """Return a path beside the run's folder that is not there yet."""
+    names = (run_dir.with_name(f"{run_dir.name}-again{'' if number == 1 else number}") for number in count(1))
+    return next(path for path in names if not path.exists())

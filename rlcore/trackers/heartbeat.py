@@ -23,7 +23,10 @@ NAME = "heartbeat.json"
 
 def _beat(run: Run, **news: Any) -> None:
     path = run.dir / NAME
-    before = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # not there yet, or damaged: nothing needs what it says
+        before = {}
     now = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": run.step}
     aside = path.with_suffix(".writing")
     aside.write_text(json.dumps({**before, **now, **news}) + "\n")

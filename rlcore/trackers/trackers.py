@@ -22,7 +22,8 @@ class Trackers:
 
     def __init__(self, config: Config, run_dir: Path, installed: Mapping[str, TrackerSpec]) -> None:
         """`installed` holds the plugins' trackers by name. Raises ConfigError for a name that is not among them."""
-        self._trackers: dict[str, Tracker] = {"jsonl": JsonlTracker(config, run_dir)}
+        self._files = JsonlTracker(config, run_dir)
+        self._trackers: dict[str, Tracker] = {"jsonl": self._files}
         for name in config.tracker.use:
             if name in self._trackers:
                 continue
@@ -35,11 +36,19 @@ class Trackers:
         self._started: dict[str, Tracker] = {}
         self._evaluation: dict[str, float] = {}
 
-    def start(self, resume_step: int = 0) -> None:
+    @property
+    def sample_rows(self) -> int:
+        """The rows of samples in the run folder's files."""
+        return self._files.sample_rows
+
+    def start(self, resume_step: int = 0, sample_rows: int = 0) -> None:
         """Start all trackers, before training, of a run that continues after `resume_step` (0: from its start).
+
+        sample_rows: the rows of samples that the run folder had at this step; lost ones are named in a warning.
 
         When one fails to start, those already started are finished with the status "failed".
         """
+        self._files.expected_rows = sample_rows
         for name, tracker in self._trackers.items():
             try:
                 _call(name, tracker.start, resume_step)

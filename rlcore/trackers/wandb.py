@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,6 +15,8 @@ from typing import Any, Literal
 from rlcore.config.schema import Config, option
 from rlcore.errors import ConfigError
 from rlcore.trackers.base import Tracker
+
+_log = logging.getLogger(__name__)
 
 RUN_ID = "wandb_run_id"
 
@@ -89,11 +93,15 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _run_id(self) -> str:
-        """Return this run folder's wandb id; the first start creates it."""
+        """Return this run folder's wandb id; a start that finds none creates it."""
         path = self._run_dir / RUN_ID
-        if not path.exists():
-            path.write_text(secrets.token_hex(4) + "\n")
-        return path.read_text().strip()
+        known = path.read_bytes().strip() if path.exists() else b""
+        if re.fullmatch(rb"[\w-]+", known) is None:
+            if path.exists():
+                _log.warning("%s holds no id of a wandb run; a new one is started", path)
+            known = secrets.token_hex(4).encode()
+            path.write_bytes(known + b"\n")
+        return known.decode()
 
 
 def _cell(value: Any) -> str | float | bool | None:

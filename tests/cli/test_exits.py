@@ -102,6 +102,18 @@ def test_code_that_exits_during_a_run_has_status_1_and_the_run_is_closed(code, s
     assert "failed: 1 steps" in printed.out
 
 
+def test_a_tool_in_the_place_of_sys_exit_is_not_named(stand_in, capsys, monkeypatch):
+    """As wandb's, which notes the status."""
+
+    def exit(status=None):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(sys, "exit", exit)
+    Path("mine.py").write_text(EXITS["sys"])
+    assert main([*stand_in, "config", "-p", "mine.py", "algo=echo"]) == 2
+    assert f"SystemExit: 0 ({Path('mine.py').resolve()}, line 1)" in capsys.readouterr().err
+
+
 THREAD = """
 import os, threading
 thread = threading.Thread(target=lambda: os._exit(0))

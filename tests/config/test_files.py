@@ -1,15 +1,18 @@
 """A config to YAML and back, and whether two configs are one run."""
 
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.config import Config, EngineConfig, RolloutConfig, RunConfig, from_yaml, same_run, to_yaml
+from rlcore.config import Config, EngineConfig, RolloutConfig, RunConfig, compose, from_yaml, same_run, to_yaml
 from rlcore.config.environment import EnvConfig
-from rlcore.config.files import read_values
+from rlcore.config.files import read_values, run_dir_word
 from rlcore.errors import ConfigError
+from rlcore.plugins import PluginManager
 
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12) | st.sampled_from(
     [
@@ -116,3 +119,27 @@ def test_same_run(config, make):
         "reward.functions.exact",
     ]
     assert same_run(config, replace(config, algorithm="other")) == ["algorithm"]
+
+
+NAMES = [
+    "runs/a-1.b",
+    "a,b",
+    "a'b",
+    'a"b',
+    "a(b)",
+    "a=b",
+    "quick start",
+    "a{b}",
+    "ä",
+    "[x]",
+    "null",
+    "12",
+    "a:b",
+    "True",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_of_any_name_is_a_word_that_is_read_back(name):
+    (word,) = shlex.split(run_dir_word(Path(name)))
+    assert compose(["algo=grpo", word], PluginManager.load()).run.dir == name

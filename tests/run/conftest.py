@@ -90,3 +90,15 @@ def samples_of():
         }
 
     return read
+
+
+@pytest.fixture(scope="session")
+def forget():
+    """Delete a file's entry from the manifest of its checkpoint, as one that was changed on purpose."""
+
+    def entry(checkpoint: Path, name: str) -> None:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"][name]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+    return entry

@@ -1,11 +1,13 @@
-"""Checkpoints are complete or not there."""
+"""Checkpoints are complete or not there, and a file that has changed is named."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint import checkpoints, load, save, step_of
+from rlcore.checkpoint import checkpoints, faults, load, newest_whole, save, set_aside_after, step_of
 from rlcore.errors import CheckpointError
 
 
@@ -43,7 +45,7 @@ def test_the_step_orders_not_the_name(tmp_path):
     for step in (123_456_789, 99_999_999, 5):
         save(tmp_path, step, write, keep=0)
     (tmp_path / "step_6").mkdir()
-    (tmp_path / "step_6" / "trainer.json").write_text("{}")
+    (tmp_path / "step_6" / "manifest.json").write_text("{}")
     assert names(tmp_path) == ["step_00000005", "step_6", "step_99999999", "step_123456789"]
     save(tmp_path, 123_456_790, write, keep=2)
     assert names(tmp_path) == ["step_123456789", "step_123456790"]
@@ -54,8 +56,9 @@ def test_only_complete_ones_are_listed(tmp_path):
     save(tmp_path, 1, write, keep=0)
     for name in (".writing-step_00000002", "step_00000003", "step_4.old", "step_", "best"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer.json").write_text("{}")
         if name != "step_00000003":
-            (tmp_path / name / "trainer.json").write_text("{}")
+            (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / "step_00000005").write_text("a file")
     assert names(tmp_path) == ["step_00000001"]
 
@@ -110,7 +113,7 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", record)
     save(tmp_path, 1, write, keep=0)
     aside = Path(".writing-step_00000001")
-    before = {aside, aside / "actor", aside / "actor" / "weights", aside / "trainer.json"}
+    before = {aside, aside / "actor", aside / "actor" / "weights", aside / "trainer.json", aside / "manifest.json"}
     assert synced == {**dict.fromkeys(before, False), Path(): True}
 
 
@@ -136,3 +139,72 @@ def test_a_damaged_state_is_a_checkpoint_error(tmp_path, content, message):
 def test_a_folder_of_another_name_has_no_step(tmp_path):
     with pytest.raises(CheckpointError, match="latest is not a checkpoint"):
         step_of(tmp_path / "latest")
+
+
+def test_the_manifest_has_the_size_and_sha256_of_every_file(tmp_path):
+    path = save(tmp_path, 1, write, keep=0)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    weights, state = b"\x01\x02", (path / "trainer.json").read_bytes()
+    assert files == {
+        "actor/weights": {"bytes": 2, "sha256": hashlib.sha256(weights).hexdigest()},
+        "trainer.json": {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()},
+    }
+    assert faults(path) == []
+
+
+def flip(file: Path) -> None:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "bit": (lambda path: flip(path / "actor" / "weights"), "actor/weights is not what was written (sha256)"),
+    "digit": (lambda path: flip(path / "trainer.json"), "trainer.json is not what was written (sha256)"),
+    "short": (
+        lambda path: (path / "actor" / "weights").write_bytes(b"\x01"),
+        "actor/weights has 1 bytes in place of 2",
+    ),
+    "gone": (lambda path: (path / "actor" / "weights").unlink(), "actor/weights is missing"),
+    "manifest": (lambda path: flip(path / "manifest.json"), "manifest.json cannot be read: "),
+    "keys": (lambda path: (path / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json cannot be read: "),
+    "older": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing (an older rlcore wrote none)"),
+}
+
+
+@pytest.mark.parametrize(("damage", "text"), DAMAGES.values(), ids=DAMAGES)
+def test_the_newest_whole_checkpoint_is_taken_and_the_file_that_is_wrong_named(tmp_path, caplog, damage, text):
+    for step in (1, 2, 3):
+        save(tmp_path, step, write, keep=0)
+    assert newest_whole(tmp_path) == tmp_path / "step_00000003"
+    assert caplog.text == ""
+    damage(tmp_path / "step_00000003")
+    assert newest_whole(tmp_path) == tmp_path / "step_00000002"
+    assert f"checkpoint {tmp_path}/step_00000003 is damaged: {text}" in caplog.text
+    assert f"going on with {tmp_path}/step_00000002" in caplog.text
+    assert newest_whole(tmp_path, "reference") == tmp_path / (
+        "step_00000002" if "manifest" in text else "step_00000003"
+    )
+    for step in (1, 2):
+        damage(tmp_path / f"step_0000000{step}")
+    with pytest.raises(CheckpointError, match="No whole checkpoint is left") as error:
+        newest_whole(tmp_path)
+    assert str(error.value).count(text) == 3
+
+
+def test_no_checkpoint_is_no_damage(tmp_path):
+    assert newest_whole(tmp_path / "missing") is None
+    assert newest_whole(tmp_path) is None
+
+
+def test_damaged_ones_keep_their_files_and_make_room(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, write, keep=0)
+    for _ in range(2):  # the second time over what the first has set aside
+        flip(tmp_path / "step_00000003" / "trainer.json")
+        set_aside_after(tmp_path / "step_00000002")
+        assert names(tmp_path) == ["step_00000001", "step_00000002"]
+        assert (tmp_path / "damaged-step_00000003" / "actor" / "weights").read_bytes() == b"\x01\x02"
+        save(tmp_path, 3, write, keep=0)
+        assert faults(tmp_path / "step_00000003") == []

@@ -64,9 +64,11 @@ def test_a_reference_whose_folder_changed_between_start_and_resume_is_named(stop
         stopped[0]()
 
 
-def test_trained_weights_that_a_checkpoint_lost_are_named(stopped):
+def test_trained_weights_that_a_checkpoint_lost_are_named(stopped, forget):
     resume, folder = stopped
-    change(folder / "checkpoints" / "step_00000001" / "actor" / "model" / "model.safetensors")
+    checkpoint, name = folder / "checkpoints" / "step_00000001", "actor/model/model.safetensors"
+    change(checkpoint / name)
+    forget(checkpoint, name)
     with pytest.raises(WeightsError, match=rf"role 'actor' changed .*: 1 of 38 parameters differ: {CHANGED}\."):
         resume()
 

@@ -125,7 +125,7 @@ def trained(train_small, tmp_path_factory):
 GREEDY = ["trainer.eval_temperature=0", "engine.lr=1e-5"]
 
 
-def test_a_run_is_evaluated_with_its_newest_checkpoint(trained, small, metrics_of, tmp_path, capsys):
+def test_a_run_is_evaluated_with_its_newest_checkpoint(trained, small, metrics_of, forget, tmp_path, capsys):
     """As the run evaluated itself; and where the newest weights are all 0, the likeliest token is always the first."""
     from safetensors.torch import load_file, save_file
 
@@ -138,8 +138,10 @@ def test_a_run_is_evaluated_with_its_newest_checkpoint(trained, small, metrics_o
     assert re.search(rf"^accuracy +{evaluations[2]['eval/accuracy']:.4g}$", capsys.readouterr().out, re.MULTILINE)
     assert evaluations[2]["eval/truncated"] < 1
 
-    weights = folder / "checkpoints" / "step_00000002" / "actor" / "model" / "model.safetensors"
+    checkpoint, name = folder / "checkpoints" / "step_00000002", "actor/model/model.safetensors"
+    weights = checkpoint / name
     save_file({k: torch.zeros_like(v) for k, v in load_file(weights).items()}, weights, {"format": "pt"})
+    forget(checkpoint, name)
     found = evaluate(folder, config, plugins)
     assert (found["eval/truncated"], found["eval/response_length"]) == (1.0, 5.0)
 

@@ -430,7 +430,9 @@ def test_critics_and_followers_go_on_where_they_were(train_small, metrics_of, tm
     with pytest.raises(KeyboardInterrupt):
         train_small(tmp_path / "resumed", *options, plugins=StopsAtTwo.load(load))
     saved = tmp_path / "resumed" / "checkpoints" / "step_00000001"
-    assert {path.name for path in saved.iterdir()} == {"actor", "critic", "average", "target", "trainer.json"}
+    assert {path.name for path in saved.iterdir()} == {
+        *("actor", "critic", "average", "target", "trainer.json", "manifest.json")
+    }
     train_small(tmp_path / "resumed", *options, plugins=PluginManager.load(load))
     metrics = metrics_of(tmp_path / "resumed")
     assert metrics == metrics_of(tmp_path / "straight")

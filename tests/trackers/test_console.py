@@ -68,8 +68,7 @@ def test_plain_lines_where_there_is_no_terminal():
         "held-out accuracy: 0.310 before, 0.900 after",
         "run folder: runs/quick start",
         "next:",
-        "  rlcore eval 'runs/quick start'",
-        "  rlcore train --config 'runs/quick start/config.yaml' run.dir='runs/quick start'-again trainer.seed=1",
+        "  rlcore train --config 'runs/quick start/config.yaml' 'run.dir=\"runs/quick start-again\"' trainer.seed=1",
         "  rlcore plugins",
     ]
 
@@ -106,4 +105,20 @@ def test_an_interrupted_run_says_how_to_go_on_and_a_failed_one_where_to_look():
     )
     failed = output(False, "failed", summary={}, folder="runs/a")
     assert "failed\nrun folder: runs/a\n" in failed
-    assert "  less runs/a/rlcore.log\n" in failed
+    assert "  tail -n 50 runs/a/rlcore.log\n" in failed
+
+
+def test_the_commands_at_the_end_can_work(tmp_path):
+    run = tmp_path / "a"
+    assert " eval " not in output(False, "finished", folder=str(run))  # there is no checkpoint
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (run / "checkpoints" / "step_00000001" / "manifest.json").touch()
+    assert f"  rlcore eval {run}\n" in output(False, "failed", folder=str(run))
+    assert f"run.dir={run}-again trainer" in output(False, "finished", folder=str(run))
+    (tmp_path / "a-again").mkdir()
+    assert f"run.dir={run}-again2 trainer" in output(False, "finished", folder=str(run))
+    given = {**SUMMARY, "plugin_files": ["/x/my.py"], "plugins_blocked": ["hooks.heartbeat"]}
+    options = "-p /x/my.py -p no:hooks.heartbeat"
+    printed = output(False, "interrupted", given, folder=str(run))
+    for words in (f"eval {options} {run}", f"train {options} --config", f"plugins {options}"):
+        assert f"  rlcore {words}" in printed

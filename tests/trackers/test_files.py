@@ -67,6 +67,36 @@ def test_resume_keeps_all_lines_when_only_the_last_is_broken(tmp_path):
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 0.1}, {"step": 2, "a": "nan"}]
 
 
+def test_lines_that_cannot_be_read_are_kept_aside_and_lost_ones_named(tmp_path, caplog):
+    first = Trackers(config(), tmp_path, {})
+    first.start()
+    for step in range(6):
+        first.log(step, {"reward/mean": 0.1 * step})
+        first.samples(step, [{"uid": f"{step}:{row}"} for row in range(step)])
+    assert first.sample_rows == 15
+    first.finish("failed", {})
+    texts = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    texts[1], texts[3] = b"\xff" + texts[1], b"[1]\n"
+    del texts[4]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(texts))
+    samples = tmp_path / "samples"
+    (samples / "step_000002.jsonl").unlink()
+    (samples / "step_000003.jsonl").write_text('{"uid": "3:0"}\n{"u"id": "3:1"}\n{"uid": "3:2"}\n')
+    second = Trackers(config(), tmp_path, {})
+    second.start(resume_step=5, sample_rows=15)
+    second.finish("finished", {})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 2, 5]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == texts[1] + b"[1]\n"
+    assert [line["uid"] for line in lines(samples / "step_000003.jsonl")] == ["3:0", "3:2"]
+    assert (samples / "step_000003.jsonl.damaged").read_text() == '{"u"id": "3:1"}\n'
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/metrics.jsonl: lines 2, 4 cannot be read; they are now in {tmp_path}/metrics.jsonl.damaged",
+        f"{tmp_path}/metrics.jsonl lacks the lines of steps 1, 3, 4",
+        f"{samples}/step_000003.jsonl: lines 2 cannot be read; they are now in {samples}/step_000003.jsonl.damaged",
+        f"{samples} has 12 of the 15 rows that the checkpoint counts; there is no file for steps 2",
+    ]
+
+
 def test_samples_say_what_was_sampled_and_why_it_got_its_reward(tmp_path):
     trackers = Trackers(config(), tmp_path, {})
     trackers.start()
