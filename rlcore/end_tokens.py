@@ -25,10 +25,12 @@ class EndTokens:
     """The end tokens of a model, by the place that names them; `answer` is the one that a written answer gets.
 
     That is the token with which the chat template ends an assistant's turn, else the tokenizer's end-of-text token.
+    `vocab_size` is the number of the model's tokens.
     """
 
     places: Mapping[str, tuple[int, ...]]
     answer: int
+    vocab_size: int
 
     @property
     def ids(self) -> list[int]:
@@ -66,7 +68,7 @@ def find_end_tokens(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> E
     found = {place: tuple(each for each in ids if 0 <= each < size) for place, ids in found.items()}
     places = {place: ids for place, ids in found.items() if ids}
     answer = (found[TEMPLATE] or found[TOKENIZER] or next(iter(places.values()), (-1,)))[0]
-    return EndTokens(places, answer)
+    return EndTokens(places, answer, size)
 
 
 def end_tokens(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -12,8 +12,9 @@ import torch
 
 from rlcore.checkpoint import newest_whole
 from rlcore.config import Config
-from rlcore.data.chat import load_tokenizer
+from rlcore.data.chat import check_tokens, load_tokenizer
 from rlcore.data.loader import held_out_prompts
+from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
@@ -140,6 +141,8 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     tokenizer = load_tokenizer(config.model)
     prompts = held_out_prompts(config.data, dataset, tokenizer, config.data.eval_size, tools, needs)
     check_positions(config, int(prompts["prompts"].lengths.max()))
+    size = find_end_tokens(config.model, tokenizer).vocab_size
+    check_tokens(size, tokenizer, [int(prompts["prompts"].values.max())], "prompts")
     if episodes is not None:
         episodes.check()
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:

@@ -37,6 +37,15 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 
+def router_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that keep a mixture of experts from returning its router's logits.
+
+    A config.json may ask for them. They serve a loss that no algorithm has, and transformers fails on them in decoding.
+    """
+    config = load_model_config(model.path, model.trust_remote_code)
+    return {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+
+
 def positions(model: ModelConfig) -> int | None:
     """Return the number of tokens that a model can read, by its config.json; None where it names no limit.
 
@@ -44,16 +53,44 @@ def positions(model: ModelConfig) -> int | None:
     """
     config = load_model_config(model.path, model.trust_remote_code).get_text_config()
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    scaling = _rope(config)
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if limit is None or not isinstance(factor, int | float):
         return limit
     return max(limit, int(factor * (original or limit)))
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _same_rope(model: ModelConfig) -> tuple[str, int] | None:
+    """Return the kind of a rotary scaling by length, and the tokens up to which rows are scaled alike; else None."""
+    config = load_model_config(model.path, model.trust_remote_code).get_text_config()
+    scaling = _rope(config)
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in ("longrope", "su", "dynamic"):
+        return None
+    original = scaling.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", config.max_position_embeddings
+    )
+    return str(kind), int(original)
+
+
 def check_positions(config: Config, longest: int) -> None:
-    """Raise ConfigError when a prompt of `longest` tokens and a response do not fit into the model's positions."""
+    """Raise ConfigError when a prompt of `longest` tokens and a response do not fit into the model's positions.
+
+    Also when they may exceed the length at which a model changes its rotary scaling: rows of both kinds in one forward
+    would all get one scaling, and their log-probs would depend on the rows beside them.
+    """
     limit, response = positions(config.model), config.rollout.response_len
+    if (by_length := _same_rope(config.model)) and longest + response > by_length[1]:
+        raise ConfigError(
+            f"model.path={config.model.path} scales its rotary positions by a row's length ({by_length[0]}), otherwise "
+            f"above {by_length[1]} tokens; the longest prompt has {longest} tokens and a response up to "
+            f"rollout.response_len={response}, which is {longest + response}. Lower rollout.response_len to "
+            f"{max(by_length[1] - longest, 0)} or data.prompt_len, or take a model with one scaling, such as yarn"
+        )
     if limit is not None and longest + response > limit:
         raise ConfigError(
             f"model.path={config.model.path} has {limit} positions, but the longest prompt has {longest} tokens "

@@ -20,7 +20,7 @@ from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import load_tokenizer
+from rlcore.data.chat import check_tokens, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.engine.generators import random_state, set_random_state
@@ -156,6 +156,8 @@ def _loaders(
     loaders["train"].check_rows(lambda row: plugins.call(spec, "check_row", algorithm.check_row, row))
     _check_rendered(config, loaders.values())
     check_positions(config, max(loader.longest for loader in loaders.values()))
+    size = find_end_tokens(config.model, tokenizer).vocab_size
+    check_tokens(size, tokenizer, (loader.largest_token for loader in loaders.values()), "prompts")
     return loaders
 
 

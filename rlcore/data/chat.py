@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,7 @@ def check_model_folder(model: ModelConfig) -> Path:
 
 
 def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
+    """Return the folder; ConfigError when its config or weights are missing, and for quantised weights."""
     folder = model_path(model.path)
     if not folder.is_dir():
         fault = "is a file" if folder.exists() else "does not exist"
@@ -119,6 +120,13 @@ def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
         raise ConfigError(f"{setting}{model.path} has no config.json, so it is not a Hugging Face model folder.{hint}")
     if not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise ConfigError(f"{setting}{model.path} holds no weights; looked for {', '.join(WEIGHT_FILES)}")
+    settings = _read_json(folder / "config.json", model.path)
+    if quantised := settings.get("quantization_config") or settings.get("compression_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{setting}{model.path} holds quantised weights (quantization_config: {method}), which rlcore neither "
+            "trains nor samples with; give the folder of the model in bf16, fp16 or fp32"
+        )
     return folder
 
 
@@ -275,7 +283,18 @@ class ResponseEncoder:
         # Templates write white space behind an end token, which sampling never reaches.
         plain = [text.rstrip().removesuffix(end) if end else text for text, end in zip(texts, ending, strict=True)]
         ids = self.tokenizer(plain, add_special_tokens=False, split_special_tokens=not rendered)["input_ids"]
+        check_tokens(self.ends.vocab_size, self.tokenizer, (max(row, default=0) for row in ids), "responses")
         return [[*row, written.get(end, self.ends.answer)] for row, end in zip(ids, ending, strict=True)]
+
+
+def check_tokens(size: int, tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], where: str) -> None:
+    """Raise DataError for an id that a model of `size` tokens does not have; `where`: "prompts" or "responses"."""
+    if (largest := max(ids, default=0)) >= size:
+        raise DataError(
+            f"the {where} hold the token {tokenizer.convert_ids_to_tokens(largest)!r} with id {largest}, but the model "
+            f"has {size} tokens (vocab_size): tokens were added to the tokenizer. Resize the model to them "
+            "(resize_token_embeddings) and save it, or take its own tokenizer and chat template"
+        )
 
 
 def _is_message(message: Any) -> bool:
@@ -362,6 +381,12 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
         raise ConfigError(
             f"model.path={model.path}: its tokenizer has no chat template. Set model.chat_template=FILE to a Jinja "
             "template, or use a model tuned for chat."
+        )
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise ConfigError(
+            f"model.path={model.path}: its tokenizer has the chat templates {names} and none with the name default. "
+            "Set model.chat_template=FILE to the one to use"
         )
     try:
         PromptEncoder(tokenizer).render("Hello")

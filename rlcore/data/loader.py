@@ -240,6 +240,11 @@ class PromptLoader:
         """The number of tokens of the longest prompt, held-out ones included."""
         return max(len(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
 
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of a prompt, held-out ones included."""
+        return max(max(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
+
     def require_answers(self, reward: str, *, train: bool, held_out: bool) -> None:
         """Raise DataError for a training or held-out row without the reference answer that `reward` needs."""
         if train:

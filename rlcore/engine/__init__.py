@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlcore.engine.collectives import Ranks as Ranks
     from rlcore.engine.generators import random_state as random_state
     from rlcore.engine.generators import set_random_state as set_random_state
+    from rlcore.engine.model_folder import check_writable as check_writable
     from rlcore.engine.model_folder import write_model_folder as write_model_folder
     from rlcore.engine.parallel.layout import Layout as Layout
     from rlcore.engine.parallel.layout import ShardSpec as ShardSpec
@@ -68,7 +69,7 @@ _HOMES = {
     "rlcore.config": ["EngineConfig", "ModelConfig", "RolloutConfig"],
     "rlcore.engine.collectives": ["Ranks"],
     "rlcore.engine.generators": ["random_state", "set_random_state"],
-    "rlcore.engine.model_folder": ["write_model_folder"],
+    "rlcore.engine.model_folder": ["check_writable", "write_model_folder"],
     "rlcore.engine.parallel.layout": ["Layout", "ShardSpec"],
     "rlcore.engine.parallel.mesh": ["TrainMesh"],
     "rlcore.engine.parallel.model_shape": ["ModelShape", "engine_of", "layout_of"],

@@ -23,7 +23,7 @@ from rlcore.engines.hf.rows import DecodingRows, Row
 from rlcore.engines.hf.slot_rows import SlotRows, capturable
 from rlcore.engines.hf.tensor_shards import TensorShards
 from rlcore.errors import DataError
-from rlcore.model_folder import loading_options, model_dtype, model_path, read_tokenizer
+from rlcore.model_folder import loading_options, model_dtype, model_path, read_tokenizer, router_options
 
 PREFILL_TOKENS = 2**15
 """Tokens of distinct prompts, with padding, in one forward: enough for a GPU, and few enough for its memory."""
@@ -64,6 +64,7 @@ class HFRollout(RolloutEngine):
                 dtype=self.dtype,
                 attn_implementation=self.attention,
                 **loading_options(model),
+                **router_options(model),
             )
             # Parameters keep requires_grad, though no gradient is ever computed: torch chooses kernels by it, and the
             # log-probs must equal those of a shared trained module to the last bit.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlcore.engine.model_folder import write_model_folder
+from rlcore.engine.model_folder import check_writable, write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
@@ -48,6 +48,8 @@ class TorchEngine(TrainEngine):
         check_model_layout(setup.model, layout)
         check_layout(self.config, layout)
         self.model = self._load_model(setup)
+        if setup.trains:
+            check_writable(self.model.hf, setup.model, self.ranks)
         self.description = self.model.description
         self.model.requires_grad_(setup.trains)
         if setup.frozen and self.dtype is torch.bfloat16:

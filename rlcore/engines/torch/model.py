@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
 from rlcore.engines.torch.varlen import VARLEN_ATTENTION, register_varlen_attention
 from rlcore.errors import ConfigError
-from rlcore.model_folder import model_path
+from rlcore.model_folder import model_path, router_options
 from rlcore.ops import chunked_log_probs, token_log_probs
 
 log = logging.getLogger(__name__)
@@ -337,22 +338,49 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the checks below report them by name
+            **router_options(config),
             **options,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(f"model folder {config.path!r} ({folder}) does not load as a {what}: {error}") from error
     finally:
         notices.set_verbosity(before)
+    hf.to(device).eval()
     misfits = sorted(str(each[0]) for each in loading["mismatched_keys"])
     lacking = sorted(name for name in loading["missing_keys"] if not name.startswith("score."))
-    for fault, names in (("other shapes for", misfits), ("no weights for", lacking)):
+    unused = [
+        name for name in loading["unexpected_keys"] if not (name.startswith("lm_head.") and "num_labels" in options)
+    ]
+    deeper = _of_more_layers(unused, dict(hf.named_parameters()))
+    broken = [name for name, weight in hf.named_parameters() if not _is_finite(weight)]
+    for fault, names in (
+        ("other shapes for", misfits),
+        ("no weights for", lacking),
+        ("weights of more layers than its config.json names:", deeper),
+        ("weights that are NaN or infinite:", broken),
+    ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ConfigError(
-                f"model folder {config.path!r} does not load as a {what}: it has {fault} {', '.join(names[:3])}{more}"
-            )
+            raise ConfigError(f"model folder {config.path!r} does not load as a {what}: it has {fault} {_some(names)}")
+    if unused:
+        log.warning("model folder %r has weights that a %s does not use: %s", config.path, what, _some(sorted(unused)))
     hf.config.architectures = [type(hf).__name__]  # the class that saved folders name
-    return hf.to(device).eval(), loading
+    return hf, loading
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _of_more_layers(unused: Sequence[str], used: Collection[str]) -> list[str]:
+    """Return the unused names that differ from a used one in a number only."""
+    kinds = {re.sub(r"\.\d+\.", ".N.", name) for name in used}
+    return sorted(name for name in unused if re.sub(r"\.\d+\.", ".N.", name) in kinds)
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Whether all numbers are finite. Their sum says so in one pass, unless it overflows."""
+    weight = weight.detach()
+    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 
 def _plain_attention(config: ModelConfig) -> str:
