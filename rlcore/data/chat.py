@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,14 +178,13 @@ class PromptEncoder:
     tools: OfferedTools = NO_TOOLS
     rendered: bool = False
 
-    def render(self, prompt: str | Messages) -> str:
+    def render(self, prompt: str | Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
 
-        A last message of the assistant is the answer's beginning, which the model continues. Raises DataError for a
-        prompt that is neither a string nor messages, or that the chat template refuses.
+        A last message of the assistant is the answer's beginning, which the model continues. `tools`: those of the
+        prompt's own row, besides the encoder's. Raises DataError for a prompt that is neither a string nor messages, or
+        on which the chat template fails.
         """
-        import jinja2
-
         if self.rendered and isinstance(prompt, str):
             return prompt
         messages = self.messages(prompt)
@@ -191,19 +192,17 @@ class PromptEncoder:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
-                tools=list(self.tools.schemas) or None,
+                tools=[*self.tools.schemas, *tools] or None,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 tokenize=False,
             )
-        except ValueError as error:
-            if not continues:
-                raise
-            # The template changes the text that is to be continued.
-            raise DataError(f"the chat template cannot continue the last message of {messages}: {error}") from error
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may raise any
+            # transformers raises ValueError where the template changes the text that is to be continued.
+            does = "continue the last message of" if continues and isinstance(error, ValueError) else "render"
             hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
-            raise DataError(f"the chat template refuses the prompt {str(prompt)[:200]!r}: {error}.{hint}") from error
+            cause = f"{type(error).__name__}{_template_line(error)}: {error}"
+            raise DataError(f"the chat template cannot {does} {str(messages)[:300]}: {cause}.{hint}") from error
         return str(text)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -297,6 +296,57 @@ def check_tokens(size: int, tokenizer: PreTrainedTokenizerBase, ids: Iterable[in
         )
 
 
+def _template_line(error: Exception) -> str:
+    """Return ` in line N` for the line of a template that raised an error; "" where none did."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error has its own
+    return "" if line is None else f" in line {line}"
+
+
+def plain_prompt(prompt: Any) -> Any:
+    """Return a data set's prompt as text or as messages that templates take; anything else as it is.
+
+    A JSON list of messages in a string is read. Keys that are None are left out, as Parquet gives every message the
+    keys of all. Parts of a content that are text are joined. Raises DataError for other parts, such as images.
+    """
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
+        with contextlib.suppress(ValueError):  # a text that begins with a bracket
+            read = json.loads(prompt)
+            prompt = read if read and all(isinstance(each, dict) and "role" in each for each in read) else prompt
+    if not isinstance(prompt, list):
+        return prompt
+    return [_plain_message(message) if isinstance(message, Mapping) else message for message in prompt]
+
+
+def plain_tools(tools: Any) -> list[Mapping[str, Any]]:
+    """Return the tools of a row: function schemas, or such a list as JSON text. Raises DataError for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"column 'tools' holds the text {tools!r:.200}, which is not JSON: {error}") from error
+    if not isinstance(tools or [], list) or not all(isinstance(tool, Mapping) for tool in tools or []):
+        raise DataError(f"column 'tools' holds {tools!r:.200}; it must be a list of function schemas, or JSON of one")
+    return [_without_none(tool) for tool in tools or []]
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    message = {key: _without_none(value) for key, value in message.items() if value is not None}
+    parts = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(parts, list):
+        for part in parts:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise DataError(f"a message's content has the part {part!r:.200}; only parts with a text are read")
+        parts = "\n".join(part["text"] for part in parts)
+    return message if parts is None else {**message, "content": parts}  # templates read it without a test
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
@@ -375,8 +425,6 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: Model
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    import jinja2
-
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model.path={model.path}: its tokenizer has no chat template. Set model.chat_template=FILE to a Jinja "
@@ -391,7 +439,5 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
     try:
         PromptEncoder(tokenizer).render("Hello")
     except DataError as error:
-        cause = error.__cause__
-        line = f", line {cause.lineno}" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
         source = f"model.chat_template={model.chat_template}" if model.chat_template else f"model.path={model.path}"
-        raise ConfigError(f"{source}: the chat template does not work{line}: {cause}") from error
+        raise ConfigError(f"{source}: {error}") from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder, plain_prompt, plain_tools
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
@@ -60,7 +60,8 @@ class PromptSplit:
         tools: OfferedTools | None = None,
     ) -> None:
         self._config = config
-        self._taken = TAKEN if tools is None else (*TAKEN, *EPISODES)
+        self._has_environment, self._knows_tools = tools is not None, False
+        self._taken = (*TAKEN, *EPISODES) if self._has_environment else TAKEN
         self._where = f"data={dataset.name}, split {split!r}"
         self.rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
         if len(self.rows) == 0:
@@ -122,7 +123,7 @@ class PromptSplit:
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         """Return a row's prompt; of a column `messages` without the assistant's last message."""
-        prompt = value_at(row, self._config.prompt_key)
+        prompt = plain_prompt(value_at(row, self._config.prompt_key))
         return prompt if self._replied(row) is None else prompt[:-1]
 
     def _answer(self, row: Mapping[str, Any]) -> Any:
@@ -134,7 +135,7 @@ class PromptSplit:
         """Return the assistant's last message in a column `messages`, which holds whole conversations; None if none."""
         if self._config.prompt_key.rpartition(".")[2] != "messages":
             return None
-        messages = value_at(row, self._config.prompt_key)
+        messages = plain_prompt(value_at(row, self._config.prompt_key))
         if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], Mapping):
             return None
         return messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
@@ -154,14 +155,14 @@ class PromptSplit:
         key = self._config.prompt_key
         texts, chats = [], []
         for number, row in enumerate(self.rows):
-            prompt = self._prompt(row)
-            if prompt is None:
-                raise DataError(
-                    f"{self._where}, row {number + 1}: nothing in column {key!r}; its columns are "
-                    f"{', '.join(row) or 'none'}. Set data.prompt_key to the right one.{nearest(row, key)}"
-                )
             try:
-                chats.append(encoder.render(prompt))
+                prompt = self._prompt(row)
+                if prompt is None:
+                    raise DataError(
+                        f"nothing in column {key!r}; its columns are {', '.join(row) or 'none'}. Set data.prompt_key "
+                        f"to the right one.{nearest(row, key)}"
+                    )
+                chats.append(self._render(encoder, prompt, plain_tools(row.get("tools"))))
             except DataError as error:
                 raise DataError(f"{self._where}, row {number + 1}: {error}") from error
             plain = isinstance(prompt, str)
@@ -182,6 +183,20 @@ class PromptSplit:
                 token_ids = token_ids[-self._config.prompt_len :]
             prompts.append(Prompt(number, texts[number], chats[number], token_ids))
         return prompts
+
+    def _render(self, encoder: PromptEncoder, prompt: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the rendered prompt, with the tools of its row."""
+        chat = encoder.render(prompt, tools)
+        if tools and self._has_environment:
+            raise DataError("it has tools of its own (column 'tools'), and so has the environment; drop one of the two")
+        if tools and not self._knows_tools:
+            self._knows_tools = chat != encoder.render(prompt)
+            if not self._knows_tools:
+                raise DataError(
+                    "it has tools (column 'tools'), which the chat template leaves out; set model.chat_template to one "
+                    "that writes them, or drop the column"
+                )
+        return chat
 
 
 class PromptLoader:
