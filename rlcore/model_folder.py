@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+import datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,20 @@ def check_positions(config: Config, longest: int) -> None:
 
 
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder, unchanged. Raises the errors of transformers, such as OSError.
+    """Return the tokenizer of a model's folder. Raises the errors of transformers, such as OSError.
 
-    For prompts use `rlcore.data.chat.load_tokenizer`, which checks it.
+    Its chat template reads `model.date` as today, so that a resumed run has the same prompts. For prompts use
+    `rlcore.data.chat.load_tokenizer`, which checks it.
     """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path(model.path), **loading_options(model))
+    tokenizer = AutoTokenizer.from_pretrained(model_path(model.path), **loading_options(model))
+    if model.date is not None:
+        today = datetime.datetime.fromisoformat(model.date)
+        # A variable of the rendering hides transformers' function of this name, which reads the clock.
+        dated = partial(tokenizer.apply_chat_template, strftime_now=today.strftime)
+        tokenizer.apply_chat_template = dated  # type: ignore[method-assign]
+    return tokenizer
 
 
 def model_dtype(model: ModelConfig) -> torch.dtype:

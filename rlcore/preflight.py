@@ -5,6 +5,7 @@ Checks of data and reward functions come later: they read files and run code, so
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -115,6 +116,16 @@ def _reward(flight: Preflight) -> None:
         )
     if reward.functions and not any(reward.functions.values()) and reward.model is None:
         raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
+
+
+def _date(flight: Preflight) -> None:
+    given = flight.config.model.date
+    try:
+        datetime.date.fromisoformat(given or "2026-11-28")
+    except ValueError as error:
+        raise ConfigError(
+            f"model.date={given} is no date ({error}); give one like 2026-11-28, or leave it out"
+        ) from error
 
 
 def _data(flight: Preflight) -> None:
@@ -290,6 +301,7 @@ class Check:
 CHECKS = (
     Check(_names),
     Check(_reward),
+    Check(_date),
     Check(_data),
     Check(_rollout),
     Check(_engines),

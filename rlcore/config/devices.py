@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import copy
+import datetime
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,14 +63,17 @@ def _why_none(built_for_gpus: bool) -> str:
 
 
 def resolve_auto(values: Mapping[str, Any], find: FindGpus) -> dict[str, Any]:
-    """Return the plain values of a config with each `auto` of devices and precisions resolved; others are as given.
+    """Return the plain values of a config with each `auto` of devices, precisions and the date resolved.
 
-    Values of the wrong type are left for `build_config` to refuse. A run that has begun in `run.dir` keeps its device
-    and its precisions. Raises ConfigError when it has GPUs and there are none here.
+    Values of the wrong type are left for `build_config` to refuse. A run that has begun in `run.dir` keeps its device,
+    its precisions and its date. Raises ConfigError when it has GPUs and there are none here.
     """
     resolved = copy.deepcopy(dict(values))
-    cluster, roles = _mapping(resolved, "cluster"), _mapping(resolved, "roles")
-    with_dtype = {"model": _mapping(resolved, "model")}
+    cluster, roles, model = (_mapping(resolved, name) for name in ("cluster", "roles", "model"))
+    if model.get("date") == AUTO:
+        begun = _begun(_mapping(resolved, "run").get("dir"))
+        model["date"] = begun.get("model", {}).get("date") if begun else datetime.date.today().isoformat()
+    with_dtype = {"model": model}
     with_dtype |= {f"roles.{name}": role for name, role in roles.items() if isinstance(role, dict)}
     choosing = {path: holder for path, holder in with_dtype.items() if holder.get("dtype") == AUTO}
     if not choosing and AUTO not in (cluster.get("workers"), cluster.get("gpus_per_worker")):

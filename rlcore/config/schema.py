@@ -58,6 +58,11 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
+    date: str | None = option(
+        None,
+        "today for chat templates that write the date, as 2026-11-28; `auto`: the day of the run's start",
+        auto=True,
+    )
 
 
 @dataclass(frozen=True)

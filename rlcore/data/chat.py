@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -436,8 +437,13 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
             f"model.path={model.path}: its tokenizer has the chat templates {names} and none with the name default. "
             "Set model.chat_template=FILE to the one to use"
         )
+    source = f"model.chat_template={model.chat_template}" if model.chat_template else f"model.path={model.path}"
+    if by_chance := re.search(r"\|\s*random\b|\blipsum\b", str(tokenizer.chat_template)):
+        raise ConfigError(
+            f"{source}: the chat template uses {by_chance.group()!r}, which differs at each rendering, so that no run "
+            "could be resumed; take it out"
+        )
     try:
         PromptEncoder(tokenizer).render("Hello")
     except DataError as error:
-        source = f"model.chat_template={model.chat_template}" if model.chat_template else f"model.path={model.path}"
         raise ConfigError(f"{source}: {error}") from error
