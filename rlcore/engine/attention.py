@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rlcore.config import Config
+from rlcore.config import Config, ModelConfig
 from rlcore.errors import ConfigError, did_you_mean
+from rlcore.model_folder import load_model_config
 
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """The values of `model.attention`; all but `auto` are transformers' names."""
@@ -22,3 +23,20 @@ def check_attention(config: Config) -> None:
             f"model.attention={attention} needs GPUs and bf16; set cluster.gpus_per_worker=1 and model.dtype=bf16, or "
             "leave model.attention=auto"
         )
+
+
+def plain_attention(model: ModelConfig) -> str:
+    """Return the implementation of a model's own forward; `auto`: sdpa, or eager for attention with a soft cap.
+
+    Raises ConfigError for sdpa with a soft cap, which it leaves out without a word.
+    """
+    config = load_model_config(model.path, model.trust_remote_code).get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if model.attention == "auto":
+        return "sdpa" if cap is None else "eager"
+    if model.attention == "sdpa" and cap is not None:
+        raise ConfigError(
+            f"model.attention=sdpa leaves out the soft cap of {model.path} (attn_logit_softcapping={cap}); leave it "
+            "auto, which is eager for this model"
+        )
+    return model.attention

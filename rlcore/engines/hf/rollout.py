@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlcore.config import ModelConfig
 from rlcore.end_tokens import end_tokens
+from rlcore.engine.attention import plain_attention
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
@@ -54,7 +55,7 @@ class HFRollout(RolloutEngine):
         self.slots, self.device = batch_size, device
         self.dtype = model_dtype(model)
         self.exact = self.dtype is torch.float32
-        self.attention = "sdpa" if model.attention == "auto" else model.attention
+        self.attention = plain_attention(model)
         self._is_shared = shared is not None
         self.hf: Any = shared
         self._mixed = shared is not None and self.dtype is not torch.float32

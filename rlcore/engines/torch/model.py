@@ -15,6 +15,7 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 
 from rlcore.config import ModelConfig
+from rlcore.engine.attention import plain_attention
 from rlcore.engine.device import pays_to_compile
 from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.torch.packing import PACKED_ATTENTION, Packing, register_packed_attention
@@ -31,6 +32,10 @@ ACTIVATION_BUDGET = 0.8
 
 On an H100 this takes 27 % of the memory away for 2 % more time; 0.5 takes 51 % for 12 % (docs/gpu.md).
 """
+
+
+_OF_LOGITS = re.compile(r"logit.*(cap|scal|multipl)|lm_head_multiplier")
+"""Names of settings that change logits: final_logit_softcapping, logit_scale, logits_scaling, lm_head_multiplier."""
 
 
 class PackedModel(nn.Module, ABC):
@@ -272,7 +277,11 @@ def load_causal_lm(
     plain = CausalLM(hf, packed=False, fused_head=False, chunk=chunk)
     expected = _probe(plain, log_probs).detach()
     model = CausalLM(hf, packed=False, fused_head=True, chunk=chunk)
-    model.fused_head = _agrees("computing logits in chunks", model, log_probs, expected)
+    if changed := _changed_logits(hf.config.get_text_config()):
+        model.fused_head = False
+        log.info("%s is set: the model computes its own logits", changed)
+    else:
+        model.fused_head = _agrees("computing logits in chunks", model, log_probs, expected)
     if compiles and model.fused_head and pays_to_compile(device, hf.num_parameters()):
         model.compiled = True
         model.compiled = _agrees("compiling the passes over logits", model, log_probs, expected)
@@ -333,7 +342,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
         hf, loading = kind.from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation=_plain_attention(config),
+            attn_implementation=plain_attention(config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -383,8 +392,12 @@ def _is_finite(weight: Tensor) -> bool:
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 
-def _plain_attention(config: ModelConfig) -> str:
-    return "sdpa" if config.attention == "auto" else config.attention
+def _changed_logits(config: Any) -> str | None:
+    """Return the setting by which a model caps or scales its logits: a probe's small logits may not show it."""
+    for name, value in config.to_dict().items():
+        if _OF_LOGITS.search(name) and "attn" not in name and value not in (None, False, 0, 1):
+            return f"{name}={value}"
+    return None
 
 
 def _has_kernels(config: ModelConfig, device: torch.device) -> bool:

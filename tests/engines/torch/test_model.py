@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2ForCausalLM,
+)
 
 from rlcore.config import ModelConfig
+from rlcore.engines.hf.rollout import HFRollout
 from rlcore.engines.torch.model import load_causal_lm
 from rlcore.engines.torch.packing import Packing
 from rlcore.errors import ConfigError
@@ -27,9 +35,9 @@ def everything(model, temperature=1.0):
     return model(packing, select, labels, ("log_probs", "entropy"), temperature)
 
 
-def reference(folder, temperature=1.0):
+def reference(folder, temperature=1.0, **options):
     """One row at a time through the plain Hugging Face model: no packing, no padding, no chunks."""
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     log_probs, entropy = [], []
     for row in ROWS:
         if len(row) < 2:
@@ -58,7 +66,8 @@ def test_log_probs_entropy_and_gradient_equal_the_plain_model(
 ):
     model = load(model_folder(kind))
     assert (model.packed, model.fused_head) == (packed, fused)
-    want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature)
+    attention = "eager" if kind == "gemma2" else "sdpa"  # sdpa leaves its soft cap out
+    want_log_probs, want_entropy, want_grads = reference(model_folder(kind), temperature, attn_implementation=attention)
     got = everything(model, temperature)
     torch.testing.assert_close(got["log_probs"], want_log_probs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got["entropy"], want_entropy, rtol=1e-4, atol=1e-5)
@@ -86,11 +95,53 @@ def test_padding_can_be_asked_for(model_folder):
     torch.testing.assert_close(everything(padded)["log_probs"], everything(packed)["log_probs"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_whose_head_is_not_linear_falls_back_with_a_line_in_the_log(model_folder, caplog):
+def test_a_model_whose_head_is_not_linear_falls_back_with_a_line_in_the_log(model_folder, caplog, monkeypatch):
+    forward = Qwen2ForCausalLM.forward
+
+    def squashing(model, *args, **arguments):
+        out = forward(model, *args, **arguments)
+        out.logits = out.logits.tanh()
+        return out
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", squashing)
     with caplog.at_level("INFO", logger="rlcore"):
-        model = load(model_folder("gemma2"))  # it squashes its logits
+        model = load(model_folder())
     assert not model.fused_head
     assert "computing logits in chunks is off by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (Gemma2Config, {"head_dim": 12, "final_logit_softcapping": 3.0}, "final_logit_softcapping=3.0"),
+        (GraniteConfig, {"logits_scaling": 1.00001}, "logits_scaling=1.00001"),
+        (CohereConfig, {"logit_scale": 0.99999}, "logit_scale=0.99999"),
+        (LlamaConfig, {}, None),
+    ],
+)
+def test_logits_that_a_config_changes_are_the_models_own(engine_models, tmp_path, caplog, kind, options, said):
+    """A probe of a fresh model, whose logits are small, would not see it."""
+    folder = engine_models.write_random(kind, {**options, "initializer_range": 1e-4}, tmp_path)
+    with caplog.at_level("INFO", logger="rlcore"):
+        model = load(folder)
+    assert model.fused_head == (said is None)
+    assert said is None or f"{said} is set: the model computes its own logits" in caplog.text
+
+
+def test_attention_with_a_soft_cap_is_the_models_own(engine_models, tmp_path):
+    """sdpa leaves the cap out."""
+    options = {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
+    folder = engine_models.write_random(Gemma2Config, options, tmp_path)
+    want, _, _ = reference(folder, 1.0, attn_implementation="eager")
+    model = load(folder)
+    assert model.attention == "eager"
+    torch.testing.assert_close(everything(model)["log_probs"], want, rtol=1e-4, atol=1e-5)
+    rollout = HFRollout(ModelConfig(path=str(folder)), batch_size=4, device=torch.device("cpu"), shared=None)
+    assert rollout.attention == "eager"
+    with pytest.raises(ConfigError, match=r"model\.attention=sdpa leaves out .*attn_logit_softcapping=2\.0"):
+        load_causal_lm(
+            ModelConfig(path=str(folder), attention="sdpa"), padding_free=True, chunk=8, device=torch.device("cpu")
+        )
 
 
 def test_logits_come_divided_by_the_temperature(model_folder):
