@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.metadata
+import inspect
 import io
+import itertools
 import logging
 import os
 import platform
@@ -13,7 +15,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,8 @@ from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
 from rlcore.stacks import register_stacks
 from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.failure import worker_failure
+from rlcore.workers.event_loop import MethodLoop, in_steps
+from rlcore.workers.failure import naming_errors, worker_failure
 from rlcore.workers.progress import ProgressWatch
 from rlcore.workers.ray_call import await_inputs, decode_call
 from rlcore.workers.ray_store import store_declared_result, store_result
@@ -44,8 +48,24 @@ class HostInfo:
     port: int | None
 
 
+@dataclass
+class BegunCall:
+    """A call whose method has returned `result`: of an `async def` method the future of its coroutine."""
+
+    worker: Worker
+    method: str
+    declared: DeclaredResult | None
+    arrived: float
+    began: float
+    result: Any
+
+
 class WorkerHost:
-    """The actor of one rank. Its methods run one at a time, in the order of the controller's calls."""
+    """The actor of one rank. Its methods run one at a time, in the order of the controller's calls.
+
+    `is_async`: a worker has `async def` methods. Their calls begin in that order too, with `begin`; `run`, in a thread
+    of COROUTINES, then waits for the result.
+    """
 
     def __init__(
         self,
@@ -55,6 +75,7 @@ class WorkerHost:
         inline_bytes: int,
         one_node: bool,
         watch: ProgressWatch,
+        is_async: bool = False,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         faulthandler.enable()  # a crash in C then leaves a traceback in the log
@@ -71,6 +92,9 @@ class WorkerHost:
         self._reserved_port = _reserve_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._loop = MethodLoop(takes_turns=is_async)
+        self._begun: dict[int, BegunCall] = {}
+        self._calls = itertools.count()
 
     def describe(self, log: Path | None) -> HostInfo:
         """Write to `log` from now on; return this process's node, address and logs.
@@ -115,62 +139,81 @@ class WorkerHost:
         except (Exception, SystemExit) as error:
             raise worker_failure(error, context, "__init__") from None
 
-    def run(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
+    def run(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the blocks of a method's result, and then the rest of the result.
 
-        `message` and `extra` come from `encode_calls`. Waits first for the references in `after`: answers of processes
-        with an earlier turn on this place. Raises the error for the controller, also when the method returns anything
-        other than its declared result.
+        `message` and `extra` come from `encode_calls`, or `message` from `begin`. Waits first for the references in
+        `after`: answers of processes with an earlier turn on this place. Raises the error for the controller, also when
+        the method returns anything other than its declared result.
         """
-        with self._running(message, extra, after) as (result, _):
+        with self._ending(message, extra, after) as (result, _):
             yield from store_result(result, self._inline_bytes, self._one_node)
 
-    def run_declared(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
+    def run_declared(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
         """Return a method's result, and then one value per column that may be large; see `run`.
 
         For a call with a declared result, on a cluster of one node.
         """
-        with self._running(message, extra, after) as (result, declared):
+        with self._ending(message, extra, after) as (result, declared):
             assert declared is not None
             values = store_declared_result(result, self._inline_bytes, declared.may_exceed(self._inline_bytes))
             return values if len(values) > 1 else values[0]  # Ray expects no list for num_returns=1
 
-    @contextmanager
-    def _running(
-        self, message: bytes, extra: Sequence[Any], after: Sequence[Any]
-    ) -> Iterator[tuple[Any, DeclaredResult | None]]:
-        """Run a call; the context is its result and declared result. An error, also in the block, names the call."""
+    def begin(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> int:
+        """Begin a call of an `async def` method, and return its number for `run` or `run_declared`."""
+        number = next(self._calls)
+        self._begun[number] = self._begin(message, extra, after)
+        return number
+
+    def _begin(self, message: bytes, extra: Sequence[Any], after: Sequence[Any]) -> BegunCall:
         role, method, declared, args, kwargs = decode_call(message, extra)
         worker = self._workers[role]
         arrived = time.time()
-        try:
+        with naming_errors(worker, method):
             # Only wait: a failure there belongs to the other group's caller.
             if after:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
-            began = time.time()
+        began = time.time()
+        return BegunCall(worker, method, declared, arrived, began, self._call(worker, role, method, args, kwargs))
+
+    def _call(self, worker: Worker, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a method's result, or the future of its coroutine, which has started."""
+
+        @contextmanager
+        def within() -> Iterator[None]:
             with self._watch.calling(role, method), running(worker):
+                yield
+
+        async def to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            with naming_errors(worker, method):
+                return await in_steps(coroutine, within)
+
+        try:
+            with naming_errors(worker, method), self._loop.alone(), within():
                 result = getattr(worker, method)(*args, **kwargs)
-            if declared is not None:
-                declared.check(result)
-            yield result, declared
-            self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, worker._context, method) from None
         finally:
             # The first call has imported the models; from now on garbage is collected.
             resume_collector()
+        return self._loop.start(to_end(result)) if inspect.iscoroutine(result) else result
+
+    @contextmanager
+    def _ending(
+        self, message: bytes | int, extra: Sequence[Any], after: Sequence[Any]
+    ) -> Iterator[tuple[Any, DeclaredResult | None]]:
+        """Run a call to its end; the context is its result and declared result. An error there names the call."""
+        call = self._begun.pop(message) if isinstance(message, int) else self._begin(message, extra, after)
+        result, declared = _result_of(call.result), call.declared
+        with naming_errors(call.worker, call.method):
+            if declared is not None:
+                declared.check(result)
+            yield result, declared
+        where = call.worker._context.role, call.method, self._rank, self._address, os.getpid()
+        self._spans.append(Span(*where, call.arrived, call.began, time.time()))
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the whole result of a role's method, for callers that hold this process's handle."""
-        worker = self._workers[role]
-        try:
-            with running(worker):
-                return getattr(worker, method)(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, worker._context, method) from None
-        finally:
-            resume_collector()
+        return _result_of(self._call(self._workers[role], role, method, args, kwargs))
 
     def spans(self) -> list[Span]:
         """Return the spans since the last call of `spans`."""
@@ -180,6 +223,10 @@ class WorkerHost:
 
     def ping(self) -> None:
         """Return None; the call fails if the process is dead."""
+
+
+def _result_of(result: Any) -> Any:
+    return result.result() if isinstance(result, Future) else result
 
 
 def _write_to(log: Path) -> None:
