@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import selectors
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 """Seconds that coroutines have to end when they are cancelled."""
@@ -78,13 +75,8 @@ class MethodLoop:
     def cancel(self) -> None:
         """Cancel all coroutines, and wait until they have ended, up to STOP_SECONDS."""
         if self._loop is not None:
-            ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
-            try:
-                left = ended.result(2 * STOP_SECONDS)
-            except TimeoutError:
-                left = "a call that does not await"
-            if left:
-                log.warning("still running %g s after they were cancelled: %s", STOP_SECONDS, left)
+            # One that runs on ends with the program, as the thread is a daemon.
+            wait([asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)], 2 * STOP_SECONDS)
 
     def stop(self) -> None:
         """End the thread. A second call does nothing."""
@@ -129,13 +121,12 @@ class _Selector(selectors.DefaultSelector):
             self._turns._take_turn()
 
 
-async def _cancel_others() -> str:
-    """Return the coroutines that did not end."""
+async def _cancel_others() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel(CANCELLED)
-    left = (await asyncio.wait(tasks, timeout=STOP_SECONDS))[1] if tasks else ()
-    return ", ".join(map(str, left))
+    if tasks:
+        await asyncio.wait(tasks, timeout=STOP_SECONDS)
 
 
 @types.coroutine

@@ -18,7 +18,7 @@ from rlcore.errors import RLCoreError
 from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.event_loop import MethodLoop, has_async_methods, in_steps
 from rlcore.workers.executor import KERNEL_CACHES, Executor
-from rlcore.workers.failure import naming_errors, worker_failure
+from rlcore.workers.failure import naming_errors
 from rlcore.workers.future import Future
 from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
@@ -74,12 +74,10 @@ class InProcess(Processes):
         for role, class_args in classes.items():
             for rank in range(world_size):
                 context = WorkerContext(role, rank, world_size, local_rank=rank, gpus=gpus)
-                try:
+                with naming_errors(context, "__init__"):
                     worker = construct(
                         context, class_args.cls, class_args.args, class_args.kwargs, siblings=by_rank[rank]
                     )
-                except (Exception, SystemExit) as error:
-                    raise worker_failure(error, context, "__init__") from error
                 self._workers[role].append(worker)
                 by_rank[rank][role] = worker
 
@@ -99,7 +97,7 @@ class InProcess(Processes):
             worker = self._workers[role][rank]
             ended = partial(self._end, worker, method, time.time(), None if declared is None else declared[rank])
             try:
-                with naming_errors(worker, method):
+                with naming_errors(worker._context, method):
                     with self._loop.alone(), running(worker):
                         result = getattr(worker, method)(*call[0], **call[1])
                     if inspect.iscoroutine(result):
@@ -137,7 +135,7 @@ class InProcess(Processes):
 
 
 async def _await(coroutine: Coroutine[Any, Any, Any], worker: Worker, method: str, ended: Callable[[Any], Any]) -> Any:
-    with naming_errors(worker, method):
+    with naming_errors(worker._context, method):
         return ended(await in_steps(coroutine, partial(running, worker)))
 
 

@@ -102,9 +102,9 @@ class RayFuture(Future):
             return [None] * len(outputs)
         return outputs
 
-    def ref_of(self, rank: int) -> Any:
-        """Return the reference of a rank's reply; None if the rank was not called."""
-        return next((ref for ref, called in self._refs.items() if called == rank), None)
+    def refs_of(self, rank: int) -> list[Any]:
+        """Return the reference of a rank's reply; none if the rank was not called."""
+        return [ref for ref, called in self._refs.items() if called == rank]
 
     def has_failed(self) -> bool:
         """Whether a rank has raised already. Never waits."""
@@ -187,7 +187,8 @@ class RayFuture(Future):
         try:
             self._values([ref]) if ref in self._refs else ray.get(ref)
         except Exception as error:
-            raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
+            where = self._role, f"{self._method}()"
+            raise self._processes.failure(error, rank, *where, waiting, blocks=not self.is_async) from None
 
     def _check_ping(self, ref: Any, processes: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
         if processes is self._processes:

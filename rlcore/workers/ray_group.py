@@ -269,8 +269,7 @@ class RayProcesses(Processes):
 
     def ping_one(self, rank: int) -> list[Any]:
         """Return references that are there once all calls of one rank so far have ended; none after shutdown."""
-        in_flight = [future.ref_of(rank) for future in self.running() if future.is_async]
-        refs = [ref for ref in in_flight if ref is not None]
+        refs = [ref for future in self.running() if future.is_async for ref in future.refs_of(rank)]
         return [*refs, *(host.ping.remote() for host in self.hosts[rank : rank + 1])]
 
     # -- failures
@@ -328,8 +327,12 @@ class RayProcesses(Processes):
         where = f" on {self._infos[rank].address}" if self._infos else ""
         return rank_name(role, rank, self.world_size, coordinates) + where
 
-    def failure(self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int]) -> RLCoreError:
+    def failure(
+        self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int], blocks: bool = True
+    ) -> RLCoreError:
         """Return the controller's error for the first failure of a call. `waiting` holds the ranks that still run it.
+
+        `blocks`: they run no other call meanwhile.
 
         If a process has died, the error is about its death, not about the errors that it caused on other ranks.
         """
@@ -348,7 +351,7 @@ class RayProcesses(Processes):
             if isinstance(cause, RLCoreError)
             else WorkerError(f"{where}, in {method}: {type(cause).__name__}: {cause}")
         )
-        if waiting and not self.is_async(role, method.removesuffix("()")):
+        if waiting and blocks:
             self._stragglers = Stragglers(dict(waiting), str(known), time.monotonic() + STRAGGLER_SECONDS)
         return known
 

@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
@@ -29,12 +29,15 @@ from rlcore.errors import WorkerError
 from rlcore.stacks import register_stacks
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.event_loop import MethodLoop, in_steps
-from rlcore.workers.failure import naming_errors, worker_failure
+from rlcore.workers.failure import naming_errors
 from rlcore.workers.progress import ProgressWatch
 from rlcore.workers.ray_call import await_inputs, decode_call
 from rlcore.workers.ray_store import store_declared_result, store_result
 from rlcore.workers.spans import MAX_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct, running
+
+_Begun: TypeAlias = AbstractContextManager[tuple[Any, DeclaredResult | None]]
+"""A call whose method has been called; the context waits for its result, and is that and the declared result."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,6 @@ class HostInfo:
     pid: int
     logs: tuple[str, ...]
     port: int | None
-
-
-@dataclass
-class BegunCall:
-    """A call whose method has returned `result`: of an `async def` method the future of its coroutine."""
-
-    worker: Worker
-    method: str
-    declared: DeclaredResult | None
-    arrived: float
-    began: float
-    result: Any
 
 
 class WorkerHost:
@@ -93,7 +84,7 @@ class WorkerHost:
         self._workers: dict[str, Worker] = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._loop = MethodLoop(takes_turns=is_async)
-        self._begun: dict[int, BegunCall] = {}
+        self._begun: dict[int, _Begun] = {}
         self._calls = itertools.count()
 
     def describe(self, log: Path | None) -> HostInfo:
@@ -133,11 +124,8 @@ class WorkerHost:
     def construct(self, role: str, class_args: tuple[type[Worker], tuple[Any, ...], Mapping[str, Any]]) -> None:
         """Construct the worker of a role from its class, positional and keyword arguments."""
         context = WorkerContext(role=role, **self._context)
-        try:
-            with self._watch.calling(role, "__init__"):
-                self._workers[role] = construct(context, *class_args, siblings=self._workers)
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, context, "__init__") from None
+        with naming_errors(context, "__init__"), self._watch.calling(role, "__init__"):
+            self._workers[role] = construct(context, *class_args, siblings=self._workers)
 
     def run(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the blocks of a method's result, and then the rest of the result.
@@ -146,7 +134,7 @@ class WorkerHost:
         `after`: answers of processes with an earlier turn on this place. Raises the error for the controller, also when
         the method returns anything other than its declared result.
         """
-        with self._ending(message, extra, after) as (result, _):
+        with self._begun_call(message, extra, after) as (result, _):
             yield from store_result(result, self._inline_bytes, self._one_node)
 
     def run_declared(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
@@ -154,7 +142,7 @@ class WorkerHost:
 
         For a call with a declared result, on a cluster of one node.
         """
-        with self._ending(message, extra, after) as (result, declared):
+        with self._begun_call(message, extra, after) as (result, declared):
             assert declared is not None
             values = store_declared_result(result, self._inline_bytes, declared.may_exceed(self._inline_bytes))
             return values if len(values) > 1 else values[0]  # Ray expects no list for num_returns=1
@@ -162,20 +150,23 @@ class WorkerHost:
     def begin(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> int:
         """Begin a call of an `async def` method, and return its number for `run` or `run_declared`."""
         number = next(self._calls)
-        self._begun[number] = self._begin(message, extra, after)
+        self._begun[number] = self._begun_call(message, extra, after)
         return number
 
-    def _begin(self, message: bytes, extra: Sequence[Any], after: Sequence[Any]) -> BegunCall:
+    def _begun_call(self, message: bytes | int, extra: Sequence[Any], after: Sequence[Any]) -> _Begun:
+        if isinstance(message, int):
+            return self._begun.pop(message)
         role, method, declared, args, kwargs = decode_call(message, extra)
         worker = self._workers[role]
         arrived = time.time()
-        with naming_errors(worker, method):
+        with naming_errors(worker._context, method):
             # Only wait: a failure there belongs to the other group's caller.
             if after:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
         began = time.time()
-        return BegunCall(worker, method, declared, arrived, began, self._call(worker, role, method, args, kwargs))
+        result = self._call(worker, role, method, args, kwargs)
+        return self._ending(worker, method, declared, arrived, began, result)
 
     def _call(self, worker: Worker, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return a method's result, or the future of its coroutine, which has started."""
@@ -186,11 +177,11 @@ class WorkerHost:
                 yield
 
         async def to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            with naming_errors(worker, method):
+            with naming_errors(worker._context, method):
                 return await in_steps(coroutine, within)
 
         try:
-            with naming_errors(worker, method), self._loop.alone(), within():
+            with naming_errors(worker._context, method), self._loop.alone(), within():
                 result = getattr(worker, method)(*args, **kwargs)
         finally:
             # The first call has imported the models; from now on garbage is collected.
@@ -199,17 +190,15 @@ class WorkerHost:
 
     @contextmanager
     def _ending(
-        self, message: bytes | int, extra: Sequence[Any], after: Sequence[Any]
+        self, worker: Worker, method: str, declared: DeclaredResult | None, arrived: float, began: float, result: Any
     ) -> Iterator[tuple[Any, DeclaredResult | None]]:
-        """Run a call to its end; the context is its result and declared result. An error there names the call."""
-        call = self._begun.pop(message) if isinstance(message, int) else self._begin(message, extra, after)
-        result, declared = _result_of(call.result), call.declared
-        with naming_errors(call.worker, call.method):
+        result = _result_of(result)
+        with naming_errors(worker._context, method):
             if declared is not None:
                 declared.check(result)
             yield result, declared
-        where = call.worker._context.role, call.method, self._rank, self._address, os.getpid()
-        self._spans.append(Span(*where, call.arrived, call.began, time.time()))
+        role = worker._context.role
+        self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the whole result of a role's method, for callers that hold this process's handle."""

@@ -1,5 +1,6 @@
 """A call that hangs ends the run with the names of its ranks; one that is slow does not."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -41,6 +42,11 @@ class Pair(Worker):
         total = torch.ones(())
         dist.all_reduce(total)
         return int(total)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def meet_async(self, how: str) -> int:
+        await asyncio.sleep(0)
+        return self.meet(how)
 
     def sleeps(self) -> None:
         time.sleep(100)
@@ -110,6 +116,15 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(pair):
     assert time.monotonic() - began < 60  # torch itself would wait for 1,800 s
     with pytest.raises(WorkerError, match="has made no progress"):
         group.rest()
+
+
+def test_a_rank_that_hangs_in_an_async_method_is_named(pair):
+    with pytest.raises(WorkerError) as raised:
+        pair().meet_async("sleeps")
+    told = str(raised.value)
+    assert told.startswith("pair.meet_async() has made no progress for "), told
+    assert " is in sleeps() at " in told
+    assert " is in all_reduce(), called in meet() at " in told
 
 
 def test_a_rank_that_spins_while_others_wait_for_it_is_named(pair):
