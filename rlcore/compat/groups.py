@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.workers import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
@@ -41,12 +40,13 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 class RankHandle:
     """The worker of one rank: `handle.method.remote(...)` calls any of its methods and returns Ray's reference."""
 
-    def __init__(self, host: Any, role: str) -> None:
-        self._host = host
+    def __init__(self, processes: RayProcesses, rank: int, role: str) -> None:
+        self._processes = processes
+        self._rank = rank
         self._role = role
 
     def __getattr__(self, method: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=partial(self._host.call.remote, self._role, method))
+        return SimpleNamespace(remote=partial(self._processes.call, self._rank, self._role, method))
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -74,11 +74,11 @@ class RayWorkerGroup(WorkerGroup):
         processes = RayProcesses(resource_pool, self._classes, name, log_dir=log_dir, start_timeout=start_timeout)
         processes.wait_until_started()
         super().__init__(processes, name, own)
-        self._hosts = processes.hosts
+        self._ray_processes = processes
 
     @property
     def _workers(self) -> list[RankHandle]:
-        return [RankHandle(host, self.role) for host in self._hosts]
+        return [RankHandle(self._ray_processes, rank, self.role) for rank in range(self.world_size)]
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return a group for each named role, on the same processes; ConfigError for a role that was not fused."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rlcore.errors import RLCoreError, WorkerError
 from rlcore.workers.worker import WorkerContext
+
+
+@contextmanager
+def naming_errors(context: WorkerContext, method: str) -> Iterator[None]:
+    """Raise the controller's error in place of any that a worker's method raises."""
+    try:
+        yield
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        raise worker_failure(error, context, method) from error
 
 
 def worker_failure(error: BaseException, context: WorkerContext, method: str) -> RLCoreError:

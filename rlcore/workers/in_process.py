@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import inspect
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +16,9 @@ import torch
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
 from rlcore.workers.contract import CallArgs, DeclaredResult
+from rlcore.workers.event_loop import MethodLoop, has_async_methods, in_steps
 from rlcore.workers.executor import KERNEL_CACHES, Executor
-from rlcore.workers.failure import worker_failure
+from rlcore.workers.failure import naming_errors
 from rlcore.workers.future import Future
 from rlcore.workers.group import Processes, WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
@@ -23,42 +27,57 @@ from rlcore.workers.worker import Worker, WorkerContext, construct, running
 
 
 class FinishedCall(Future):
-    """A call that has ended, with results by rank or the first failure."""
+    """A call that has ended, with results by rank or the first failure; of `running` ranks the results are to come."""
 
-    def __init__(self, results: list[Any], failure: RLCoreError | None) -> None:
+    def __init__(
+        self,
+        results: list[Any],
+        failure: RLCoreError | None,
+        running: Mapping[int, concurrent.futures.Future[Any]] | None = None,
+    ) -> None:
         super().__init__()
         self._results = results
         self._failure = failure
+        self._running = running or {}
 
     def done(self) -> bool:
-        """Return True."""
-        return True
+        """Return whether every rank has returned, or one has failed."""
+        ended = [rank for rank in self._running.values() if rank.done()]
+        return len(ended) == len(self._running) or any(rank.exception() for rank in ended)
 
     def wait(self) -> list[Any]:
         """Return the results or raise the failure."""
         if self._failure is not None:
             raise self._failure
-        return self._results
+        ranks = self._running.values()
+        for rank in concurrent.futures.wait(ranks, return_when=concurrent.futures.FIRST_EXCEPTION).done:
+            rank.result()
+        return [
+            self._running[rank].result() if rank in self._running else result
+            for rank, result in enumerate(self._results)
+        ]
 
 
 class InProcess(Processes):
-    """One worker per rank and role. A call runs at once, rank after rank, and stops at the first failure."""
+    """One worker per rank and role. A call runs at once, rank after rank, and stops at the first failure.
+
+    Calls of `async def` methods start at once, and run on one event loop for all ranks.
+    """
 
     def __init__(self, world_size: int, classes: Mapping[str, ClassWithInitArgs], gpus: float) -> None:
         self.world_size = world_size
         self.meshes = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._loop = MethodLoop(takes_turns=has_async_methods(class_args.cls for class_args in classes.values()))
         self._workers: dict[str, list[Worker]] = {role: [] for role in classes}
         by_rank: list[dict[str, Worker]] = [{} for _ in range(world_size)]
         for role, class_args in classes.items():
             for rank in range(world_size):
                 context = WorkerContext(role, rank, world_size, local_rank=rank, gpus=gpus)
-                try:
+                with naming_errors(context, "__init__"):
                     worker = construct(
                         context, class_args.cls, class_args.args, class_args.kwargs, siblings=by_rank[rank]
                     )
-                except (Exception, SystemExit) as error:
-                    raise worker_failure(error, context, "__init__") from error
                 self._workers[role].append(worker)
                 by_rank[rank][role] = worker
 
@@ -71,24 +90,31 @@ class InProcess(Processes):
     ) -> FinishedCall:
         """Run the call now."""
         outputs: list[Any] = [None] * self.world_size
+        started: dict[int, concurrent.futures.Future[Any]] = {}
         for rank, call in enumerate(calls):
             if call is None:
                 continue
             worker = self._workers[role][rank]
-            began = time.time()
+            ended = partial(self._end, worker, method, time.time(), None if declared is None else declared[rank])
             try:
-                with running(worker):
-                    outputs[rank] = getattr(worker, method)(*call[0], **call[1])
-                expected = None if declared is None else declared[rank]
-                if expected is not None:
-                    expected.check(outputs[rank])
-                self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
-            except (Exception, SystemExit) as error:
+                with naming_errors(worker._context, method):
+                    with self._loop.alone(), running(worker):
+                        result = getattr(worker, method)(*call[0], **call[1])
+                    if inspect.iscoroutine(result):
+                        started[rank] = self._loop.start(_await(result, worker, method, ended))
+                    else:
+                        outputs[rank] = ended(result)
+            except RLCoreError as failure:
                 # Kept, not raised: as on Ray, the error surfaces where the result is read.
-                failure = worker_failure(error, worker._context, method)
-                failure.__cause__ = error
                 return FinishedCall(outputs, failure)
-        return FinishedCall(outputs, None)
+        return FinishedCall(outputs, None, started)
+
+    def _end(self, worker: Worker, method: str, began: float, declared: DeclaredResult | None, result: Any) -> Any:
+        if declared is not None:
+            declared.check(result)
+        role, rank = worker._context.role, worker.rank
+        self._spans.append(Span(role, method, rank, worker.host, os.getpid(), began, began, time.time()))
+        return result
 
     def spans(self) -> FinishedCall:
         """See Processes."""
@@ -97,11 +123,20 @@ class InProcess(Processes):
         return FinishedCall(spans, None)
 
     def shutdown(self) -> None:
-        """Shut the workers down and drop them."""
+        """Cancel the calls of `async def` methods, shut the workers down, and drop them."""
+        self._loop.cancel()
         for workers in self._workers.values():
             for worker in workers:
-                worker.shutdown()
+                shutdown: Callable[[], Any] = worker.shutdown
+                if inspect.iscoroutine(ended := shutdown()):
+                    self._loop.start(ended).result()
             workers.clear()
+        self._loop.stop()
+
+
+async def _await(coroutine: Coroutine[Any, Any, Any], worker: Worker, method: str, ended: Callable[[Any], Any]) -> Any:
+    with naming_errors(worker._context, method):
+        return ended(await in_steps(coroutine, partial(running, worker)))
 
 
 class InProcessExecutor(Executor):

@@ -25,6 +25,7 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
 from rlcore.workers.ray_group import RayProcesses
 from rlcore.workers.ray_pool import JOIN_SECONDS, RayResourcePool
+from rlcore.workers.ray_session import RaySession
 
 LOGICAL_CPUS = 1024
 """Cores that a Ray started by rlcore is told it has: a small machine then runs all workers, none waits for a core."""
@@ -63,16 +64,20 @@ class RayExecutor(Executor):
         self._registered: list[ModuleType] = []
         self._set: list[str] = []
         self._connected = False
+        self._session: RaySession | None = None
         self._processes: list[RayProcesses] = []
         self._pools: list[RayResourcePool] = []
 
     def start(self) -> None:
         """Connect to Ray, or start it. Raises WorkerError when that fails, ConfigError for an unusable address."""
+        if self._has_ended():
+            self.shutdown()
         for module in self._by_value:
             if module.__name__ not in ray.cloudpickle.list_registry_pickle_by_value():
                 ray.cloudpickle.register_pickle_by_value(module)
                 self._registered.append(module)
         if ray.is_initialized():
+            self._session = RaySession()
             return
         for name, value in SETTINGS.items():
             if name not in os.environ:
@@ -83,7 +88,15 @@ class RayExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        self._connected = True
+        self._connected, self._session = True, RaySession()
+
+    def _has_ended(self) -> bool:
+        """Whether the Ray session of `start` has ended."""
+        return self._session is not None and not self._session.is_current
+
+    def _check_session(self) -> None:
+        if self._session is not None:
+            self._session.check("the executor")
 
     def resource_pool(
         self,
@@ -95,6 +108,7 @@ class RayExecutor(Executor):
         name: str = "a pool",
     ) -> RayResourcePool:
         """Return places for `workers` processes, on few nodes if possible. Ray reserves them at first use."""
+        self._check_session()
         cluster = self._cluster
         own = self._connected and cluster.address is None
         pool = RayResourcePool(
@@ -133,6 +147,7 @@ class RayExecutor(Executor):
         return groups
 
     def _start_processes(self, pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs], name: str) -> RayProcesses:
+        self._check_session()
         if not isinstance(pool, RayResourcePool):
             raise ConfigError(
                 f"{pool!r} has no places on Ray; use executor.resource_pool(...) or RayResourcePool(...)."
@@ -164,19 +179,18 @@ class RayExecutor(Executor):
 
     def shutdown(self) -> None:
         """Kill the workers and release their places. End Ray, or the connection to it, if `start` created it."""
-        if ray.is_initialized():
-            for processes in self._processes:
-                processes.shutdown()
-            for pool in self._pools:
-                pool.release()
+        for processes in self._processes:
+            processes.shutdown()
+        for pool in self._pools:
+            pool.release()
         self._processes.clear()
         self._pools.clear()
         for module in self._registered:
             ray.cloudpickle.unregister_pickle_by_value(module)
         self._registered.clear()
-        if self._connected:
+        if self._connected and not self._has_ended():
             ray.shutdown()
-            self._connected = False
+        self._connected, self._session = False, None
         # The settings would change a later Ray of the same program.
         for name in self._set:
             del os.environ[name]

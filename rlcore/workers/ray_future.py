@@ -28,6 +28,7 @@ class RayFuture(Future):
 
     `columns` maps a reply's reference to the references of its columns that may be large, by name, for replies of
     WorkerHost.run_declared; to None for replies of WorkerHost.run. Without `columns`, replies are plain values.
+    `is_async`: the method is `async def`, so the call keeps no other from running.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class RayFuture(Future):
         method: str,
         refs: Mapping[Any, int],
         columns: Mapping[Any, Mapping[str, Any] | None] | None = None,
+        *,
+        is_async: bool = False,
     ) -> None:
         super().__init__()
         self._processes = processes
@@ -44,6 +47,7 @@ class RayFuture(Future):
         self._method = method
         self._refs = dict(refs)
         self._columns = columns
+        self.is_async = is_async
         # Weak references: a batch that nobody keeps must not keep its columns.
         self._pending_blocks: list[tuple[int, weakref.ref[PendingBlock]]] = []
         self._succeeded_refs: set[Any] = set()
@@ -52,6 +56,7 @@ class RayFuture(Future):
         """Whether every rank has finished."""
         return (
             self.is_settled
+            or not self._processes.session.is_current
             or not ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
         )
 
@@ -97,6 +102,10 @@ class RayFuture(Future):
             return [None] * len(outputs)
         return outputs
 
+    def refs_of(self, rank: int) -> list[Any]:
+        """Return the reference of a rank's reply; none if the rank was not called."""
+        return [ref for ref, called in self._refs.items() if called == rank]
+
     def has_failed(self) -> bool:
         """Whether a rank has raised already. Never waits."""
         if self.is_settled:
@@ -121,6 +130,7 @@ class RayFuture(Future):
 
     def _wait_for_ranks(self) -> list[Any]:
         """Return the results by rank, or raise the first failure."""
+        self._processes.check_session()
         outputs: list[Any] = [None] * self._processes.world_size
         waiting = dict(self._refs)
         pings: dict[Any, tuple[RayProcesses, int]] = {}
@@ -144,7 +154,7 @@ class RayFuture(Future):
         self.check_progress(list(waiting))
         for processes in self._processes.all_started():
             for earlier in processes.running():
-                if earlier is not self and earlier.has_failed():
+                if earlier is not self and not earlier.is_async and earlier.has_failed():
                     earlier.outputs()
                 elif earlier is not self:
                     earlier.check_progress()
@@ -177,7 +187,8 @@ class RayFuture(Future):
         try:
             self._values([ref]) if ref in self._refs else ray.get(ref)
         except Exception as error:
-            raise self._processes.failure(error, rank, self._role, f"{self._method}()", waiting) from None
+            where = self._role, f"{self._method}()"
+            raise self._processes.failure(error, rank, *where, waiting, blocks=not self.is_async) from None
 
     def _check_ping(self, ref: Any, processes: RayProcesses, rank: int, waiting: Mapping[Any, int]) -> None:
         if processes is self._processes:

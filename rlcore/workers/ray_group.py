@@ -19,6 +19,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from rlcore.errors import RLCoreError, WorkerError
 from rlcore.workers.contract import CallArgs, DeclaredResult
+from rlcore.workers.event_loop import CANCELLED, has_async_methods, is_async
 from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
@@ -27,6 +28,7 @@ from rlcore.workers.ray_call import EncodedCall, encode_calls
 from rlcore.workers.ray_future import RayFuture
 from rlcore.workers.ray_nodes import ray_resources
 from rlcore.workers.ray_pool import RayResourcePool
+from rlcore.workers.ray_session import RaySession
 from rlcore.workers.ray_store import INLINE_BYTES
 from rlcore.workers.ray_worker import HostInfo, WorkerHost
 from rlcore.workers.worker import rank_name
@@ -35,6 +37,8 @@ DEATH_SECONDS = 3.0
 """After an exception on one rank: seconds to find out whether another rank's death caused it."""
 STRAGGLER_SECONDS = 15.0
 """After an exception on one rank: seconds that the others may take to finish the call before they count as hung."""
+COROUTINES = {"coroutines": 256}
+"""The threads of a process with `async def` methods that wait for their results, and their name. Each waits for one."""
 LOG_LINES = 20
 """Last lines of a dead worker's log that its error shows."""
 
@@ -68,6 +72,7 @@ class RayProcesses(Processes):
     ) -> None:
         self.world_size = pool.world_size
         self.name = name
+        self.session = RaySession()
         self._pool = pool
         self._classes = classes
         self._log_dir = log_dir.absolute() if log_dir else None
@@ -79,10 +84,8 @@ class RayProcesses(Processes):
         self._stragglers: Stragglers | None = None
         self._infos: list[HostInfo] = []
         self.hosts: list[Any] = []
-        self._runs: list[Any] = []
         self._inline_bytes = inline_bytes
-        self._declared_runs: dict[tuple[int, int], Any] = {}
-        self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+        self._runs: dict[tuple[int, bool, int | None], Any] = {}
         self._running: list[weakref.ref[RayFuture]] = []
         self._env = {**(env or {}), **process_environment(pool)}
         try:
@@ -107,17 +110,19 @@ class RayProcesses(Processes):
     def _create(self, distributions: Mapping[str, str]) -> None:
         # Actor names are unique in a Ray job, and a killed actor keeps its name for a while.
         token = os.urandom(3).hex()
-        for rank, options in enumerate(self._pool.actor_options()):
-            actor = ray.remote(WorkerHost).options(
+        is_async = has_async_methods(class_args.cls for class_args in self._classes.values())
+        # Other methods would leave the process's main thread for the sake of threads that are not needed.
+        host_cls = ray.remote(concurrency_groups=COROUTINES)(WorkerHost) if is_async else ray.remote(WorkerHost)
+        places = self._pool.actor_options()
+        self._one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+        for rank, options in enumerate(places):
+            actor = host_cls.options(
                 name=f"{self.name}-{rank}-{token}", runtime_env={"env_vars": self._env}, max_restarts=0, **options
             )
             self._watch_keys.append(f"rlcore-stall/{self.name}-{rank}-{token}")
             watch = ProgressWatch(self._watch_keys[-1], self._stall_timeout)
-            host = actor.remote(self.name, rank, distributions, self._inline_bytes, self._one_node, watch)
+            host = actor.remote(self.name, rank, distributions, self._inline_bytes, self._one_node, watch, is_async)
             self.hosts.append(host)
-            with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
-                warnings.simplefilter("ignore", RayDeprecationWarning)
-                self._runs.append(host.run.options(num_returns="dynamic"))
 
     def _wait_for_hosts(self) -> None:
         # One at a time: the error of a failed process must not wait for a slow one.
@@ -173,6 +178,7 @@ class RayProcesses(Processes):
         declared: Sequence[DeclaredResult | None] | None = None,
     ) -> RayFuture:
         """Send the call. A large argument of several ranks is put into Ray's object store once."""
+        self.check_session()
         # Give ranks that still run a failed call the rest of their time, or `check` would call them hung too early.
         if self._stragglers is not None:
             refs = list(self._stragglers.ranks)
@@ -181,37 +187,65 @@ class RayProcesses(Processes):
         self.check()
         refs_sent: dict[Any, int] = {}
         columns: dict[Any, Mapping[str, Any] | None] = {}
+        runs_async = self.is_async(role, method)
         try:
             for rank, sent in enumerate(encode_calls(role, method, calls, declared)):
                 if sent is not None:
                     # Processes of other groups on the same place take turns: wait for the last one's calls so far.
                     previous = self._pool.previous_user(self, rank)
                     after = {} if previous is None else {"after": previous[0].ping_one(previous[1])}
-                    ref, column_refs = self._send(rank, sent, None if declared is None else declared[rank], after)
+                    gives = None if declared is None else declared[rank]
+                    ref, column_refs = self._send(rank, sent, gives, after, runs_async)
                     refs_sent[ref], columns[ref] = rank, column_refs
                     self._pool.set_user(self, rank)
         except Exception as error:  # pickling an argument can raise anything
             failure = WorkerError(f"{role}.{method}(): its arguments cannot be sent to the workers: {error}")
             self._broken = failure if refs_sent else None  # ranks that run the call may wait for the others forever
             raise failure from error
-        future = RayFuture(self, role, method, refs_sent, columns)
+        future = RayFuture(self, role, method, refs_sent, columns, is_async=runs_async)
         self._running = [*(weakref.ref(earlier) for earlier in self.running()), weakref.ref(future)]
         return future
 
     def _send(
-        self, rank: int, sent: EncodedCall, declared: DeclaredResult | None, after: Mapping[str, Any]
+        self,
+        rank: int,
+        sent: EncodedCall,
+        declared: DeclaredResult | None,
+        after: Mapping[str, Any],
+        is_async: bool,
     ) -> tuple[Any, Mapping[str, Any] | None]:
         """Send a rank its call; return the reference of its reply, and those of its large columns if they are known."""
+        args: tuple[Any, ...] = (sent.message, *sent.extra)
+        if is_async:
+            # Begins in the order of the calls; the thread that waits for the result holds up no other call.
+            args, after = (self.hosts[rank].begin.remote(*args, **after),), {}
         if declared is None or not self._one_node:
-            return self._runs[rank].remote(sent.message, *sent.extra, **after), None
+            return self._run(rank, is_async, None).remote(*args, **after), None
         names = declared.may_exceed(self._inline_bytes)
-        values = 1 + len(names)
-        # Kept, as `options` makes a new object each time.
-        if (rank, values) not in self._declared_runs:
-            self._declared_runs[rank, values] = self.hosts[rank].run_declared.options(num_returns=values)
-        refs = self._declared_runs[rank, values].remote(sent.message, *sent.extra, **after)
+        refs = self._run(rank, is_async, 1 + len(names)).remote(*args, **after)
         reply, *columns = refs if names else [refs]
         return reply, dict(zip(names, columns, strict=True))
+
+    def _run(self, rank: int, is_async: bool, values: int | None) -> Any:
+        """Return the method of a rank's process that returns `values` values, or, with None, as many as it finds."""
+        # Kept, as `options` makes a new object each time.
+        key = rank, is_async, values
+        if key not in self._runs:
+            run = self.hosts[rank].run if values is None else self.hosts[rank].run_declared
+            with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
+                warnings.simplefilter("ignore", RayDeprecationWarning)
+                self._runs[key] = run.options(num_returns=values or "dynamic", **_in_threads(is_async))
+        return self._runs[key]
+
+    def call(self, rank: int, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call any method of a rank's worker, and return Ray's reference of its result."""
+        self.check()
+        options = _in_threads(self.is_async(role, method))
+        return self.hosts[rank].call.options(**options).remote(role, method, *args, **kwargs)
+
+    def is_async(self, role: str, method: str) -> bool:
+        """Whether a method of a role is `async def`."""
+        return role in self._classes and is_async(self._classes[role].cls, method)
 
     def running(self) -> list[RayFuture]:
         """Return the calls that no caller has waited for yet, in order."""
@@ -219,7 +253,7 @@ class RayProcesses(Processes):
 
     def all_started(self) -> set[RayProcesses]:
         """Return these and all other processes that this Python process has started and still holds."""
-        return {self, *_STARTED}
+        return {self, *(processes for processes in _STARTED if processes.session.is_current)}
 
     def ping(self, but: Iterable[int]) -> dict[Any, int]:
         """Ping all ranks except `but`; return the references of their answers, by rank. A dead rank's answer fails."""
@@ -228,13 +262,15 @@ class RayProcesses(Processes):
 
     def spans(self) -> RayFuture:
         """See Processes."""
+        self.check_session()
         refs = {host.spans.remote(): rank for rank, host in enumerate(self.hosts)}
         future = RayFuture(self, self.name, "spans", refs)
         return future.collect_with(lambda by_rank: list(itertools.chain.from_iterable(by_rank)))
 
     def ping_one(self, rank: int) -> list[Any]:
-        """Return the reference of one rank's answer, which follows all its calls so far; none after shutdown."""
-        return [host.ping.remote() for host in self.hosts[rank : rank + 1]]
+        """Return references that are there once all calls of one rank so far have ended; none after shutdown."""
+        refs = [ref for future in self.running() if future.is_async for ref in future.refs_of(rank)]
+        return [*refs, *(host.ping.remote() for host in self.hosts[rank : rank + 1])]
 
     # -- failures
 
@@ -243,8 +279,13 @@ class RayProcesses(Processes):
         """Whether the processes can be called: none is known to have died or to hang."""
         return self._broken is None
 
+    def check_session(self) -> None:
+        """Raise WorkerError when the Ray session of the processes has ended."""
+        self.session.check(f"{self.name}: the group")
+
     def check(self) -> None:
         """Raise WorkerError when the processes are unusable: one has died, or hangs because another failed."""
+        self.check_session()
         if self._broken is None and self._stragglers is not None:
             ranks, failure, until = self._stragglers
             _, hung = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
@@ -286,8 +327,12 @@ class RayProcesses(Processes):
         where = f" on {self._infos[rank].address}" if self._infos else ""
         return rank_name(role, rank, self.world_size, coordinates) + where
 
-    def failure(self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int]) -> RLCoreError:
+    def failure(
+        self, error: Exception, rank: int, role: str, method: str, waiting: Mapping[Any, int], blocks: bool = True
+    ) -> RLCoreError:
         """Return the controller's error for the first failure of a call. `waiting` holds the ranks that still run it.
+
+        `blocks`: they run no other call meanwhile.
 
         If a process has died, the error is about its death, not about the errors that it caused on other ranks.
         """
@@ -295,6 +340,8 @@ class RayProcesses(Processes):
         if not isinstance(error, RayActorError):
             rank, error = self._dead(waiting) or (rank, error)
         where = self._name_of(role, rank)
+        if isinstance(error, RayActorError) and not self.hosts:
+            return WorkerError(f"{where}, in {method}: {CANCELLED}")
         if isinstance(error, RayActorError):
             self._broken = WorkerError(f"{where} died during {method}: {_cause(error)}\n{self._last_lines(rank)}")
             return self._broken
@@ -304,7 +351,7 @@ class RayProcesses(Processes):
             if isinstance(cause, RLCoreError)
             else WorkerError(f"{where}, in {method}: {type(cause).__name__}: {cause}")
         )
-        if waiting:
+        if waiting and blocks:
             self._stragglers = Stragglers(dict(waiting), str(known), time.monotonic() + STRAGGLER_SECONDS)
         return known
 
@@ -336,20 +383,24 @@ class RayProcesses(Processes):
 
     def shutdown(self) -> None:
         """Kill the processes."""
-        # Killed, not asked to stop: a rank may hang in a collective.
-        for host in self.hosts:
+        # Killed, not asked to stop: a rank may hang in a collective. With its session, a process has ended already.
+        for host in self.hosts if self.session.is_current else ():
             ray.kill(host)
         if self.hosts:
             self._pool.leave()
         self.hosts.clear()
         self._runs.clear()
-        self._declared_runs.clear()
         self._running.clear()
         self._broken = WorkerError(f"{self.name}: the group was shut down; start a new one.")
 
 
 _STARTED: WeakSet[RayProcesses] = WeakSet()
 """All worker processes that this Python process has started and still holds."""
+
+
+def _in_threads(is_async: bool) -> dict[str, str]:
+    """Return the options of a call that waits for a coroutine."""
+    return {"concurrency_group": next(iter(COROUTINES))} if is_async else {}
 
 
 def process_environment(pool: RayResourcePool) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.pool import ResourcePool
 from rlcore.workers.ray_nodes import Demand, alive_nodes, why_impossible, why_not_placed
+from rlcore.workers.ray_session import RaySession
 
 GROUPS_PER_PLACE = 10
 """Groups that can share one place if its workers use a GPU or a part of one."""
@@ -28,6 +29,7 @@ class Reservation:
 
     def __init__(self, start_timeout: float, join_seconds: float) -> None:
         self.groups: list[Any] = []
+        self._session = RaySession()
         self._start_timeout = start_timeout
         self._join_seconds = min(join_seconds, start_timeout)
         self._with_gpu: Counter[int] = Counter()
@@ -36,7 +38,9 @@ class Reservation:
     def make(self, demand: Demand, other_pools: Sequence[Demand]) -> None:
         """Wait for the places. ConfigError when the cluster can never hold all pools, WorkerError after a timeout."""
         if self.groups:
+            self._session.check(f"{demand.name}: the pool")
             return
+        self._session = RaySession()
         deadline = time.monotonic() + self._join_seconds
         # A cluster that grows may hold the pool soon; one that rlcore started never does.
         while (why := why_impossible([demand, *other_pools], alive_nodes())) is not None:
@@ -76,7 +80,7 @@ class Reservation:
 
     def release(self) -> None:
         """Release the places. A second call does nothing."""
-        for group in self.groups:
+        for group in self.groups if self._session.is_current else ():
             remove_placement_group(group)
         self.groups.clear()
 

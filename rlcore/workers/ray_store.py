@@ -98,15 +98,17 @@ class RayBlock(Block):
         blocks = [block for block in (self, *others) if isinstance(block, RayBlock) and block._column is None]
         # Blocks of one object are fetched once.
         away = list({id(block.object): block.object for block in blocks if block.object.column is None}.values())
+        if away and not ray.is_initialized():
+            raise WorkerError(f"column {self.object.name!r} is lost: the Ray session that held it has ended")
         try:
             fetched = ray.get([each.ref for each in away])
-        except RayError as error:
+        except (RayError, ValueError) as error:  # a ValueError: the reference is of an earlier Ray session
             cause = error.cause if isinstance(error, RayTaskError) else error
             source = f" from {self.object.made_by}" if self.object.made_by else ""
             raise WorkerError(
                 f"column {self.object.name!r}{source} is lost ({sum(block.nbytes for block in blocks)} bytes in "
-                f"{len(away)} objects): {type(cause).__name__}: {cause}. Its node has ended, or its object store lost "
-                "it or had no room for it."
+                f"{len(away)} objects): {type(cause).__name__}: {cause}. Its node or Ray session has ended, or its "
+                "object store lost it or had no room for it."
             ) from error
         for each, column in zip(away, fetched, strict=True):
             each.column = column

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.metadata
+import inspect
 import io
+import itertools
 import logging
 import os
 import platform
@@ -13,11 +15,12 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
@@ -25,12 +28,16 @@ from rlcore.collector import pause_collector, resume_collector
 from rlcore.errors import WorkerError
 from rlcore.stacks import register_stacks
 from rlcore.workers.contract import DeclaredResult
-from rlcore.workers.failure import worker_failure
+from rlcore.workers.event_loop import MethodLoop, in_steps
+from rlcore.workers.failure import naming_errors
 from rlcore.workers.progress import ProgressWatch
 from rlcore.workers.ray_call import await_inputs, decode_call
 from rlcore.workers.ray_store import store_declared_result, store_result
 from rlcore.workers.spans import MAX_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct, running
+
+_Begun: TypeAlias = AbstractContextManager[tuple[Any, DeclaredResult | None]]
+"""A call whose method has been called; the context waits for its result, and is that and the declared result."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,11 @@ class HostInfo:
 
 
 class WorkerHost:
-    """The actor of one rank. Its methods run one at a time, in the order of the controller's calls."""
+    """The actor of one rank. Its methods run one at a time, in the order of the controller's calls.
+
+    `is_async`: a worker has `async def` methods. Their calls begin in that order too, with `begin`; `run`, in a thread
+    of COROUTINES, then waits for the result.
+    """
 
     def __init__(
         self,
@@ -55,6 +66,7 @@ class WorkerHost:
         inline_bytes: int,
         one_node: bool,
         watch: ProgressWatch,
+        is_async: bool = False,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the controller stops the workers
         faulthandler.enable()  # a crash in C then leaves a traceback in the log
@@ -71,6 +83,9 @@ class WorkerHost:
         self._reserved_port = _reserve_port() if rank == 0 else None
         self._workers: dict[str, Worker] = {}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._loop = MethodLoop(takes_turns=is_async)
+        self._begun: dict[int, _Begun] = {}
+        self._calls = itertools.count()
 
     def describe(self, log: Path | None) -> HostInfo:
         """Write to `log` from now on; return this process's node, address and logs.
@@ -109,68 +124,85 @@ class WorkerHost:
     def construct(self, role: str, class_args: tuple[type[Worker], tuple[Any, ...], Mapping[str, Any]]) -> None:
         """Construct the worker of a role from its class, positional and keyword arguments."""
         context = WorkerContext(role=role, **self._context)
-        try:
-            with self._watch.calling(role, "__init__"):
-                self._workers[role] = construct(context, *class_args, siblings=self._workers)
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, context, "__init__") from None
+        with naming_errors(context, "__init__"), self._watch.calling(role, "__init__"):
+            self._workers[role] = construct(context, *class_args, siblings=self._workers)
 
-    def run(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
+    def run(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield the blocks of a method's result, and then the rest of the result.
 
-        `message` and `extra` come from `encode_calls`. Waits first for the references in `after`: answers of processes
-        with an earlier turn on this place. Raises the error for the controller, also when the method returns anything
-        other than its declared result.
+        `message` and `extra` come from `encode_calls`, or `message` from `begin`. Waits first for the references in
+        `after`: answers of processes with an earlier turn on this place. Raises the error for the controller, also when
+        the method returns anything other than its declared result.
         """
-        with self._running(message, extra, after) as (result, _):
+        with self._begun_call(message, extra, after) as (result, _):
             yield from store_result(result, self._inline_bytes, self._one_node)
 
-    def run_declared(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
+    def run_declared(self, message: bytes | int, /, *extra: Any, after: Sequence[Any] = ()) -> Any:
         """Return a method's result, and then one value per column that may be large; see `run`.
 
         For a call with a declared result, on a cluster of one node.
         """
-        with self._running(message, extra, after) as (result, declared):
+        with self._begun_call(message, extra, after) as (result, declared):
             assert declared is not None
             values = store_declared_result(result, self._inline_bytes, declared.may_exceed(self._inline_bytes))
             return values if len(values) > 1 else values[0]  # Ray expects no list for num_returns=1
 
-    @contextmanager
-    def _running(
-        self, message: bytes, extra: Sequence[Any], after: Sequence[Any]
-    ) -> Iterator[tuple[Any, DeclaredResult | None]]:
-        """Run a call; the context is its result and declared result. An error, also in the block, names the call."""
+    def begin(self, message: bytes, /, *extra: Any, after: Sequence[Any] = ()) -> int:
+        """Begin a call of an `async def` method, and return its number for `run` or `run_declared`."""
+        number = next(self._calls)
+        self._begun[number] = self._begun_call(message, extra, after)
+        return number
+
+    def _begun_call(self, message: bytes | int, extra: Sequence[Any], after: Sequence[Any]) -> _Begun:
+        if isinstance(message, int):
+            return self._begun.pop(message)
         role, method, declared, args, kwargs = decode_call(message, extra)
         worker = self._workers[role]
         arrived = time.time()
-        try:
+        with naming_errors(worker._context, method):
             # Only wait: a failure there belongs to the other group's caller.
             if after:
                 ray.wait(list(after), num_returns=len(after), fetch_local=False)
             await_inputs([args, kwargs])
-            began = time.time()
+        began = time.time()
+        result = self._call(worker, role, method, args, kwargs)
+        return self._ending(worker, method, declared, arrived, began, result)
+
+    def _call(self, worker: Worker, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a method's result, or the future of its coroutine, which has started."""
+
+        @contextmanager
+        def within() -> Iterator[None]:
             with self._watch.calling(role, method), running(worker):
+                yield
+
+        async def to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            with naming_errors(worker._context, method):
+                return await in_steps(coroutine, within)
+
+        try:
+            with naming_errors(worker._context, method), self._loop.alone(), within():
                 result = getattr(worker, method)(*args, **kwargs)
-            if declared is not None:
-                declared.check(result)
-            yield result, declared
-            self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, worker._context, method) from None
         finally:
             # The first call has imported the models; from now on garbage is collected.
             resume_collector()
+        return self._loop.start(to_end(result)) if inspect.iscoroutine(result) else result
+
+    @contextmanager
+    def _ending(
+        self, worker: Worker, method: str, declared: DeclaredResult | None, arrived: float, began: float, result: Any
+    ) -> Iterator[tuple[Any, DeclaredResult | None]]:
+        result = _result_of(result)
+        with naming_errors(worker._context, method):
+            if declared is not None:
+                declared.check(result)
+            yield result, declared
+        role = worker._context.role
+        self._spans.append(Span(role, method, self._rank, self._address, os.getpid(), arrived, began, time.time()))
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return the whole result of a role's method, for callers that hold this process's handle."""
-        worker = self._workers[role]
-        try:
-            with running(worker):
-                return getattr(worker, method)(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            raise worker_failure(error, worker._context, method) from None
-        finally:
-            resume_collector()
+        return _result_of(self._call(self._workers[role], role, method, args, kwargs))
 
     def spans(self) -> list[Span]:
         """Return the spans since the last call of `spans`."""
@@ -180,6 +212,10 @@ class WorkerHost:
 
     def ping(self) -> None:
         """Return None; the call fails if the process is dead."""
+
+
+def _result_of(result: Any) -> Any:
+    return result.result() if isinstance(result, Future) else result
 
 
 def _write_to(log: Path) -> None:

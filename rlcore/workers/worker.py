@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,15 +60,26 @@ def register(
     DataError. With `gives`, `blocking=False` and a mode that joins DataProtos, the call returns a batch of references
     at once and the controller waits for nothing. The result has as many rows as the DataProto sent to the worker, or as
     `rows` computes from a worker's arguments; the worker raises DataError when it returns anything else.
+
+    The method may be `async def`. Raises ConfigError for an async generator, and for a custom mode of another form.
     """
     contract = Contract(reads, gives, rows)
     registration = Registration(as_mode(dispatch_mode), execute_mode, blocking, contract)
 
     def decorate(method: F) -> F:
+        _refuse_async_generator(method)
         method._rlcore_registration = registration  # type: ignore[attr-defined]
         return method
 
     return decorate
+
+
+def _refuse_async_generator(method: Callable[..., Any]) -> None:
+    if inspect.isasyncgenfunction(inspect.unwrap(method)):
+        raise ConfigError(
+            f"{method.__qualname__} is an async generator, whose values cannot be sent one by one. Return a list of "
+            "them, or let the caller call an `async def` method once for each value."
+        )
 
 
 def registration_of(worker_cls: type, name: str) -> Registration | None:
@@ -133,6 +145,12 @@ class Worker:
     An executor sets the context before `__init__` runs, so rank and world size are known there. A worker that another
     worker constructs has the context of that one; one constructed by hand elsewhere is rank 0 of 1.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ConfigError if the class overrides a registered method with an async generator."""
+        super().__init_subclass__(**kwargs)
+        for name in registered_methods(cls):
+            _refuse_async_generator(getattr(cls, name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a worker with the context of the worker whose code runs, if one's does."""

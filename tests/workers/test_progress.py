@@ -1,5 +1,6 @@
 """A call that hangs ends the run with the names of its ranks; one that is slow does not."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -85,6 +86,13 @@ class Pair(Worker):
         return self.rank
 
 
+class AsyncPair(Pair):
+    @register(Dispatch.ONE_TO_ALL)
+    async def meet_async(self, how: str) -> int:
+        await asyncio.sleep(0)
+        return self.meet(how)
+
+
 pytestmark = [pytest.mark.ray, pytest.mark.alone]
 
 
@@ -92,7 +100,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.alone]
 def pair(ray_cluster):
     cluster = ClusterConfig(executor="ray", workers=2, stall_timeout=LIMIT)
     with make_executor(cluster, by_value_modules=[sys.modules[__name__]]) as executor:
-        yield lambda: executor.worker_group(executor.resource_pool(), ClassWithInitArgs(Pair), name="pair")
+        yield lambda cls=Pair: executor.worker_group(executor.resource_pool(), ClassWithInitArgs(cls), name="pair")
 
 
 def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(pair):
@@ -110,6 +118,15 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(pair):
     assert time.monotonic() - began < 60  # torch itself would wait for 1,800 s
     with pytest.raises(WorkerError, match="has made no progress"):
         group.rest()
+
+
+def test_a_rank_that_hangs_in_an_async_method_is_named(pair):
+    with pytest.raises(WorkerError) as raised:
+        pair(AsyncPair).meet_async("sleeps")
+    told = str(raised.value)
+    assert told.startswith("pair.meet_async() has made no progress for "), told
+    assert " is in sleeps() at " in told
+    assert " is in all_reduce(), called in meet() at " in told
 
 
 def test_a_rank_that_spins_while_others_wait_for_it_is_named(pair):
