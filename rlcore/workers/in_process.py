@@ -12,6 +12,7 @@ import torch
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
+from rlcore.protocol import DataProto
 from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.executor import KERNEL_CACHES, Executor
 from rlcore.workers.failure import worker_failure
@@ -39,6 +40,11 @@ class FinishedCall(Future):
         if self._failure is not None:
             raise self._failure
         return self._results
+
+
+def _sent(value: Any) -> Any:
+    """Return a batch as another process would get it: what is written into it does not reach the sender."""
+    return value._of(value.table.immutable()) if isinstance(value, DataProto) else value
 
 
 class InProcess(Processes):
@@ -78,7 +84,8 @@ class InProcess(Processes):
             began = time.time()
             try:
                 with running(worker):
-                    outputs[rank] = getattr(worker, method)(*call[0], **call[1])
+                    args, kwargs = map(_sent, call[0]), {name: _sent(value) for name, value in call[1].items()}
+                    outputs[rank] = _sent(getattr(worker, method)(*args, **kwargs))
                 expected = None if declared is None else declared[rank]
                 if expected is not None:
                     expected.check(outputs[rank])
