@@ -40,7 +40,7 @@ class DataProto(RowOperations):
     It differs from verl 0.9 as follows. `reorder`, `union`, `rename` and `to` return a new batch and do not change
     this one. Uneven `chunk` and `split` need `uneven=True`. A missing name is an error in `select` too. `rename` also
     takes object columns. `concat` treats the key `metrics` of meta_info like any other. An object column is always an
-    array [rows]. Shuffling needs a seed. `save_to_disk` writes a folder.
+    array [rows]. Shuffling needs a seed. `save_to_disk` writes a folder. Rows stay when the last column leaves.
     """
 
     __slots__ = ("_source",)

@@ -50,7 +50,7 @@ def test_the_rows_stay_when_the_last_column_leaves(way: str) -> None:
     bare = WAYS[way](ten())
     assert bare.keys() == []
     assert len(bare) == 10
-    with pytest.raises(DataError, match="column 'z' has 3 rows, but the batch has 10.*make a new batch"):
+    with pytest.raises(DataError, match=r"column 'z' has 3 rows, but the batch has 10.*make a new batch"):
         bare["z"] = torch.zeros(3)
     bare["z"] = torch.arange(10)
     assert bare[[9]]["z"].tolist() == [9]
