@@ -315,7 +315,7 @@ def test_rows_are_views_and_ragged_columns_are_written_too(data: DataProto) -> N
     data.batch["r"][1][0] = 9
     data[:2].batch["r"].values[0] = 6
     assert data.batch["y"].tolist() == [[1, 8], [7, 8], [1, 8], [1, 8]]
-    assert data.batch["r"].to_list() == [[6], [9, 3], [], [4]]
+    assert [row.tolist() for row in data.batch["r"].to_list()] == [[6], [9, 3], [], [4]]
     assert pickle.loads(pickle.dumps(data)).equal(data)
 
 
@@ -386,6 +386,9 @@ def test_workers_write_into_their_copy_and_return_batches_of_this_class(group: A
         half = result[:2]
         half.batch["large"][1, 0] = 5
         assert result.batch["large"][:, 0].tolist() == [0, 5, 0, 0]
+    joined = DataProto.concat([group.write(data), result])  # in part still in Ray's store
+    result.batch["large"][:] = 3
+    assert joined.batch["large"][:, 0].tolist() == [0, 0, 0, 0, 0, 5, 0, 0]
     assert data.batch["x"].tolist() == [0, 1, 2, 3]
     assert data.non_tensor_batch["name"].tolist() == ["a", "b", "c", "d"]
     assert large.sum() == 0
