@@ -29,6 +29,12 @@ class DataError(RLCoreError):
     """A data set, a batch or a column breaks a requirement."""
 
 
+class MissingColumnError(DataError, KeyError):
+    """A batch lacks a column. A KeyError too, since a batch's columns are a mapping."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+
+
 class WorkerError(RLCoreError):
     """A worker failed or died; the message names role, rank, host and method."""
 

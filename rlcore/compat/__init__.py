@@ -5,13 +5,14 @@ docs/coming_from_verl.md lists the differences from verl.
 """
 
 from rlcore.compat.batches import pad_dataproto_to_divisor, unpad_dataproto
+from rlcore.compat.dataproto import DataProto
 from rlcore.compat.groups import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
     split_resource_pool,
 )
-from rlcore.protocol import DataProto, DataProtoItem
+from rlcore.protocol import DataProtoItem
 from rlcore.workers import Dispatch, Execute, Worker, WorkerGroup, register
 from rlcore.workers.ray_pool import RayResourcePool
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from rlcore.compat.dataproto import DataProto
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.workers import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
 from rlcore.workers.ray_group import RayProcesses
@@ -56,6 +57,8 @@ class RayWorkerGroup(WorkerGroup):
     cluster can never hold the pool, WorkerError when a process does not start, or the error of a worker's `__init__`.
     """
 
+    batch_class = DataProto
+
     def __init__(
         self,
         resource_pool: RayResourcePool,
@@ -89,4 +92,5 @@ class RayWorkerGroup(WorkerGroup):
                     f"spawn: no role {role!r}, only {list(self._classes)}.{did_you_mean(role, self._classes)}"
                 )
             groups[role] = WorkerGroup(self._processes, role, self._classes[role].cls)
+            groups[role].batch_class = DataProto
         return groups

@@ -11,7 +11,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -122,6 +122,10 @@ class Column(ABC):
         """Return a column with deep copies of the objects; tensors are immutable and shared."""
         return self
 
+    def immutable(self) -> Column:
+        """Return a column of the same contents, which nobody writes to; of one whose readers may write, a copy."""
+        return self
+
 
 class DenseColumn(Column):
     """A tensor [rows, ...]."""
@@ -144,14 +148,14 @@ class DenseColumn(Column):
     def row(self, row: int) -> Tensor:
         return self._tensor[row].clone()
 
-    def take(self, rows: Rows) -> DenseColumn:
-        return DenseColumn(self._tensor[rows if isinstance(rows, slice) else rows.to(self._tensor.device)])
+    def take(self, rows: Rows) -> Self:
+        return type(self)(self._tensor[rows if isinstance(rows, slice) else rows.to(self._tensor.device)])
 
     def cat(self, others: Sequence[Column]) -> DenseColumn:
         return DenseColumn(torch.cat([_tensor(column) for column in (self, *others)]))
 
-    def to(self, device: str | torch.device) -> DenseColumn:
-        return DenseColumn(self._tensor.to(device))
+    def to(self, device: str | torch.device) -> Self:
+        return type(self)(self._tensor.to(device))
 
     def spec(self) -> ColumnSpec:
         return ColumnSpec("dense", self._tensor.dtype, tuple(self._tensor.shape[1:]), str(self._tensor.device))
@@ -180,14 +184,14 @@ class RaggedColumn(Column):
     def row(self, row: int) -> Tensor:
         return self._ragged[row].clone()
 
-    def take(self, rows: Rows) -> RaggedColumn:
-        return RaggedColumn(self._ragged.take(rows))
+    def take(self, rows: Rows) -> Self:
+        return type(self)(self._ragged.take(rows))
 
     def cat(self, others: Sequence[Column]) -> RaggedColumn:
         return RaggedColumn(Ragged.cat([_ragged(column) for column in (self, *others)]))
 
-    def to(self, device: str | torch.device) -> RaggedColumn:
-        return RaggedColumn(self._ragged.to(device))
+    def to(self, device: str | torch.device) -> Self:
+        return type(self)(self._ragged.to(device))
 
     def spec(self) -> ColumnSpec:
         values = self._ragged.values
@@ -217,13 +221,13 @@ class ObjectColumn(Column):
     def row(self, row: int) -> Any:
         return self._objects[row]
 
-    def take(self, rows: Rows) -> ObjectColumn:
-        return ObjectColumn(self._objects[rows if isinstance(rows, slice) else rows.numpy()])
+    def take(self, rows: Rows) -> Self:
+        return type(self)(self._objects[rows if isinstance(rows, slice) else rows.numpy()])
 
     def cat(self, others: Sequence[Column]) -> ObjectColumn:
         return ObjectColumn(np.concatenate([np.asarray(column.view()) for column in (self, *others)]))
 
-    def to(self, device: str | torch.device) -> ObjectColumn:
+    def to(self, device: str | torch.device) -> Self:
         return self
 
     def spec(self) -> ColumnSpec:
@@ -239,8 +243,7 @@ def column_of(name: str, value: Any) -> Column:
     A tensor [rows, ...] becomes a dense column, a Ragged or a nested tensor a ragged one, and a list, tuple or numpy
     array an object column with one object per row. Raises DataError naming the column for any other value.
     """
-    if not isinstance(name, str) or not name:
-        raise DataError(f"a column's name must be a non-empty string, got {name!r}")
+    check_name(name)
     if isinstance(value, Ragged):
         return RaggedColumn(value.detach().clone())
     if isinstance(value, Tensor) and value.is_nested:
@@ -253,6 +256,12 @@ def column_of(name: str, value: Any) -> Column:
     raise DataError(
         f"column {name!r} cannot be {shown}; bind a tensor [rows, ...], a Ragged, or a list or array, one entry per row"
     )
+
+
+def check_name(name: Any) -> None:
+    """Raise DataError unless `name` may name a column."""
+    if not isinstance(name, str) or not name:
+        raise DataError(f"a column's name must be a non-empty string, got {name!r}")
 
 
 def same_contents(left: Any, right: Any) -> bool:

@@ -40,10 +40,11 @@ class DataProto(RowOperations):
     It differs from verl 0.9 as follows. `reorder`, `union`, `rename` and `to` return a new batch and do not change
     this one. Uneven `chunk` and `split` need `uneven=True`. A missing name is an error in `select` too. `rename` also
     takes object columns. `concat` treats the key `metrics` of meta_info like any other. An object column is always an
-    array [rows]. Shuffling needs a seed. `save_to_disk` writes a folder.
+    array [rows]. Shuffling needs a seed. `save_to_disk` writes a folder. Rows stay when the last column leaves.
     """
 
     __slots__ = ("_source",)
+    _column_of = staticmethod(column_of)
 
     def __init__(
         self,
@@ -53,15 +54,16 @@ class DataProto(RowOperations):
     ) -> None:
         """Copy tensor columns (a dict or TensorDict), object columns (lists or arrays) and meta_info into a new batch.
 
-        Raises DataError for a column of the wrong kind or length, or a name given twice.
+        A TensorDict's number of rows counts even without columns. Raises DataError for a column of the wrong kind or
+        length, or a name given twice.
         """
-        table = Table(meta_info=dict(meta_info or {}))
+        (rows,) = getattr(batch, "batch_size", None) or (0,)
+        self._source: Table | LazyTable = Table(meta_info=dict(meta_info or {}), bare_rows=rows)
         for kinds, columns in ((TENSOR, batch), (OBJECT, non_tensor_batch)):
             for name, value in ({} if columns is None else columns).items():
-                if name in table.columns:
+                if name in self:
                     raise DataError(f"column {name!r} is given twice, as a tensor and as an object column")
-                table.bind(name, checked_column(name, value, kinds))
-        self._source: Table | LazyTable = table
+                self._bind(name, value, kinds)
 
     # -- construction
 
@@ -94,8 +96,8 @@ class DataProto(RowOperations):
             batch = fetch()
             if not isinstance(batch, DataProto):
                 raise DataError(f"fetch of a deferred batch returned {type(batch).__name__}; it must return DataProto")
-            # A copy: later bindings must not change the fetched batch.
-            return batch.table.copy()
+            # Another table: later bindings must not change the fetched batch.
+            return batch.table.immutable()
 
         return cls._of(LazyTable(table))
 
@@ -167,14 +169,26 @@ class DataProto(RowOperations):
         for an unknown name or row.
         """
         if isinstance(index, str):
-            return self.table.column(index).read()
+            return self._read(index)
         if isinstance(index, (int, np.integer)):
             return self._item(select_row(int(index), len(self)))
         return self._of(self.table.take(select_rows(index, len(self))))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Bind a copy of a tensor [rows, ...], Ragged, list or array to a name, in this batch only."""
-        self.table.bind(name, column_of(name, value))
+        self._bind(name, value)
+
+    def _bind(self, name: str, value: Any, kinds: tuple[Kind, ...] = TENSOR + OBJECT) -> None:
+        """Bind a value to a name; DataError naming the column unless it is of one of these kinds."""
+        column = self._column_of(name, value)
+        if column.kind not in kinds:
+            wanted = "a tensor [rows, ...] or a Ragged" if kinds == TENSOR else "a list or an array, not a tensor"
+            raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
+        self.table.bind(name, column)
+
+    def _read(self, name: str, kinds: tuple[Kind, ...] = TENSOR + OBJECT) -> Any:
+        """Return the contents of a column of one of these kinds, for a reader who may write to them."""
+        return self.table.column(name, kinds).read()
 
     def view(self, name: str) -> Any:
         """Return a column's contents without a copy. Other batches share them: never write to them."""
@@ -189,8 +203,9 @@ class DataProto(RowOperations):
         )
 
     def equal(self, other: DataProto) -> bool:
-        """Return whether both have equal columns (NaN equals NaN) and equal meta_info, in any order."""
-        return same_contents(self.table.columns, other.table.columns) and same_contents(self.meta_info, other.meta_info)
+        """Return whether both have equal rows, columns (NaN equals NaN) and meta_info, in any order of the names."""
+        same = len(self) == len(other) and same_contents(self.table.columns, other.table.columns)
+        return same and same_contents(self.meta_info, other.meta_info)
 
     def __repr__(self) -> str:
         if not self.is_ready:
@@ -203,7 +218,8 @@ class DataProto(RowOperations):
         # Many small columns cost less as one buffer than as one pickle each.
         small = {name: column for name, column in columns.items() if is_small(column)}
         others = {name: column for name, column in columns.items() if name not in small}
-        return _unpickle, (type(self), list(columns), encode_columns(small), others, self.table.meta_info)
+        rest = others, self.table.meta_info, self.table.rows
+        return _unpickle, (type(self), list(columns), encode_columns(small), *rest)
 
     # -- columns
 
@@ -228,8 +244,10 @@ class DataProto(RowOperations):
         columns = {name: column for name, column in table.columns.items() if name in wanted}
         if deepcopy:
             columns = {name: column.deepcopy() for name, column in columns.items()}
-        keys = table.meta_info if meta_info_keys is None else meta_info_keys
-        return self._of(Table(columns, {key: table.meta(key) for key in keys}, table.kept))
+        selected = table.with_columns(columns)
+        if meta_info_keys is not None:
+            selected.meta_info = {key: table.meta(key) for key in meta_info_keys}
+        return self._of(selected)
 
     def pop(
         self,
@@ -237,7 +255,7 @@ class DataProto(RowOperations):
         non_tensor_batch_keys: Iterable[str] = (),
         meta_info_keys: Iterable[str] = (),
     ) -> Self:
-        """Remove the named columns and meta_info from this batch and return them as another.
+        """Remove the named columns and meta_info from this batch and return them as another of the same rows.
 
         Raises DataError for a missing name, and then removes nothing.
         """
@@ -245,7 +263,7 @@ class DataProto(RowOperations):
         # `select` checks all names first, so an error removes nothing.
         popped = self.select(tensors, objects, keys)
         for name in popped.table.columns:
-            del self.table.columns[name]
+            self.table.drop(name)
         for key in popped.table.meta_info:
             del self.table.meta_info[key]
         return popped
@@ -268,16 +286,16 @@ class DataProto(RowOperations):
             if target in renamed:
                 raise DataError(f"rename {old} to {new} gives two columns the name {target!r}; pop one of them first")
             renamed[target] = column
-        return self._of(Table(renamed, dict(self.meta_info), self.table.kept))
+        return self._of(self.table.with_columns(renamed))
 
     def union(self, other: DataProto) -> Self:
         """Return the columns and meta_info of both batches; row i of one belongs to row i of the other.
 
         If one batch is `keeping` some rows of the other, the result has only these. Raises DataError when the row
         counts differ otherwise, or naming a column or key that both have with different contents. A batch without
-        columns fits any row count.
+        columns and rows fits any row count.
         """
-        return self._of(union_tables(self.table, other.table))
+        return self._of(union_tables(self.table, other.table.immutable()))
 
     def keeping(self, mask: Tensor) -> Self:
         """Return the rows where `mask` (bool [rows]) is True; `union` with a batch of all rows then keeps these alone.
@@ -292,16 +310,16 @@ class DataProto(RowOperations):
     def to(self, device: str | torch.device) -> Self:
         """Return the batch with its tensors on `device`."""
         columns = {name: column.to(device) for name, column in self.table.columns.items()}
-        return self._of(Table(columns, dict(self.meta_info), self.table.kept))
+        return self._of(self.table.with_columns(columns))
 
     @classmethod
     def concat(cls, data: Sequence[DataProto]) -> Self:
         """Return the rows of all batches in order, with the meta_info of all.
 
         Raises DataError for an empty list, columns that differ in name, kind, dtype or row shape, and conflicting
-        meta_info. A batch without columns adds only its meta_info.
+        meta_info. A batch without columns and rows adds only its meta_info.
         """
-        return cls._of(concat_tables([batch.table for batch in data]))
+        return cls._of(concat_tables([batch.table for batch in data]).immutable())
 
     # -- arithmetic in the processes that hold the rows
 
@@ -325,8 +343,10 @@ class DataProto(RowOperations):
             return self._of(owner.map_rows(fn, part, together)._source)
         return self._of(map_rows(fn, part).table)
 
-    def _part(self, names: Sequence[str]) -> DataProto:
-        return DataProto._of(Table({name: self.table.column(name) for name in names}, dict(self.meta_info)))
+    def _part(self, names: Sequence[str]) -> Self:
+        part = self.table.with_columns({name: self.table.column(name) for name in names})
+        part.kept = None
+        return self._of(part)
 
     def masked_moments(self, column: str, mask: str, *, per_episode: bool = False) -> Moments:
         """Return count, mean and variance of a tensor column's entries where the column `mask` is not zero.
@@ -377,23 +397,21 @@ def map_rows(fn: Callable[[DataProto], Mapping[str, Any] | DataProto], batch: Da
     """Return the result of `fn` as a batch; DataError when it has another number of rows."""
     returned = fn(batch)
     result = returned if isinstance(returned, DataProto) else DataProto.from_single_dict(returned)
-    if result.table.columns and len(result) != len(batch):
+    if (result.table.columns or len(result)) and len(result) != len(batch):
         name = getattr(getattr(fn, "func", fn), "__name__", fn)
         raise DataError(f"map: {name} returned {len(result)} rows for {len(batch)}; it must return one row per row")
-    return DataProto._of(result.table.copy())
-
-
-def checked_column(name: str, value: Any, kinds: tuple[Kind, ...]) -> Any:
-    """Return the column of a value; DataError naming the column unless it is of one of these kinds."""
-    column = column_of(name, value)
-    if column.kind not in kinds:
-        wanted = "a tensor [rows, ...] or a Ragged" if kinds == TENSOR else "a list or an array, not a tensor"
-        raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
-    return column
+    table = result.table.immutable()
+    table.bare_rows = len(batch)
+    return DataProto._of(table)
 
 
 def _unpickle(
-    cls: type[DataProto], names: list[str], small: EncodedColumns, others: dict[str, Column], meta_info: dict[str, Any]
+    cls: type[DataProto],
+    names: list[str],
+    small: EncodedColumns,
+    others: dict[str, Column],
+    meta_info: dict[str, Any],
+    rows: int,
 ) -> DataProto:
     columns = others | decode_columns(small)
-    return cls._of(Table({name: columns[name] for name in names}, meta_info))
+    return cls._of(Table({name: columns[name] for name in names}, meta_info, bare_rows=rows))

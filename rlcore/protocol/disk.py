@@ -52,7 +52,7 @@ def save_table(table: Table, folder: Path) -> None:
         {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
         aside / _TENSORS,
     )
-    rest = {"format": _FORMAT, "columns": columns, "meta_info": table.meta_info}
+    rest = {"format": _FORMAT, "columns": columns, "rows": table.rows, "meta_info": table.meta_info}
     (aside / _REST).write_text(json.dumps(rest, ensure_ascii=False, allow_nan=False), encoding="utf-8")
     aside.rename(folder)
 
@@ -64,7 +64,7 @@ def load_table(folder: Path) -> Table:
         tensors = load_file(folder / _TENSORS)
         if rest["format"] != _FORMAT:
             raise DataError(f"{folder} holds a batch in format {rest['format']}; this version reads format {_FORMAT}")
-        table = Table(meta_info=rest["meta_info"])
+        table = Table(meta_info=rest["meta_info"], bare_rows=rest.get("rows", 0))  # 0: older folders have no count
         for number, entry in enumerate(rest["columns"]):
             table.bind(entry["name"], _load_column(entry, number, tensors))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -365,7 +365,7 @@ def cat_columns(columns: Sequence[Column]) -> Column:
     parts = [
         column
         if isinstance(column, RemoteColumn)
-        else RemoteColumn.of_block(column.spec(), LocalBlock(column), len(column))
+        else RemoteColumn.of_block(column.spec(), LocalBlock(column.immutable()), len(column))
         for column in columns
     ]
     row_map = RowMap.cat([part.row_map for part in parts], [len(part.blocks) for part in parts])

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlcore.errors import DataError, did_you_mean
+from rlcore.errors import DataError, MissingColumnError, did_you_mean
 from rlcore.protocol.columns import Column, Kind, same_contents
 from rlcore.protocol.remote import cat_columns
 from rlcore.protocol.rows import Rows
@@ -23,19 +23,26 @@ class Table:
     """Columns by name, in order of binding, and meta_info. A table belongs to one DataProto; columns are shared.
 
     `kept`: bool, one entry for each row of the batch that this one belongs to: whether the row is here. None: all are.
+    `bare_rows`: the number of rows of a table without columns; a table with columns has as many rows as they.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
     kept: Tensor | None = None
+    bare_rows: int = 0
 
     @property
     def rows(self) -> int:
-        """The number of rows; 0 without columns."""
-        return len(next(iter(self.columns.values()))) if self.columns else 0
+        """The number of rows."""
+        return len(next(iter(self.columns.values()))) if self.columns else self.bare_rows
 
     def bind(self, name: str, column: Column) -> None:
         """Bind a column to a name, replacing an earlier one; DataError when its length differs from the others'."""
+        if not self.columns and self.bare_rows not in (0, len(column)):
+            raise DataError(
+                f"column {name!r} has {len(column)} rows, but the batch has {self.bare_rows}, which it keeps without "
+                "columns; make a new batch for other rows"
+            )
         other = next((other for other in self.columns if other != name), None)  # all others have equal lengths
         if other is not None and len(self.columns[other]) != len(column):
             raise DataError(
@@ -45,14 +52,14 @@ class Table:
         self.columns[name] = column
 
     def column(self, name: str, kinds: Sequence[Kind] = ("dense", "ragged", "object")) -> Column:
-        """Return the column of this name; DataError, with the nearest name, if it is missing or of another kind."""
+        """Return the column of a name; MissingColumnError, with the nearest name, if none of these kinds has it."""
         found = self.columns.get(name)
         if found is None:
-            raise DataError(
+            raise MissingColumnError(
                 f"the batch has no column {name!r}; it has {list(self.columns)}.{did_you_mean(str(name), self.columns)}"
             )
         if found.kind not in kinds:
-            raise DataError(
+            raise MissingColumnError(
                 f"column {name!r} is {_IN_WORDS[found.kind]} column, but {_IN_WORDS[kinds[0]]} column is needed here"
             )
         return found
@@ -64,9 +71,18 @@ class Table:
             raise DataError(f"meta_info has no key {key!r}; it has {list(self.meta_info)}.{near}")
         return self.meta_info[key]
 
-    def copy(self) -> Table:
-        """Return a new table of the same columns."""
-        return Table(dict(self.columns), dict(self.meta_info), self.kept)
+    def drop(self, name: str) -> None:
+        """Remove a column; the rows stay."""
+        self.bare_rows = self.rows
+        del self.columns[name]
+
+    def with_columns(self, columns: dict[str, Column]) -> Table:
+        """Return a new table of these columns, for the same rows, with the same meta_info."""
+        return Table(columns, dict(self.meta_info), self.kept, self.rows)
+
+    def immutable(self) -> Table:
+        """Return a new table of the same contents, which nobody writes to."""
+        return self.with_columns({name: column.immutable() for name, column in self.columns.items()})
 
     def take(self, rows: Rows) -> Table:
         """Return the selected rows of every column."""
@@ -77,7 +93,8 @@ class Table:
 
     def split(self, selections: Sequence[Rows]) -> list[Table]:
         """Return a table for each selection, with its rows of every column."""
-        parts = [Table(meta_info=dict(self.meta_info)) for _ in selections]
+        sizes = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in selections]
+        parts = [Table(meta_info=dict(self.meta_info), bare_rows=size) for size in sizes]
         for name, column in self.columns.items():  # column by column: one column's blocks fit a core's cache
             for part, rows in zip(parts, selections, strict=True):
                 part.columns[name] = column.take(rows)
@@ -119,13 +136,13 @@ class LazyTable:
 def concat_tables(tables: Sequence[Table]) -> Table:
     """Return the rows of all tables in order; DataError for no table, different columns, or conflicting meta_info.
 
-    A table without columns adds only its meta_info.
+    A table without columns and rows adds only its meta_info.
     """
     if not tables:
         raise DataError("nothing to concatenate: the list of batches is empty")
     # A rank without rows may return a batch without columns.
-    filled = [table for table in tables if table.columns]
-    joined = Table()
+    filled = [table for table in tables if table.columns or table.rows]
+    joined = Table(bare_rows=sum(table.rows for table in tables))
     for table in tables:
         _join_meta(joined.meta_info, table.meta_info)
     if not filled:
@@ -152,10 +169,11 @@ def union_tables(left: Table, right: Table) -> Table:
     Raises DataError naming a column or key with different contents, and for row counts that do not fit.
     """
     left, right = _without_others(left, right.kept), _without_others(right, left.kept)
-    if left.columns and right.columns and left.rows != right.rows:
+    if left.rows != right.rows and all(table.columns or table.rows for table in (left, right)):
         raise DataError(f"union of batches with {left.rows} and {right.rows} rows; both must have the same rows")
-    joined = left.copy()
+    joined = left.with_columns(dict(left.columns))
     joined.kept = right.kept if left.kept is None else left.kept
+    joined.bare_rows = max(left.rows, right.rows)
     for name, column in right.columns.items():
         mine = joined.columns.setdefault(name, column)
         if not same_contents(mine, column):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from rlcore.errors import DataError
-from rlcore.protocol.columns import Column, Kind, column_of
+from rlcore.protocol.columns import Column, Kind, same_contents
 
 if TYPE_CHECKING:
     from rlcore.protocol.dataproto import DataProto
@@ -33,12 +34,14 @@ class DataProtoItem:
         return name in self.batch or name in self.non_tensor_batch
 
 
-class _ColumnView:
-    """A live mapping of a DataProto's columns of some kinds: reads return private copies, writes bind columns."""
+class _ColumnView(MutableMapping[str, Any]):
+    """A live mapping of a DataProto's columns of some kinds: reads return private copies, writes bind columns.
+
+    Names are in order of binding. A missing name raises MissingColumnError.
+    """
 
     __slots__ = ("_parent",)
     _kinds: ClassVar[tuple[Kind, ...]]
-    _takes: ClassVar[str]
 
     def __init__(self, parent: DataProto) -> None:
         self._parent = parent
@@ -47,50 +50,34 @@ class _ColumnView:
         return {name: column for name, column in self._parent.table.columns.items() if column.kind in self._kinds}
 
     def __getitem__(self, name: Any) -> Any:
-        return self._parent.table.column(name, self._kinds).read()
+        return self._parent._read(name, self._kinds)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        column = column_of(name, value)
-        if column.kind not in self._kinds:
-            raise DataError(f"column {name!r} must be {self._takes}, got {type(value).__name__}")
-        self._parent.table.bind(name, column)
+        self._parent._bind(name, value, self._kinds)
 
     def __delitem__(self, name: str) -> None:
         self._parent.table.column(name, self._kinds)
-        del self._parent.table.columns[name]
+        self._parent.table.drop(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._columns())
+
+    def __len__(self) -> int:
+        return len(self._columns())
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a column, or `default` when it is missing."""
-        column = self._columns().get(name)
-        return default if column is None else column.read()
+    def __eq__(self, other: object) -> Any:
+        """Return whether both map the same names to equal contents (NaN equals NaN).
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a column and return its contents; if it is missing, return `default` or raise DataError."""
-        if default and name not in self:
-            return default[0]
-        value = self[name]
-        del self[name]
-        return value
+        It is a numpy bool, so that TensorDict's `(left == right).all()` works.
+        """
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return np.bool_(same_contents(dict(self.items()), dict(other.items())))
 
-    def keys(self) -> list[str]:
-        """Return the column names, in order of binding."""
-        return list(self._columns())
-
-    def values(self) -> Iterator[Any]:
-        """Iterate over the contents, in the order of the names."""
-        return (column.read() for column in self._columns().values())
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Iterate over names and contents."""
-        return ((name, column.read()) for name, column in self._columns().items())
-
-    def update(self, other: Mapping[str, Any]) -> None:
-        """Bind every column of a mapping."""
-        for name, value in other.items():
-            self[name] = value
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {column.type_name()}" for name, column in self._columns().items())
@@ -100,24 +87,25 @@ class _ColumnView:
 class ObjectColumns(_ColumnView):
     """The object columns: name to object array [rows]."""
 
+    __slots__ = ()
     _kinds = ("object",)
-    _takes = "a list or an array, not a tensor"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self._columns())
 
 
-class TensorColumns(_ColumnView):
+class _TensorsByName(_ColumnView):
+    """The tensor columns as an ordinary mapping: its length is the number of columns."""
+
+    __slots__ = ()
+    _kinds = ("dense", "ragged")
+
+
+class TensorColumns(_TensorsByName):
     """The tensor columns with TensorDict's surface: name to tensor [rows, ...] or Ragged.
 
-    As in a TensorDict, its length is the number of rows, and an index other than a name selects rows.
+    As in a TensorDict, its length is the number of rows, iteration yields rows, and an index other than a name selects
+    rows.
     """
 
-    _kinds = ("dense", "ragged")
-    _takes = "a tensor [rows, ...] or a Ragged"
+    __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
@@ -127,8 +115,20 @@ class TensorColumns(_ColumnView):
     def __len__(self) -> int:
         return len(self._parent)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         return (item.batch for item in self._parent)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return KeysView(_TensorsByName(self._parent))
+
+    def values(self) -> ValuesView[Any]:
+        """Return the contents, in the order of the names."""
+        return ValuesView(_TensorsByName(self._parent))
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return names and contents."""
+        return ItemsView(_TensorsByName(self._parent))
 
     @property
     def batch_size(self) -> torch.Size:

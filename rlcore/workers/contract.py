@@ -73,7 +73,7 @@ class Contract:
         `producers` returns a sentence for the message: where a column comes from.
         """
         reads = self.reads(*args, **kwargs) if callable(self.reads) else self.reads
-        batch = _batch(args, kwargs)
+        batch = first_batch(args, kwargs)
         if batch is None:
             return
         for name in reads:
@@ -100,11 +100,12 @@ class Contract:
     ) -> DeclaredResult | None:
         if self.rows is not None:
             return DeclaredResult(self.rows(*args, **kwargs), columns)
-        batch = _batch(args, kwargs)
+        batch = first_batch(args, kwargs)
         return None if batch is None else DeclaredResult(len(batch), columns)
 
 
-def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto | None:
+def first_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto | None:
+    """Return the first batch among a call's arguments, of a SplitBatch the first part; None without one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (DataProto, SplitBatch)):
             return value if isinstance(value, DataProto) else value.parts[0]

@@ -93,7 +93,7 @@ def split_rows(value: Any, parts: int) -> list[Any]:
         small, larger = divmod(len(value), parts)
         # The first `larger` parts have one row more.
         ends = [part * small + min(part, larger) for part in range(parts + 1)]
-        return [value[start:end] for start, end in itertools.pairwise(ends)]
+        return [value.select_idxs(slice(start, end)) for start, end in itertools.pairwise(ends)]
     if not _holds_rows(value):
         return [value] * parts
     split = [split_rows(item, parts) for item in (value.values() if type(value) is dict else value)]
@@ -144,11 +144,12 @@ def join_rows(outputs: Sequence[Any]) -> Any:
         # A rank without rows may not know its columns' dtypes.
         with_rows = [output for output in outputs if len(output)]
         metas = [output.meta_info for output in outputs]
+        cls = type(outputs[0])
         if not any(metas):
-            return DataProto.concat(with_rows) if with_rows else outputs[0]
+            return cls.concat(with_rows) if with_rows else outputs[0]
         plain = [DataProto(meta_info={key: value for key, value in meta.items() if key != METRICS}) for meta in metas]
         rows = [output.select(meta_info_keys=[]) for output in with_rows or outputs[:1]]
-        joined = DataProto.concat([*rows, *plain])
+        joined = cls.concat([*rows, *plain])
         if any(METRICS in meta for meta in metas):
             joined.meta_info[METRICS] = [meta[METRICS] for meta in metas if METRICS in meta]
         return joined

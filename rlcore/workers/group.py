@@ -15,7 +15,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.dataproto import map_rows
 from rlcore.protocol.remote import Owner, RemoteColumn
 from rlcore.protocol.row_groups import row_groups, rows_of, split_evenly
-from rlcore.workers.contract import CallArgs, DeclaredResult
+from rlcore.workers.contract import CallArgs, DeclaredResult, first_batch
 from rlcore.workers.dispatch import Execute, calls_of, join_rows
 from rlcore.workers.future import Future, resolve, wait_for
 from rlcore.workers.mesh import Mesh
@@ -61,7 +61,10 @@ class WorkerGroup(Owner):
     Each worker runs its calls in the order in which they were made. Remote columns are sent as references, and the
     worker that reads them waits for them. A call waits for a Future or a deferred DataProto among its arguments, whose
     contents are unknown. `fetched` counts the bytes of columns that this process has read, by column name.
+    A batch that a call returns before it has ended is of the class of its first batch, else of `batch_class`.
     """
+
+    batch_class: type[DataProto] = DataProto
 
     def __init__(self, processes: Processes, role: str, worker_cls: type[Worker]) -> None:
         self.role = role
@@ -172,17 +175,19 @@ class WorkerGroup(Owner):
         if on_rank_zero or mode.only_rank_zero:
             calls[1:] = [None] * (self.world_size - 1)
         declared = contract.declared_results(calls, args, kwargs)
+        batch = first_batch(args, kwargs)
+        batch_class = self.batch_class if batch is None else type(batch)
         future = self._processes.submit(self.role, name, calls, declared)
         gives_batch = mode.joins_rows and not on_rank_zero
         if declared is not None and gives_batch and not registration.blocking:
             batches = future.declared_batches(declared)
             if batches is not None:
                 self._track(future, lambda outputs: None)  # so that `drain` sees its failure
-                return self._with_owner(mode.collect(self, batches))
+                return batch_class._of(self._with_owner(mode.collect(self, batches)).table)
         self._track(future, _first if on_rank_zero else partial(mode.collect, self))
         if registration.blocking:
             return future.get()
-        return DataProto.deferred(future.get) if gives_batch else future
+        return batch_class.deferred(future.get) if gives_batch else future
 
 
 def _first(outputs: list[Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
+from rlcore.protocol import DataProto
 from rlcore.workers.contract import CallArgs, DeclaredResult
 from rlcore.workers.event_loop import MethodLoop, has_async_methods, in_steps
 from rlcore.workers.executor import KERNEL_CACHES, Executor
@@ -58,6 +59,11 @@ class FinishedCall(Future):
         ]
 
 
+def _sent(value: Any) -> Any:
+    """Return a batch as another process would get it: what is written into it does not reach the sender."""
+    return value._of(value.table.immutable()) if isinstance(value, DataProto) else value
+
+
 class InProcess(Processes):
     """One worker per rank and role. A call runs at once, rank after rank, and stops at the first failure.
 
@@ -98,8 +104,9 @@ class InProcess(Processes):
             ended = partial(self._end, worker, method, time.time(), None if declared is None else declared[rank])
             try:
                 with naming_errors(worker._context, method):
+                    args, kwargs = map(_sent, call[0]), {name: _sent(value) for name, value in call[1].items()}
                     with self._loop.alone(), running(worker):
-                        result = getattr(worker, method)(*call[0], **call[1])
+                        result = getattr(worker, method)(*args, **kwargs)
                     if inspect.iscoroutine(result):
                         started[rank] = self._loop.start(_await(result, worker, method, ended))
                     else:
@@ -110,6 +117,7 @@ class InProcess(Processes):
         return FinishedCall(outputs, None, started)
 
     def _end(self, worker: Worker, method: str, began: float, declared: DeclaredResult | None, result: Any) -> Any:
+        result = _sent(result)
         if declared is not None:
             declared.check(result)
         role, rank = worker._context.role, worker.rank

@@ -77,7 +77,7 @@ class RayFuture(Future):
         numbers = {name: number for number, name in enumerate(column_refs)}
         result = RankResult(ref, f"{self._method}() of {self._role} rank {rank}", large is not None, self, rank)
         row_map = RowMap.of_block(declared.rows)
-        table = Table()
+        table = Table(bare_rows=declared.rows)
         for name, spec in declared.columns.items():
             block = PendingBlock(result, name, numbers.get(name, 0), column_refs.get(name))
             self._pending_blocks.append((rank, weakref.ref(block)))

@@ -159,7 +159,7 @@ def store_result(result: Any, inline_bytes: int, one_node: bool) -> Generator[An
             blocks.append(RayBlock(RayObject(next(number), name), int(sizes[start:end].sum())))
             yield column.take(slice(start, end))
         table.columns[name] = RemoteColumn(column.spec(), blocks, row_map)
-    yield DataProto._of(table)
+    yield result._of(table)
 
 
 def store_declared_result(result: DataProto, inline_bytes: int, names: Iterable[str]) -> list[Any]:
@@ -182,7 +182,7 @@ def store_declared_result(result: DataProto, inline_bytes: int, names: Iterable[
 
 def _separate_large(result: DataProto, inline_bytes: int) -> tuple[Table, dict[str, np.ndarray]]:
     """Return the columns, on the CPU, and for each one larger than `inline_bytes` the bytes of its rows."""
-    table = Table(meta_info=dict(result.meta_info))
+    table = result.table.with_columns({})
     large: dict[str, np.ndarray] = {}
     for name, column in result.table.columns.items():
         if not isinstance(column, RemoteColumn):

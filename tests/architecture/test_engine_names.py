@@ -22,7 +22,9 @@ PRIVATE = {
         "attention_kinds",
         "check_attention",
         "pays_to_compile",
+        "plain_attention",
         "plan_of",
+        "router_options",
         "stop_window",
     },
     "torch": {
@@ -32,6 +34,8 @@ PRIVATE = {
         "check_attention",
         "check_model_layout",
         "pays_to_compile",
+        "plain_attention",
+        "router_options",
         "tensor_parallel",
     },
     "vllm": set(),

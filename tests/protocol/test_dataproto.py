@@ -51,8 +51,8 @@ def test_lists_of_equal_length_stay_one_object_a_row():
 
 def test_from_single_dict_sorts_columns_by_kind():
     batch = DataProto.from_single_dict({"x": torch.zeros(2), "y": np.array(["a", "b"], dtype=object)}, {"z": 1})
-    assert batch.batch.keys() == ["x"]
-    assert batch.non_tensor_batch.keys() == ["y"]
+    assert list(batch.batch.keys()) == ["x"]
+    assert list(batch.non_tensor_batch.keys()) == ["y"]
     assert batch.meta_info == {"z": 1}
 
 
@@ -145,15 +145,15 @@ def test_binding_reaches_this_batch_alone(batch):
 
 def test_batch_is_a_live_tensordict_surface(batch):
     half = batch.batch
-    assert half.keys() == ["scores", "responses"]
+    assert list(half.keys()) == ["scores", "responses"]
     assert half.batch_size == torch.Size([3])
     assert half.get("nothing") is None
     assert half.get("scores").tolist() == [1, 2, 3]
     assert "answer" not in half
     half.set("x", torch.zeros(3)).update({"y": torch.ones(3)})
     assert batch["y"].tolist() == [1, 1, 1]
-    assert half.select("x").keys() == ["x"]
-    assert half.exclude("x", "y").keys() == ["scores", "responses"]
+    assert half.select("x").keys() == {"x"}
+    assert half.exclude("x", "y").keys() == {"scores", "responses"}
     assert half.pop("x").tolist() == [0, 0, 0]
     assert half.pop("x", None) is None
     assert "x" not in batch
