@@ -38,6 +38,14 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 
+def has_sdpa(model: ModelConfig) -> bool:
+    """Whether transformers has sdpa attention for a model's family; True for the code of a folder, which may have it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(load_model_config(model.path, model.trust_remote_code)), None)
+    return bool(getattr(family, "_supports_sdpa", True))
+
+
 def router_options(model: ModelConfig) -> dict[str, Any]:
     """Return the options of `from_pretrained` that keep a mixture of experts from returning its router's logits.
 

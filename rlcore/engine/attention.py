@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlcore.config import Config, ModelConfig
 from rlcore.errors import ConfigError, did_you_mean
-from rlcore.model_folder import load_model_config
+from rlcore.model_folder import has_sdpa, load_model_config
 
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """The values of `model.attention`; all but `auto` are transformers' names."""
@@ -26,14 +26,14 @@ def check_attention(config: Config) -> None:
 
 
 def plain_attention(model: ModelConfig) -> str:
-    """Return the implementation of a model's own forward; `auto`: sdpa, or eager for attention with a soft cap.
+    """Return the implementation of a model's own forward; `auto`: sdpa where the family has it, else eager.
 
-    Raises ConfigError for sdpa with a soft cap, which it leaves out without a word.
+    sdpa leaves out a soft cap of attention without a word: then `auto` is eager, and sdpa is a ConfigError.
     """
-    config = load_model_config(model.path, model.trust_remote_code).get_text_config()
-    cap = getattr(config, "attn_logit_softcapping", None)
+    config = load_model_config(model.path, model.trust_remote_code)
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if model.attention == "auto":
-        return "sdpa" if cap is None else "eager"
+        return "sdpa" if has_sdpa(model) and cap is None else "eager"
     if model.attention == "sdpa" and cap is not None:
         raise ConfigError(
             f"model.attention=sdpa leaves out the soft cap of {model.path} (attn_logit_softcapping={cap}); leave it "

@@ -18,6 +18,7 @@ from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checked
 from rlcore.engines.hf.cache import BufferedCache
+from rlcore.engines.hf.family import check_family
 from rlcore.engines.hf.fused_decode import FusedDecodeStep, unsupported
 from rlcore.engines.hf.kept_rows import KeptRows, fill
 from rlcore.engines.hf.rows import DecodingRows, Row
@@ -81,6 +82,8 @@ class HFRollout(RolloutEngine):
         if tensor_group is None:
             with self._decoding_mode():
                 self._fused, self.description = FusedDecodeStep.of(self.hf, self.dtype)
+                if self._fused is None:
+                    check_family(self.hf, self._prefilled, self._forward, exact=self.exact)
         self.tokenizer = read_tokenizer(model)
         ends = end_tokens(model, self.tokenizer)
         self.end_ids = torch.tensor(ends, dtype=torch.int64, device=device)

@@ -6,6 +6,8 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    GPTJConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Qwen2ForCausalLM,
@@ -126,6 +128,21 @@ def test_logits_that_a_config_changes_are_the_models_own(engine_models, tmp_path
         model = load(folder)
     assert model.fused_head == (said is None)
     assert said is None or f"{said} is set: the model computes its own logits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (GptOssConfig, {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        (GPTJConfig, {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}),
+    ],
+)
+def test_a_family_without_sdpa_is_eager(engine_models, tmp_path, kind, options):
+    folder = engine_models.write_random(kind, options, tmp_path)
+    model = load(folder)
+    assert model.attention == "eager"
+    want, _, _ = reference(folder, 1.0, attn_implementation="eager")
+    torch.testing.assert_close(everything(model)["log_probs"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_with_a_soft_cap_is_the_models_own(engine_models, tmp_path):
