@@ -39,7 +39,7 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def has_sdpa(model: ModelConfig) -> bool:
-    """Whether transformers has sdpa attention for a model's family; True for the code of a folder, which may have it."""
+    """Whether transformers has sdpa attention for a model's family; True for code of the folder, which may have it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(load_model_config(model.path, model.trust_remote_code)), None)
