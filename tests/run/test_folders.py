@@ -141,6 +141,19 @@ def test_tokens_that_the_model_does_not_have_are_named(train_small, model, tmp_p
         train_small(tmp_path / "run", *options)
 
 
+def test_a_hybrid_family_trains_and_samples_with_the_same_numbers(train_small, metrics_of, engine_models, tmp_path):
+    from transformers import Lfm2Config
+
+    options = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    folder = engine_models.write_random(Lfm2Config, options, tmp_path / "lfm2")
+    (tmp_path / "long.py").write_text("def score(prompt, response, answer): return len(response)")
+    reward = ["~reward", f"reward.path={tmp_path}/long.py:score"]
+    train_small(tmp_path / "run", f"model.path={folder}", "trainer.total_steps=2", "rollout.hf.batch_size=3", *reward)
+    for step in metrics_of(tmp_path / "run"):
+        assert step["rollout/train_rollout_logprob_diff"] < 1e-4
+        assert step["train/grad_norm"] > 0
+
+
 def test_a_mixture_that_returns_its_routers_logits_samples(engine_models, tmp_path):
     import transformers
 

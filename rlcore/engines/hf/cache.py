@@ -1,13 +1,19 @@
-"""A key-value cache in one buffer per layer: rows leave it in place while others decode, and new rows join."""
+"""A cache in one buffer per layer, or one state: rows leave it in place while others decode, and new rows join."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
 
 
 class BufferedLayer(CacheLayerMixin):
@@ -85,6 +91,10 @@ class BufferedLayer(CacheLayerMixin):
             _put(buffer[self.rows : rows], joining, length)
         self.rows, self.length = rows, length
 
+    def release(self) -> None:
+        """Give the memory back."""
+        del self.keys, self.values
+
     def fill(self, rows: Sequence[tuple[Tensor, Tensor]], columns: int, room: int) -> None:
         """Begin with these rows' keys and values, [heads, any number up to `columns`, head size] each.
 
@@ -125,13 +135,104 @@ def _put(rows: Tensor, filled: Tensor, length: int) -> None:
     rows[:, :, start:length] = filled
 
 
-class BufferedCache(Cache):
-    """One BufferedLayer for each layer of the model."""
+class StateLayer(LinearAttentionLayer):
+    """The states of a layer with a convolution or a recurrence: of each row one, whatever its length.
 
-    layers: list[BufferedLayer]
+    Padding on the left leaves them as they are, since such layers read zeros for masked tokens.
+    """
+
+    def __init__(self, states: int) -> None:
+        super().__init__(number_of_states=states)
+
+    def _change(self, change: Callable[[Tensor, dict[int, Any], int], Tensor], other: StateLayer | None = None) -> None:
+        """Replace each state, [rows, ...], by `change(state, states of the other layer, their key)`."""
+        for name in ("conv_states", "recurrent_states"):
+            states, others = getattr(self, name), {} if other is None else getattr(other, name)
+            states.update({key: change(state, others, key) for key, state in states.items() if state is not None})
+
+    def select(self, rows: Tensor, dtype: torch.dtype | None = None) -> None:
+        """See BufferedLayer; `dtype` is for keys and values."""
+        self._change(lambda state, *_: state.index_select(0, rows))
+
+    def drop(self, holes: Tensor, fillers: Tensor, rows: int) -> None:
+        """See BufferedLayer."""
+
+        def moved(state: Tensor, *_: Any) -> Tensor:
+            state[holes] = state[fillers]
+            return state[:rows]
+
+        self._change(moved)
+
+    def join(self, other: StateLayer, length: int, limit: int) -> None:
+        """Append the rows of another layer."""
+        self._change(lambda state, others, key: torch.cat([state, others[key]]), other)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._change(lambda state, *_: state[:0].clone())
+
+
+class StateAndBufferedLayer(StateLayer, BufferedLayer):
+    """A layer with both: attention beside a convolution or a recurrence, as in Falcon-H1."""
+
+    def __init__(self, limit: int, states: int) -> None:
+        BufferedLayer.__init__(self, limit)
+        StateLayer.__init__(self, states)
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        """Begin with keys and values, or with states, which transformers gives by name."""
+        if keys_and_values:
+            BufferedLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            StateLayer.lazy_initialization(self, **states)
+
+    def select(self, rows: Tensor, dtype: torch.dtype | None = None) -> None:
+        """See BufferedLayer."""
+        StateLayer.select(self, rows)
+        BufferedLayer.select(self, rows, dtype)
+
+    def drop(self, holes: Tensor, fillers: Tensor, rows: int) -> None:
+        """See BufferedLayer."""
+        StateLayer.drop(self, holes, fillers, rows)
+        BufferedLayer.drop(self, holes, fillers, rows)
+
+    def join(self, other: StateAndBufferedLayer, length: int, limit: int) -> None:  # type: ignore[override]
+        """See BufferedLayer."""
+        StateLayer.join(self, other, length, limit)
+        BufferedLayer.join(self, other, length, limit)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        StateLayer.release(self)
+        BufferedLayer.release(self)
+
+
+class BufferedCache(Cache):
+    """One layer for each of the model: keys and values, states, or both."""
+
+    layers: list[Any]
 
     def __init__(self, layers: int, limit: int) -> None:
+        """`layers` of keys and values, with at most `limit` columns."""
         super().__init__(layers=[BufferedLayer(limit) for _ in range(layers)])
+
+    @classmethod
+    def of(cls, config: Any, limit: int) -> BufferedCache:
+        """Return an empty cache for a model, by its transformers config: each layer of its own kind."""
+        config = config.get_text_config()
+        cache = cls(config.num_hidden_layers, limit)
+        kinds, options = get_layer_types_and_kwargs(config)
+        for index, (kind, own) in enumerate(zip(kinds, options, strict=True)):
+            theirs, states = DYNAMIC_LAYER_TYPE_MAPPING[kind], own.get("number_of_states", 1)
+            if issubclass(theirs, LinearAttentionLayer):
+                has_keys = issubclass(theirs, CacheLayerMixin)
+                cache.layers[index] = StateAndBufferedLayer(limit, states) if has_keys else StateLayer(states)
+        return cache
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether an ended row can be continued from any of its tokens: a state is of its last token only."""
+        return not any(isinstance(layer, StateLayer) for layer in self.layers)
 
     def select(self, rows: Tensor, dtype: torch.dtype | None = None) -> None:
         """Replace the rows by those at the given indices, int64 [new rows], in every layer, held as `dtype`."""
@@ -147,4 +248,4 @@ class BufferedCache(Cache):
         """Append the rows of another cache, layer by layer, whose buffers are released; see BufferedLayer.join."""
         for layer, joining in zip(self.layers, other.layers, strict=True):
             layer.join(joining, length, limit)
-            del joining.keys, joining.values
+            joining.release()

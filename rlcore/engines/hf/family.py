@@ -1,4 +1,4 @@
-"""Whether a family of models samples with this engine's cache: some have layers that keep a state in place of keys."""
+"""Whether a family of models samples with this engine's cache: it has no form for some kinds of layers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def check_family(hf: Any, prefill: Prefill, forward: Forward, *, exact: bool) ->
         mask = torch.zeros(len(rows), longest + 1).masked_fill(columns < (longest - lengths)[:, None], float("-inf"))
         found = forward(torch.tensor(newest)[:, None].to(device), mask.to(device), lengths[:, None].to(device), cache)
     except Exception as error:  # of transformers or of the folder's code
-        raise ConfigError(f"{_refusal(hf)}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{_refusal(hf)} it raises {type(error).__name__}: {error}") from error
     off = (found.float().log_softmax(-1) - torch.stack(wanted).float().log_softmax(-1)).abs().max().item()
     if exact and not off < TOLERANCE:
-        raise ConfigError(f"{_refusal(hf)}: with it the log-probs are off by {off:.2g}")
+        raise ConfigError(f"{_refusal(hf)} its log-probs are off by {off:.2g}")
 
 
 def _refusal(hf: Any) -> str:
@@ -53,6 +53,6 @@ def _refusal(hf: Any) -> str:
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["unknown"]
     kinds = ", ".join(dict.fromkeys(map(str, layers)))
     return (
-        f"rollout=hf cannot sample {type(hf).__name__}, whose layers are {kinds}; sample it with rollout=vllm. The "
-        "cache of rollout=hf holds keys and values only"
+        f"rollout=hf cannot sample {type(hf).__name__}, whose layers are {kinds}; sample it with rollout=vllm. With "
+        "the cache of rollout=hf"
     )

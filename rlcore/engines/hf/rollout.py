@@ -326,7 +326,7 @@ class HFRollout(RolloutEngine):
         ids = torch.zeros(len(distinct), longest, dtype=torch.int64)
         for row, tokens in enumerate(distinct):
             ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, _columns(requests, longest))
+        cache = BufferedCache.of(self.hf.config, _columns(requests, longest))
         positions = (columns - starts).clamp(min=0)
         logits = self._forward(ids.to(self.device), mask.to(self.device), positions.to(self.device), cache)
         placed = index.to(self.device)
@@ -363,7 +363,7 @@ class HFRollout(RolloutEngine):
         width = max(len(tokens) - min(row.length, len(tokens) - 1) for tokens, row in zip(known, kept, strict=True))
         seen = [max(0, len(tokens) - width) for tokens in known]
         room = _columns(requests, longest)
-        cache = BufferedCache(self.hf.config.get_text_config().num_hidden_layers, room)
+        cache = BufferedCache.of(self.hf.config, room)
         if longest > width:
             fill(cache, kept, seen, longest - width, longest)
         lengths = torch.tensor(list(map(len, known)))

@@ -171,7 +171,7 @@ class DecodingRows:
     def kept(self, reasons: Mapping[int, Reason]) -> dict[str, KeptRow]:
         """Return the keys and values of the rows at these indices that will be continued, by request id."""
         found = {}
-        for index, reason in reasons.items():
+        for index, reason in reasons.items() if self.cache.keeps_rows else ():
             row = self.rows[index]
             if row.request.keep and reason != "abort":
                 states = [layer.row(index, row.start) for layer in self.cache.layers]
