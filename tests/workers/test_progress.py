@@ -136,7 +136,7 @@ def test_a_rank_that_spins_while_others_wait_for_it_is_named(pair):
     told = str(raised.value)
     assert re.search(r"pair rank 1 of 2 on \S+ is in spins\(\) at \S+, where it computes; pair rank 0 of 2", told), told
     assert " is in all_reduce(), called in meet() at " in told
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
 
 
 def test_a_rank_that_left_the_others_waiting_is_named(pair):
