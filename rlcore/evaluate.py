@@ -136,7 +136,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     episodes = episode_setup(config, plugins)
     tools = None if episodes is None else episodes.offered
     default = default_reward(config, plugins, dataset)
-    rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
+    rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
     tokenizer = load_tokenizer(config.model)
     prompts = held_out_prompts(config.data, dataset, tokenizer, config.data.eval_size, tools, needs)

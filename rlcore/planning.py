@@ -155,7 +155,7 @@ def rehearse(
         name: PromptLoader(config.data, dataset, tokenizer, seed=0) for name in ("train", *algorithm.data(config))
     }
     by_default = plugins.datasets()[config.data.name].reward
-    rewards = resolve(config.reward, by_default, plugins.rewards(), plugins.by_value_modules)
+    rewards = resolve(config.reward, by_default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     executor = _ObservedExecutor(config, observer)
     before = random_state()
     try:

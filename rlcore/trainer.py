@@ -61,7 +61,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     algorithm = checked.algorithm
     dataset = plugins.datasets()[config.data.name].bound(config)
     default = default_reward(config, plugins, dataset)
-    rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules)
+    rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     episodes = episode_setup(config, plugins)
     path = default_path(config)
     with _Preparation(config, plugins, algorithm, rewards, episodes, path) as prepared:

@@ -17,6 +17,7 @@ from rlcore.config.schema import RewardConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins.local import load_name, pickled_by_value
 from rlcore.plugins.specs import RewardSpec
+from rlcore.rewards.signatures import TrlReward, adapted
 
 _HOW = "Write `def NAME(prompt, response, answer, **columns)` that returns a number."
 
@@ -48,12 +49,14 @@ def resolve(
     default: str,
     installed: Mapping[str, RewardSpec],
     by_value: Sequence[ModuleType] = (),
+    answer_key: str = "answer",
 ) -> list[WeightedReward]:
     """Return the configured reward functions, at least one.
 
     `config.path` takes precedence over `config.functions`, and that over `default`, the data set's own reward. The name
     FILE.py:FUNCTION loads FUNCTION from that file under the name STEM.FUNCTION; FUNCTION may also be a RewardSpec, so
-    that a file can set `batched=True`. `by_value` are loaded modules that workers cannot import by name.
+    that a file can set `batched=True`. Functions of TRL's and verl's form are called as those call them. `by_value` are
+    loaded modules that workers cannot import by name. `answer_key`: the column of the reference answers.
 
     Raises ConfigError for a name that is not installed, a missing file or function, a signature that does not accept
     (prompt, response, answer), a weight that is not finite, and two rewards of the same name.
@@ -63,7 +66,7 @@ def resolve(
     for reference, weight in chosen.items():
         if not math.isfinite(weight):
             raise ConfigError(f"reward.functions: the weight of {reference!r} is {weight}; a finite number is needed")
-        reward = _resolve(reference, float(weight), installed, by_value)
+        reward = _resolve(reference, float(weight), installed, by_value, answer_key)
         if any(reward.name == other.name for other in rewards):
             raise ConfigError(f"reward.functions: two rewards are called {reward.name!r}; rename a file or a function")
         rewards.append(reward)
@@ -78,7 +81,11 @@ def reward_files(config: RewardConfig) -> list[tuple[Path, str]]:
 
 
 def _resolve(
-    reference: str, weight: float, installed: Mapping[str, RewardSpec], by_value: Sequence[ModuleType]
+    reference: str,
+    weight: float,
+    installed: Mapping[str, RewardSpec],
+    by_value: Sequence[ModuleType],
+    answer_key: str,
 ) -> WeightedReward:
     path = reference.rpartition(":")[0]
     if path or reference.endswith(".py"):
@@ -92,6 +99,9 @@ def _resolve(
             f"{did_you_mean(reference, installed)} Name your own function as FILE.py:FUNCTION."
         )
     # Pickled here, once: workers never import the file, and a function that cannot be sent fails before Ray starts.
+    _check_plain(spec.score, reference)
+    if (adapter := adapted(spec.score, reference, answer_key)) is not None:
+        spec = replace(spec, score=adapter, batched=isinstance(adapter, TrlReward))
     _check_signature(spec.score, reference)
     with pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)
@@ -111,9 +121,12 @@ def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:
     return RewardSpec(label, found), module
 
 
-def _check_signature(score: Callable[..., Any], reference: str) -> None:
+def _check_plain(score: Callable[..., Any], reference: str) -> None:
     if inspect.iscoroutinefunction(score):
         raise ConfigError(f"reward {reference!r} is an async function; a plain one is needed. {_HOW}")
+
+
+def _check_signature(score: Callable[..., Any], reference: str) -> None:
     signature = inspect.signature(score)
     try:
         signature.bind_partial("prompt", "response", "answer")

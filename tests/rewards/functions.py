@@ -151,7 +151,7 @@ async def later(prompt, response, answer):
     return 1.0
 
 
-def trl_style(completions, **kwargs):
+def too_few(prompt, response):
     return 1.0
 
 

@@ -41,7 +41,7 @@ def test_a_spec_in_a_file_says_that_it_is_batched():
         (f"{FILE}", "has no function ''.*FILE.py:FUNCTION"),
         (f"{FILE}:NOT_A_FUNCTION", "NOT_A_FUNCTION is a int, not a function"),
         (f"{FILE}:later", "async function"),
-        (f"{FILE}:trl_style", r"cannot be called with \(prompt, response, answer\).*\(completions, \*\*kwargs\)"),
+        (f"{FILE}:too_few", r"cannot be called with \(prompt, response, answer\).*\(prompt, response\)"),
     ],
 )
 def test_what_cannot_be_resolved(reference, message):
