@@ -22,7 +22,8 @@ _CURRENCY = r"(?:\\?[$€£¥₹])?"
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = rf"{_SIGN}{_CURRENCY}(?P<inner_sign>(?<=[$€£¥₹])[-−])?{_DIGITS}"
 _ANY_NUMBER = re.compile(_NUMBER)
-_MARKED_NUMBER = re.compile(rf"####\s*{_NUMBER}(?![0-9]|[.,][0-9])")
+# A fraction or a range is no single number; bold marks and a box may be around it.
+_MARKED_NUMBER = re.compile(rf"####\s*(?:\*\*|\\boxed\{{)?\s*{_NUMBER}(?![0-9]|[.,][0-9]|\s*[-–/]\s*[0-9])")
 
 
 def gsm8k(prompt: str, response: str, answer: Any) -> float:
