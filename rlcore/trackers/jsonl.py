@@ -54,7 +54,7 @@ class JsonlTracker(Tracker):
             if step > resume_step or resume_step == 0:
                 path.unlink()
             else:
-                rows[step] = len(_read(path, "uid"))
+                rows[step] = len(_read(path))
         self.sample_rows = sum(rows.values())
         if self.sample_rows < self.expected_rows:
             without = sorted({*range(1, resume_step + 1)} - {*rows})
@@ -82,8 +82,8 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-def _read(path: Path, needs: str) -> list[dict[str, Any]]:
-    """Return a file's objects that have the key `needs`; other lines are named and moved to a file beside it.
+def _read(path: Path, needs: str | None = None) -> list[dict[str, Any]]:
+    """Return a file's objects, with the key `needs` if given; other lines are named and moved to a file beside it.
 
     The end of a last line that a killed run did not finish is moved without a word.
     """
@@ -94,7 +94,7 @@ def _read(path: Path, needs: str) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, start=1):
         with contextlib.suppress(ValueError):  # of text that is neither JSON nor UTF-8
             line = json.loads(text)
-            if isinstance(line, dict) and needs in line:
+            if isinstance(line, dict) and (needs is None or needs in line):
                 found[number] = line
     bad = {number: text for number, text in enumerate(texts, start=1) if text and number not in found}
     if bad:

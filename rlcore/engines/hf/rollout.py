@@ -82,7 +82,8 @@ class HFRollout(RolloutEngine):
         if tensor_group is None:
             with self._decoding_mode():
                 self._fused, self.description = FusedDecodeStep.of(self.hf, self.dtype)
-                if self._fused is None:
+            if self._fused is None:
+                with self._decoding_mode(), self._autocast():
                     check_family(self.hf, self._prefilled, self._forward, exact=self.exact)
         self.tokenizer = read_tokenizer(model)
         ends = end_tokens(model, self.tokenizer)
