@@ -44,11 +44,13 @@ def newest_whole(folder: Path, part: str = "") -> Path | None:
             for text in damaged:
                 log.warning("%s; going on with %s", text, path)
             return path
+        if not path.is_dir():
+            continue  # a run that goes on has deleted it meanwhile
         damaged.append(f"checkpoint {path} is damaged: {'; '.join(wrong[:5])}")
     if damaged:
         raise CheckpointError(
             f"{'. '.join(damaged)}. No whole checkpoint is left in {folder}: restore the files from a copy, or start "
-            "another run. Of a file that was changed on purpose, delete the entry in the manifest"
+            f"another run. If you changed a file on purpose, delete its entry from {MANIFEST}"
         )
     return None
 
@@ -58,7 +60,10 @@ def set_aside_after(whole: Path) -> None:
     for path in _named(whole.parent):
         if step_of(path) > step_of(whole):
             shutil.rmtree(whole.parent / (DAMAGED + path.name), ignore_errors=True)
-            os.rename(path, whole.parent / (DAMAGED + path.name))
+            try:
+                os.rename(path, whole.parent / (DAMAGED + path.name))
+            except OSError as error:
+                raise CheckpointError(f"damaged checkpoint {path} cannot be renamed: {error}; move it away") from error
 
 
 def faults(path: Path, part: str = "") -> list[str]:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 2: the command line, the config or a plugin is wrong. 1: another error that rlcore names. 130: interrupted,
     also by a first Ctrl-C or SIGTERM, which leaves a checkpoint.
-    An exit in code of others is an error: 2 at the start, 1 later. Only a command that reads its own words may exit.
+    An exit in code of others is an error: 2 at the start, 1 later. Only a command with `CommandSpec.main` may exit.
     Errors that rlcore does not name pass through with their traceback.
     """
     register_stacks()
@@ -124,7 +124,8 @@ def _run(spec: CommandSpec, before: list[str], rest: list[str]) -> int:
         parser.add_argument("--config", metavar="FILE", help="start from a saved config, as RUN/config.yaml")
         parser.add_argument("--config-dir", metavar="DIR", help="a folder with config groups of your own")
     if spec.options is not None:
-        spec.options(parser)
+        with exits_are_errors():
+            spec.options(parser)
     if spec.config:
         parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="GROUP=OPTION or GROUP.KEY=VALUE")
     line = CommandLine(parser.parse_intermixed_args([*before, *rest]))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rlcore.errors import ExitError, PluginError
+from rlcore.errors import ExitError, PluginError, RLCoreError
 
 leave_at_once = os._exit
 """The system's own exit, also within `exits_are_errors`."""
@@ -50,10 +50,15 @@ def exits_are_errors() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        file, line = place_of(end) or ("code that rlcore called", None)
-        raise (ExitError if _work_has_begun else PluginError)(_text(end, file, line)) from end
+        raise exit_error(end) from end
     finally:
         os._exit = before
+
+
+def exit_error(end: SystemExit) -> RLCoreError:
+    """Return the error that names the place of an exit: a PluginError before `work_begins`, then an ExitError."""
+    text = _text(end, *(place_of(end) or ("code that rlcore called", None)))
+    return ExitError(text) if _work_has_begun else PluginError(text)
 
 
 def is_late_exit(error: BaseException) -> bool:

@@ -168,12 +168,15 @@ def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> None
 def require_plugins(path: Path, plugins: PluginManager) -> None:
     """Raise PluginError, naming the package to install, when a plugin that the folder's run needs is missing.
 
-    Returns silently when the folder has no readable versions.json.
+    Of a damaged versions.json only a warning says that the plugins were not checked.
     """
     try:
         needed = json.loads((path / VERSIONS).read_text(encoding="utf-8"))["plugins"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # opening the folder reports its faults
+    except FileNotFoundError:
+        return  # no run has begun here
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read (%s): the run's plugins are not checked", path / VERSIONS, error)
+        return
     there = {plugin.name: plugin.state for plugin in plugins.list()}
     for plugin in needed:
         name, state = plugin["name"], there.get(plugin["name"])

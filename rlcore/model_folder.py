@@ -95,8 +95,8 @@ def check_positions(config: Config, longest: int) -> None:
     limit, response = positions(config.model), config.rollout.response_len
     if (by_length := _same_rope(config.model)) and longest + response > by_length[1]:
         raise ConfigError(
-            f"model.path={config.model.path} scales its rotary positions by a row's length ({by_length[0]}), otherwise "
-            f"above {by_length[1]} tokens; the longest prompt has {longest} tokens and a response up to "
+            f"model.path={config.model.path} uses another rotary scaling ({by_length[0]}) for rows of more than "
+            f"{by_length[1]} tokens; the longest prompt has {longest} tokens and a response up to "
             f"rollout.response_len={response}, which is {longest + response}. Lower rollout.response_len to "
             f"{max(by_length[1] - longest, 0)} or data.prompt_len, or take a model with one scaling, such as yarn"
         )
@@ -117,7 +117,9 @@ def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path(model.path), **loading_options(model))
-    if model.date is not None:
+    own = model.chat_template and Path(model.chat_template).expanduser()
+    template = own.read_text(encoding="utf-8") if own and own.is_file() else str(tokenizer.chat_template)
+    if model.date is not None and "strftime_now" in template:
         today = datetime.datetime.fromisoformat(model.date)
         # A variable of the rendering hides transformers' function of this name, which reads the clock.
         dated = partial(tokenizer.apply_chat_template, strftime_now=today.strftime)

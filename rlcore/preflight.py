@@ -121,7 +121,8 @@ def _reward(flight: Preflight) -> None:
 def _date(flight: Preflight) -> None:
     given = flight.config.model.date
     try:
-        datetime.date.fromisoformat(given or "2026-11-28")
+        if given is not None:
+            datetime.date.fromisoformat(given)
     except ValueError as error:
         raise ConfigError(
             f"model.date={given} is no date ({error}); give one like 2026-11-28, or leave it out"

@@ -70,11 +70,19 @@ def read_values(path: Path) -> dict[str, Any]:
 def run_dir_word(folder: Path) -> str:
     """Return the override `run.dir=FOLDER` as a word for the shell that hydra reads back as this path."""
     text = str(folder)
-    if re.fullmatch(r"[A-Za-z0-9_./-]+", text) is None or re.fullmatch(
-        r"[0-9._]+|null|true|false", text, re.IGNORECASE
-    ):
-        text = '"' + text.replace('"', r"\"") + '"'
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) is not None and text.lower() not in ("null", "true", "false")
+    if not plain or _is_number(text):
+        ending = len(text) - len(text.rstrip("\\"))  # backslashes that a quote follows are doubled
+        text = '"' + text.replace('"', r"\"") + "\\" * ending + '"'
     return shlex.quote(f"run.dir={text}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def has_begun(folder: Path) -> bool:

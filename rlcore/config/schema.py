@@ -54,8 +54,8 @@ class ModelConfig:
     )
     attention: str = option(
         "auto",
-        "attention implementation of transformers; `auto`: sdpa, eager where a family has no sdpa or a soft cap; in "
-        "bf16 on a GPU, kernels of variable length",
+        "attention implementation of transformers; `auto`: sdpa; eager for a family without sdpa or with a soft cap on "
+        "attention; in bf16 on a GPU, kernels of variable length",
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")

@@ -319,15 +319,19 @@ def plain_prompt(prompt: Any) -> Any:
     return [_plain_message(message) if isinstance(message, Mapping) else message for message in prompt]
 
 
+_TOOLS = "it must be a list of function schemas, or JSON of one. Rename or drop a column that holds something else"
+
+
 def plain_tools(tools: Any) -> list[Mapping[str, Any]]:
     """Return the tools of a row: function schemas, or such a list as JSON text. Raises DataError for anything else."""
+    given = tools
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools.strip() or "[]")
         except ValueError as error:
-            raise DataError(f"column 'tools' holds the text {tools!r:.200}, which is not JSON: {error}") from error
+            raise DataError(f"column 'tools' holds {given!r:.200}; {_TOOLS}") from error
     if not isinstance(tools or [], list) or not all(isinstance(tool, Mapping) for tool in tools or []):
-        raise DataError(f"column 'tools' holds {tools!r:.200}; it must be a list of function schemas, or JSON of one")
+        raise DataError(f"column 'tools' holds {given!r:.200}; {_TOOLS}")
     return [_without_none(tool) for tool in tools or []]
 
 
@@ -438,7 +442,8 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
             "Set model.chat_template=FILE to the one to use"
         )
     source = f"model.chat_template={model.chat_template}" if model.chat_template else f"model.path={model.path}"
-    if by_chance := re.search(r"\|\s*random\b|\blipsum\b", str(tokenizer.chat_template)):
+    code = "\n".join(re.findall(r"\{[{%].*?[%}]\}", str(tokenizer.chat_template), re.DOTALL))
+    if by_chance := re.search(r"\|\s*random\b|\blipsum\b", code):
         raise ConfigError(
             f"{source}: the chat template uses {by_chance.group()!r}, which differs at each rendering, so that no run "
             "could be resumed; take it out"

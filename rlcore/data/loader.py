@@ -123,7 +123,10 @@ class PromptSplit:
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         """Return a row's prompt; of a column `messages` without the assistant's last message."""
-        prompt = plain_prompt(value_at(row, self._config.prompt_key))
+        prompt = value_at(row, self._config.prompt_key)
+        if isinstance(prompt, str) and self._config.prompt_key in self._config.rendered:
+            return prompt  # the model's input as it is
+        prompt = plain_prompt(prompt)
         return prompt if self._replied(row) is None else prompt[:-1]
 
     def _answer(self, row: Mapping[str, Any]) -> Any:
@@ -138,7 +141,11 @@ class PromptSplit:
         messages = plain_prompt(value_at(row, self._config.prompt_key))
         if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], Mapping):
             return None
-        return messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
+        if messages[-1].get("role") != "assistant":
+            return None
+        if messages[-1].get("tool_calls"):
+            raise DataError("the last message calls tools, so it is no answer; end the conversation before or after it")
+        return messages[-1].get("content")
 
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
@@ -170,6 +177,10 @@ class PromptSplit:
             texts.append(prompt if plain else chats[-1])
         prompts = []
         for number, token_ids in enumerate(encoder.token_ids(chats)):
+            if not token_ids:
+                raise DataError(
+                    f"{self._where}, row {number + 1}: the prompt is empty; the model needs a token to begin"
+                )
             if len(token_ids) > self._config.prompt_len:
                 self.overlong += 1
                 if self._config.overlong == "error":
@@ -187,6 +198,8 @@ class PromptSplit:
     def _render(self, encoder: PromptEncoder, prompt: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the rendered prompt, with the tools of its row."""
         chat = encoder.render(prompt, tools)
+        if encoder.rendered and isinstance(prompt, str):
+            return chat
         if tools and self._has_environment:
             raise DataError("it has tools of its own (column 'tools'), and so has the environment; drop one of the two")
         if tools and not self._knows_tools:

@@ -65,9 +65,12 @@ def _write_settings(hf: Any, model: ModelConfig, folder: Path) -> None:
         hf.config.pad_token_id = tokenizer.pad_token_id  # transformers needs it to find a row's last token
     # Not save_pretrained, which refuses what many published folders hold: settings of generation.
     hf.config.to_json_file(folder / "config.json")
+    if model.trust_remote_code:  # which config.json names
+        for code in model_path(model.path).glob("*.py"):
+            shutil.copyfile(code, folder / code.name)
     given = model_path(model.path) / GENERATION
     if given.is_file():
         shutil.copyfile(given, folder / GENERATION)
     if model.chat_template is not None:
-        tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(model.chat_template).expanduser().read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)

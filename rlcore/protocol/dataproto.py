@@ -57,7 +57,7 @@ class DataProto(RowOperations):
         A TensorDict's number of rows counts even without columns. Raises DataError for a column of the wrong kind or
         length, or a name given twice.
         """
-        (rows,) = getattr(batch, "batch_size", None) or (0,)
+        rows, *_ = getattr(batch, "batch_size", None) or (0,)
         self._source: Table | LazyTable = Table(meta_info=dict(meta_info or {}), bare_rows=rows)
         for kinds, columns in ((TENSOR, batch), (OBJECT, non_tensor_batch)):
             for name, value in ({} if columns is None else columns).items():

@@ -39,7 +39,8 @@ def table_from_tensordict(tensor_dict: Any, meta_info: Mapping[str, Any]) -> Tab
     """Return the table of a TensorDict; see DataProto.from_tensordict."""
     from tensordict import NonTensorData, NonTensorStack
 
-    table = Table(bare_rows=tensor_dict.batch_size[0])
+    rows, *_ = tensor_dict.batch_size or (0,)
+    table = Table(bare_rows=rows)
     for name, value in tensor_dict.items():
         if isinstance(value, NonTensorData):
             table.meta_info[name] = value.data

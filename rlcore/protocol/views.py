@@ -79,6 +79,25 @@ class _ColumnView(MutableMapping[str, Any]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    # The inherited ones iterate, and TensorColumns iterates over rows.
+
+    def update(self, other: Any = (), /, **columns: Any) -> None:
+        """Bind all columns of a mapping, or of pairs."""
+        for name, value in {**dict(other.items() if hasattr(other, "items") else other), **columns}.items():
+            self[name] = value
+
+    def clear(self) -> None:
+        """Remove all columns of these kinds."""
+        for name in self._columns():
+            del self[name]
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the column that was bound last, and return its name and contents; KeyError for none."""
+        name = next(reversed(self._columns()))
+        value = self[name]
+        del self[name]
+        return name, value
+
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {column.type_name()}" for name, column in self._columns().items())
         return f"{type(self).__name__}({{{columns}}})"

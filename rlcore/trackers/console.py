@@ -161,19 +161,24 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
     command = shlex.quote(_command())
     given = [*summary.get("plugin_files", []), *(f"no:{name}" for name in summary.get("plugins_blocked", []))]
     plugins = "".join(f" -p {shlex.quote(word)}" for word in given)
-    go_on = {
-        "finished": f"{command} train{plugins} --config {config} {run_dir_word(_free(run_dir))} trainer.seed=1",
-        "interrupted": f"{command} train{plugins} --config {config} {run_dir_word(run_dir)}",
-    }
+    train = f"{command} train{plugins} --config {config}"
+    if status == "finished":
+        go_on = f"{train} {run_dir_word(_free(run_dir))} trainer.seed=1"
+    elif status == "interrupted":
+        go_on = f"{train} {run_dir_word(run_dir)}"
+    else:
+        go_on = f"tail -n 50 {shlex.quote(str(run_dir / LOG))}"
     lines.append("next:")
     if checkpoints(run_dir / "checkpoints"):
         lines.append(f"  {command} eval{plugins} {folder}")
-    lines.append("  " + go_on.get(status, f"tail -n 50 {shlex.quote(str(run_dir / LOG))}"))
+    lines.append(f"  {go_on}")
     lines.append(f"  {command} plugins{plugins}")
     return lines
 
 
 def _free(run_dir: Path) -> Path:
     """Return a path beside the run's folder that is not there yet."""
+    if not run_dir.name or run_dir.name == "..":
+        run_dir = run_dir.resolve()
     names = (run_dir.with_name(f"{run_dir.name}-again{'' if number == 1 else number}") for number in count(1))
     return next(path for path in names if not path.exists())

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -43,14 +44,17 @@ class JsonlTracker(Tracker):
         """
         kept = []
         if resume_step > 0:
-            kept = [line for line in _read(self._path, "step") if line["step"] <= resume_step]
+            kept = [line for line in _read(self._path, steps=True) if line["step"] <= resume_step]
             if lost := sorted({*range(self._first_step, resume_step + 1)} - {line["step"] for line in kept}):
                 _log.warning("%s lacks the lines of steps %s", self._path, _numbers(lost))
         _replace(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._samples.mkdir(exist_ok=True)
         rows: dict[int, int] = {}
         for path in self._samples.glob("step_*.jsonl"):
-            step = int(path.stem.removeprefix("step_"))
+            match = re.fullmatch(r"step_(\d+)", path.stem)
+            if match is None:
+                continue  # a file of somebody else
+            step = int(match.group(1))
             if step > resume_step or resume_step == 0:
                 path.unlink()
             else:
@@ -82,8 +86,8 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-def _read(path: Path, needs: str | None = None) -> list[dict[str, Any]]:
-    """Return a file's objects, with the key `needs` if given; other lines are named and moved to a file beside it.
+def _read(path: Path, *, steps: bool = False) -> list[dict[str, Any]]:
+    """Return a file's objects, with `steps` those of a step; other lines are named and moved to a file beside it.
 
     The end of a last line that a killed run did not finish is moved without a word.
     """
@@ -94,7 +98,7 @@ def _read(path: Path, needs: str | None = None) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, start=1):
         with contextlib.suppress(ValueError):  # of text that is neither JSON nor UTF-8
             line = json.loads(text)
-            if isinstance(line, dict) and (needs is None or needs in line):
+            if isinstance(line, dict) and (not steps or type(line.get("step")) is int):
                 found[number] = line
     bad = {number: text for number, text in enumerate(texts, start=1) if text and number not in found}
     if bad:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlcore.config.schema import Config
 from rlcore.errors import ConfigError, DataError, did_you_mean
+from rlcore.exits import exit_error
 from rlcore.plugins.specs import TrackerSpec
 from rlcore.trackers.base import Tracker
 from rlcore.trackers.jsonl import JsonlTracker
@@ -106,6 +107,8 @@ def _call(name: str, method: Callable[..., None], *args: Any) -> None:
             f"the tracker {name!r} cannot write: {error}. The last checkpoint is safe: free disk space, then resume "
             "with the same command."
         ) from error
+    except SystemExit as end:
+        raise exit_error(end) from end
     except Exception as error:
         error.add_note(f"(in the tracker {name!r}; leave it out of tracker.use to run without it)")
         raise

@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 STOP_SECONDS = 10.0
@@ -41,6 +41,7 @@ class MethodLoop:
         self._owner: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: set[Future[Any]] = set()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rlcore-coroutines", daemon=True)
 
     @contextmanager
@@ -81,6 +82,7 @@ class MethodLoop:
     def stop(self) -> None:
         """End the thread. A second call does nothing."""
         if self._loop is not None:
+            self._stopping = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_SECONDS)
             self._loop = None
@@ -90,7 +92,10 @@ class MethodLoop:
         assert loop is not None
         self._take_turn()
         try:
-            loop.run_forever()
+            while not self._stopping:
+                # asyncio raises an exit of a task here too, whose result it is already.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_forever()
             loop.close()
         finally:
             self._end_turn()

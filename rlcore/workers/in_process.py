@@ -17,7 +17,7 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.errors import RLCoreError
 from rlcore.protocol import DataProto
 from rlcore.workers.contract import CallArgs, DeclaredResult
-from rlcore.workers.event_loop import MethodLoop, has_async_methods, in_steps
+from rlcore.workers.event_loop import STOP_SECONDS, MethodLoop, has_async_methods, in_steps
 from rlcore.workers.executor import KERNEL_CACHES, Executor
 from rlcore.workers.failure import naming_errors
 from rlcore.workers.future import Future
@@ -28,7 +28,7 @@ from rlcore.workers.worker import Worker, WorkerContext, construct, running
 
 
 class FinishedCall(Future):
-    """A call that has ended, with results by rank or the first failure; of `running` ranks the results are to come."""
+    """A call made in this process: results by rank, or the first failure; `running`: coroutines that have not ended."""
 
     def __init__(
         self,
@@ -60,8 +60,12 @@ class FinishedCall(Future):
 
 
 def _sent(value: Any) -> Any:
-    """Return a batch as another process would get it: what is written into it does not reach the sender."""
-    return value._of(value.table.immutable()) if isinstance(value, DataProto) else value
+    """Return a value with its batches as another process would get them: writes into them do not reach the sender."""
+    if isinstance(value, DataProto):
+        return value._of(value.table.immutable())
+    if type(value) in (list, tuple):
+        return type(value)(map(_sent, value))
+    return {key: _sent(each) for key, each in value.items()} if type(value) is dict else value
 
 
 class InProcess(Processes):
@@ -133,13 +137,14 @@ class InProcess(Processes):
     def shutdown(self) -> None:
         """Cancel the calls of `async def` methods, shut the workers down, and drop them."""
         self._loop.cancel()
-        for workers in self._workers.values():
-            for worker in workers:
-                shutdown: Callable[[], Any] = worker.shutdown
-                if inspect.iscoroutine(ended := shutdown()):
-                    self._loop.start(ended).result()
-            workers.clear()
-        self._loop.stop()
+        try:
+            for workers in self._workers.values():
+                while workers:
+                    shutdown: Callable[[], Any] = workers.pop(0).shutdown
+                    if inspect.iscoroutine(ended := shutdown()):
+                        self._loop.start(ended).result(STOP_SECONDS)
+        finally:
+            self._loop.stop()
 
 
 async def _await(coroutine: Coroutine[Any, Any, Any], worker: Worker, method: str, ended: Callable[[Any], Any]) -> Any:

@@ -114,6 +114,31 @@ def test_a_tool_in_the_place_of_sys_exit_is_not_named(stand_in, capsys, monkeypa
     assert f"SystemExit: 0 ({Path('mine.py').resolve()}, line 1)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("exit_", ["sys.exit(0)", "os._exit(0)"])
+def test_a_tracker_that_exits_at_the_end_leaves_the_others_to_finish(exit_, capsys):
+    ending = TRACK.replace("def log(self, step, metrics)", "def finish(self, status, summary)")
+    Path("mine.py").write_text(ending.replace("EXIT", exit_))
+    assert main([*RUN, "-p", "mine.py", "tracker.use=[mine,console]"]) == 1
+    printed = capsys.readouterr()
+    assert "mine.py, line 8, ended the command with " in printed.err
+    assert "finished: 2 steps" in printed.out
+
+
+OPTIONS = (
+    HOOK
+    + """def rlcore_commands():
+    from rlcore import CommandSpec
+    return CommandSpec("mine", "has options", run=lambda line: 0, options=lambda parser: exit(0))
+"""
+)
+
+
+def test_a_commands_options_may_not_exit(stand_in, capsys):
+    Path("mine.py").write_text(OPTIONS)
+    assert main([*stand_in, "-p", "mine.py", "mine"]) == 2
+    assert "mine.py, line 6, ended the command with sys.exit(0)" in capsys.readouterr().err
+
+
 THREAD = """
 import os, threading
 thread = threading.Thread(target=lambda: os._exit(0))

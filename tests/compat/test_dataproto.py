@@ -209,6 +209,18 @@ def test_pop_and_meta_info(data: DataProto) -> None:
     assert type(popped) is DataProto
 
 
+def test_a_half_takes_the_columns_of_another_batch_and_gives_its_own(data: DataProto) -> None:
+    other = DataProto.from_dict(tensors={"new": torch.arange(len(data))})
+    data.batch.update(other.batch)
+    assert torch.equal(data.batch["new"], torch.arange(len(data)))
+    name, values = data.batch.popitem()
+    assert (name, len(values)) == ("new", len(data))
+    rows = len(data)
+    data.batch.clear()
+    assert set(data.batch.keys()) == set()
+    assert len(data) == rows
+
+
 def test_both_halves_can_be_set(data: DataProto) -> None:
     tensor = torch.arange(4.0)
     data.batch = TensorDict({"t": tensor}, batch_size=[4])

@@ -122,3 +122,23 @@ def test_whatever_a_template_raises_names_row_template_and_line(chats: Any, stri
         DataError, match=r"split 'train', row 1: the chat template cannot render .*TypeError in line 2: "
     ):
         chats([{"prompt": "1+1="}])
+
+
+def test_a_rendered_prompt_is_neither_parsed_nor_given_tools(strict: PreTrainedTokenizerBase) -> None:
+    text = json.dumps([ASK])
+    rows = {"train": [{"prompt": text, "tools": [TOOL]}], "eval": [{"prompt": "held"}]}
+    dataset = DatasetSpec("own", lambda _, split: rows[split], reward="gsm8k")
+    config = DataConfig(name="own", batch_size=1, rendered=["prompt"])
+    assert PromptLoader(config, dataset, strict, seed=0)._train.prompts[0].chat == text
+    rows["train"][0]["prompt"] = ""
+    with pytest.raises(DataError, match=r"'train', row 1: the prompt is empty"):
+        PromptLoader(config, dataset, strict, seed=0)
+
+
+def test_blank_tools_are_none_and_a_call_is_no_answer(chats: Any, strict: PreTrainedTokenizerBase) -> None:
+    assert chats([{"prompt": "1+1=", "tools": " "}]) == ["user1+1=;"]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    rows = {"train": [{"messages": [ASK, call]}], "eval": [{"messages": [ASK]}]}
+    dataset = DatasetSpec("own", lambda _, split: rows[split], reward="gsm8k")
+    with pytest.raises(DataError, match="row 1: the last message calls tools, so it is no answer"):
+        PromptLoader(DataConfig(name="own", batch_size=1, prompt_key="messages"), dataset, strict, seed=0)

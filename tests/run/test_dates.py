@@ -70,3 +70,10 @@ def test_a_template_with_chance_in_it_and_a_wrong_date_are_refused(train_small, 
     for wrong in ("2026-02-30", "monday"):
         with pytest.raises(ConfigError, match=rf"model\.date={wrong} is no date"):
             train_small(tmp_path / "run", f"model.date={wrong}")
+
+
+def test_words_that_only_speak_of_chance_and_a_template_without_a_date_are_taken(tmp_path):
+    file = tmp_path / "prose.jinja"
+    file.write_text("Answer yes | no | random. {{ messages[0].content }}")
+    tokenizer = load_tokenizer(ModelConfig(chat_template=str(file), date="2024-02-29"))
+    assert "apply_chat_template" not in vars(tokenizer)  # a folder's own tokenizer may not take the date

@@ -91,7 +91,7 @@ REFUSED = {
     break_weights: r"weights that are NaN or infinite: model\.norm\.weight$",
     make_shallower: r"weights of more layers than its config\.json names: model\.layers\.\d+\.",
     name_templates: "the chat templates b, rag and none with the name default",
-    scale_by_length: r"by a row's length \(dynamic\), otherwise above 12 tokens; the longest prompt has 8 tokens and",
+    scale_by_length: r"another rotary scaling \(dynamic\) for rows of more than 12 tokens; the longest prompt has 8",
 }
 
 

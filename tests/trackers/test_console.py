@@ -122,3 +122,12 @@ def test_the_commands_at_the_end_can_work(tmp_path):
     printed = output(False, "interrupted", given, folder=str(run))
     for words in (f"eval {options} {run}", f"train {options} --config", f"plugins {options}"):
         assert f"  rlcore {words}" in printed
+
+
+def test_a_run_in_the_working_directory_has_a_free_folder_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    for status in ("finished", "interrupted", "failed"):
+        printed = output(False, status, folder=".")
+    assert "tail -n 50 rlcore.log" in printed
+    assert f"run.dir={tmp_path}/a-again trainer" in output(False, "finished", folder=".")

@@ -76,17 +76,18 @@ def test_lines_that_cannot_be_read_are_kept_aside_and_lost_ones_named(tmp_path, 
     assert first.sample_rows == 15
     first.finish("failed", {})
     texts = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    texts[1], texts[3] = b"\xff" + texts[1], b"[1]\n"
+    texts[1], texts[3] = b"\xff" + texts[1], b'{"step": null}\n'
     del texts[4]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(texts))
     samples = tmp_path / "samples"
     (samples / "step_000002.jsonl").unlink()
+    (samples / "step_000001 copy.jsonl").write_text("{}")
     (samples / "step_000003.jsonl").write_text('{"uid": "3:0"}\n{"u"id": "3:1"}\n{"uid": "3:2"}\n')
     second = Trackers(config(), tmp_path, {})
     second.start(resume_step=5, sample_rows=15)
     second.finish("finished", {})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 2, 5]
-    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == texts[1] + b"[1]\n"
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == texts[1] + texts[3]
     assert [line["uid"] for line in lines(samples / "step_000003.jsonl")] == ["3:0", "3:2"]
     assert (samples / "step_000003.jsonl.damaged").read_text() == '{"u"id": "3:1"}\n'
     assert [record.getMessage() for record in caplog.records] == [

@@ -44,6 +44,10 @@ class Inside(Worker):
     """A worker that an `async def` method makes."""
 
 
+async def leave() -> None:
+    sys.exit(4)
+
+
 class Talker(Worker):
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -107,6 +111,8 @@ class Talker(Worker):
                     raise ValueError("no such value")
                 case "exit":
                     sys.exit(3)
+                case "exit in a task":
+                    await asyncio.gather(leave())
                 case "cancel":
                     raise asyncio.CancelledError("enough")
         elif kind == "value":
@@ -221,6 +227,7 @@ def test_calls_start_in_order_and_no_coroutine_runs_within_a_method_that_is_not_
         ("data", DataError, r"^row 3 is bad \[talker rank 1 of 2 on .*, in fail\(\)\]"),
         ("value", WorkerError, r"(?s)^talker rank 1 of 2 on .*, in fail\(\): ValueError: no such value.*Traceback"),
         ("exit", WorkerError, r"^talker rank 1 of 2 on .*, in fail\(\): SystemExit: 3"),
+        ("exit in a task", WorkerError, r"^talker rank 1 of 2 on .*, in fail\(\): SystemExit: 4"),
         ("cancel", WorkerError, r"^talker rank 1 of 2 on .*, in fail\(\): CancelledError: enough"),
     ],
 )
