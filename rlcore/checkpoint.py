@@ -67,7 +67,7 @@ def set_aside_after(whole: Path) -> None:
 
 
 def faults(path: Path, part: str = "") -> list[str]:
-    """Return what is wrong with a checkpoint's files below `part`, compared with the manifest; [] for none."""
+    """Return the faults of a checkpoint's files below `part`, by its manifest; [] if all are as they were written."""
     try:
         expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         known = {name: (entry["bytes"], entry["sha256"]) for name, entry in expected.items()}

@@ -169,7 +169,7 @@ class PromptSplit:
                         f"nothing in column {key!r}; its columns are {', '.join(row) or 'none'}. Set data.prompt_key "
                         f"to the right one.{nearest(row, key)}"
                     )
-                chats.append(self._render(encoder, prompt, plain_tools(row.get("tools"))))
+                chats.append(self._render(encoder, prompt, row))
             except DataError as error:
                 raise DataError(f"{self._where}, row {number + 1}: {error}") from error
             plain = isinstance(prompt, str)
@@ -195,11 +195,12 @@ class PromptSplit:
             prompts.append(Prompt(number, texts[number], chats[number], token_ids))
         return prompts
 
-    def _render(self, encoder: PromptEncoder, prompt: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, encoder: PromptEncoder, prompt: Any, row: Mapping[str, Any]) -> str:
         """Return the rendered prompt, with the tools of its row."""
-        chat = encoder.render(prompt, tools)
         if encoder.rendered and isinstance(prompt, str):
-            return chat
+            return prompt  # no template reads the row's tools
+        tools = plain_tools(row.get("tools"))
+        chat = encoder.render(prompt, tools)
         if tools and self._has_environment:
             raise DataError("it has tools of its own (column 'tools'), and so has the environment; drop one of the two")
         if tools and not self._knows_tools:

@@ -35,7 +35,7 @@ def import_limit(what: str) -> Iterator[None]:
 
 
 def import_timeout() -> float:
-    """Return RLCORE_IMPORT_TIMEOUT; ConfigError for a value that is no number of seconds."""
+    """Return the seconds of RLCORE_IMPORT_TIMEOUT. Raises ConfigError for a value that is not a number of seconds."""
     text = os.environ.get(VARIABLE, str(DEFAULT))
     try:
         seconds = float(text)

@@ -22,7 +22,7 @@ _CURRENCY = r"(?:\\?[$€£¥₹])?"
 _DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = rf"{_SIGN}{_CURRENCY}(?P<inner_sign>(?<=[$€£¥₹])[-−])?{_DIGITS}"
 _ANY_NUMBER = re.compile(_NUMBER)
-# A fraction or a range is no single number; bold marks and a box may be around it.
+# Neither a fraction (1/2) nor a range (18-20) is a number. The number may stand in bold marks or in a box.
 _MARKED_NUMBER = re.compile(rf"####\s*(?:\*\*|\\boxed\{{)?\s*{_NUMBER}(?![0-9]|[.,][0-9]|\s*[-–/]\s*[0-9])")
 
 

@@ -46,7 +46,7 @@ def math(prompt: str, response: str, answer: Any) -> float:
     if _equal(reference, final, bare=True):
         return 1.0
     # Several boxes may hold the parts of one answer.
-    parts = len(_BOX.findall(text)) > 1 and reference.count(",") >= 1
+    parts = len(boxes) > 1 and "," in reference
     return float(parts and _equal(reference, ", ".join(boxes[-1 - reference.count(",") :]), bare=True))
 
 
@@ -94,7 +94,7 @@ def _equal(reference: str, found: str, *, bare: bool) -> bool:
     if not bare:
         return _verified(_parsed(reference), _read(found.replace("**", " ")))
     reference, found = _plain(reference), _plain(found)
-    if _kinds(reference) != _kinds(found) and {_kinds(reference), _kinds(found)} == {"point", "set"}:
+    if {_kind(reference), _kind(found)} == {"point", "set"}:
         return False
     bases = [_BASED.fullmatch(each) for each in (reference, found)]
     if bases[0] and bases[1]:
@@ -113,7 +113,7 @@ def _plain(answer: str) -> str:
     return answer.rstrip(".,;。、 ") if not answer.endswith("\\,") else answer[:-2].rstrip()
 
 
-def _kinds(answer: str) -> str:
+def _kind(answer: str) -> str:
     if answer.startswith(r"\{") and "," in answer:
         return "set"
     return "point" if re.match(r"(?:\\left\s*)?\(", answer) and "," in answer else "other"

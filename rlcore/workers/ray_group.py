@@ -227,7 +227,7 @@ class RayProcesses(Processes):
         return reply, dict(zip(names, columns, strict=True))
 
     def _run(self, rank: int, is_async: bool, values: int | None) -> Any:
-        """Return the method of a rank's process that returns `values` values, or, with None, as many as it finds."""
+        """Return a rank's `run_declared` with `values` return values; None: its `run`, which yields any number."""
         # Kept, as `options` makes a new object each time.
         key = rank, is_async, values
         if key not in self._runs:

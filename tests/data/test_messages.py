@@ -130,6 +130,8 @@ def test_a_rendered_prompt_is_neither_parsed_nor_given_tools(strict: PreTrainedT
     dataset = DatasetSpec("own", lambda _, split: rows[split], reward="gsm8k")
     config = DataConfig(name="own", batch_size=1, rendered=["prompt"])
     assert PromptLoader(config, dataset, strict, seed=0)._train.prompts[0].chat == text
+    rows["train"][0]["tools"] = "a column of another meaning"
+    assert PromptLoader(config, dataset, strict, seed=0)._train.prompts[0].chat == text
     rows["train"][0]["prompt"] = ""
     with pytest.raises(DataError, match=r"'train', row 1: the prompt is empty"):
         PromptLoader(config, dataset, strict, seed=0)
