@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,6 @@ from rlcore.engine.rollout import RolloutEngine, Sampling
 from rlcore.episodes.call_queue import CallQueue
 from rlcore.episodes.environment import EnvironmentFailure
 from rlcore.episodes.failures import failed_row, plays_again
-from rlcore.episodes.fork_server import how_it_ended
 from rlcore.episodes.openai_format import RequestError
 from rlcore.episodes.prompts import Prompts
 from rlcore.episodes.rows import EpisodeRow, episode_columns
@@ -33,12 +30,13 @@ from rlcore.episodes.sessions import Limits, Renderers, Session
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.source import answer_requests
 from rlcore.errors import ConfigError
+from rlcore.processes import BECOME
+from rlcore.processes.ends import how_it_ended, kill_group
 from rlcore.protocol import DataProto
 from rlcore.sandbox.variables import basic_variables
 
 MODEL = "policy"
 """The model's name in the server's answers; agents may ask for any."""
-_START = Path(__file__).with_name("agent_start.py")
 _LONGEST_VARIABLE = 100_000  # bytes; Linux refuses variables of 128 KiB
 _SHOWN = 2000  # characters of an agent's output in the cause of its failure
 _POLL = 0.05  # seconds between looks at a process where the system cannot tell of its end
@@ -162,7 +160,7 @@ class _Batch:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
             given.write(task.encode())
             given.seek(0)
-            start = [sys.executable, "-I", "-S", str(_START), str(os.getpid())]
+            start = [sys.executable, "-I", "-S", str(BECOME), str(os.getpid())]
             try:
                 process = subprocess.Popen(
                     [*start, *self._command],
@@ -179,8 +177,7 @@ class _Batch:
             try:
                 await self._wait(process, session, output)
             finally:
-                with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill_group(process.pid)
                 code = process.wait()
             if code:
                 raise EnvironmentFailure(f"the agent {how_it_ended(code)}", _tail(output))

@@ -7,8 +7,7 @@ end of its own socket pair, or KILL with its number. Each notice is NOTICE: FORK
 id, REFUSED with an errno, or ENDED with the slot's exit code (a signal is negative).
 
 A slot's process reads requests, frames of the parent's pickle of (method, arguments), and answers each with a frame of
-JSON: the parent never unpickles bytes from a process that ran a model's calls. A frame is HEADER (the request's number,
-the body's length) and its body.
+JSON, with the request's number: the parent never unpickles bytes from a process that ran a model's calls.
 
 Nothing is left running: a slot's process collects what its episodes start (it is their subreaper), and is killed with
 it. When the parent ends, however it ends, this process ends the slots.
@@ -17,7 +16,6 @@ it. When the parent ends, however it ends, this process ends the slots.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -34,9 +32,17 @@ import time
 from typing import Any, BinaryIO, NoReturn
 
 from rlcore.episodes.environment import EnvironmentFailure, EpisodeEnvironment, as_class, describe
+from rlcore.processes.child import (
+    adopt_orphans,
+    die_with_parent,
+    forbid_core_files,
+    limit_memory,
+    outlive_parent,
+)
+from rlcore.processes.ends import kill_group
+from rlcore.processes.frames import frame, read_frame
 from rlcore.stacks import register_stacks
 
-HEADER = struct.Struct("!QQ")
 COMMAND = struct.Struct("!cQ")
 NOTICE = struct.Struct("!cQq")
 FORK, KILL = b"+", b"-"
@@ -45,7 +51,6 @@ MOST_REPLY = 2**26  # bytes
 LOST = 83  # exit code of a slot that cannot write to its socket
 GRACE = 2.0  # seconds for `close()` of environments when the parent has ended
 PATIENCE = 5.0  # seconds to kill everything at the end
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -57,10 +62,8 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)  # output of environments must not look like a program's result
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # while the user's module runs, nobody watches the parent
-    if os.getppid() != parent:
-        os._exit(1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(parent)  # while the user's module runs, nobody watches the parent
+    adopt_orphans()
     register_stacks()
     reply: dict[str, Any] = {}
     try:
@@ -71,9 +74,8 @@ def main() -> None:
         reply = {"error": text, "traceback": trace}
     # From here on this process watches the parent, and ends more than itself. Before the reply: the signal comes also
     # at the end of the parent's thread that started this process.
-    _prctl(_PR_SET_PDEATHSIG, 0)
-    body = json.dumps(reply).encode()
-    control.sendall(HEADER.pack(0, len(body)) + body)
+    outlive_parent()
+    control.sendall(frame(json.dumps(reply).encode()))
     if not reply:
         _ForkServer(control, parent, memory_mb, environment).serve()
 
@@ -96,11 +98,6 @@ def _check_room(memory_mb: int) -> None:
             mapped = int(statm.read().split()[0]) * resource.getpagesize() // 2**20
         if mapped >= memory_mb:
             raise MemoryError(f"it maps {mapped} MiB when loaded, and its limit is {memory_mb} MiB (env.memory_mb)")
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
 
 
 class _ForkServer:
@@ -173,12 +170,10 @@ class _ForkServer:
             os.close(self._wake)
             server = os.getppid()
             os.setsid()
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            if os.getppid() != server:
-                os._exit(1)
+            die_with_parent(server)
+            adopt_orphans()
             register_stacks()
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            forbid_core_files()
             limit_memory(self._memory_mb)
             _SlotProcess(socket.socket(fileno=descriptor), *self._environment).serve()
         except BaseException:
@@ -202,7 +197,7 @@ class _ForkServer:
                 break
             ended = True
             if pid in self._slots:
-                _kill_group(pid)
+                kill_group(pid)
                 self._tell(ENDED, self._slots.pop(pid), os.waitstatus_to_exitcode(status))
         if ended:
             for pid in _children():
@@ -255,23 +250,9 @@ def _children() -> list[int]:
 
 def _kill(pid: int) -> None:
     """Kill a child of this process that has not been reaped, and its process group if it leads one."""
-    _kill_group(pid)
+    kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: no permission for a group of zombies
-        os.killpg(pid, signal.SIGKILL)
-
-
-def limit_memory(megabytes: int, pid: int = 0) -> None:
-    """Limit the address space of a process, 0 for this one; 0 megabytes for no limit. Only Linux has this."""
-    if megabytes and sys.platform == "linux":  # macOS does not enforce RLIMIT_AS and may refuse to set it
-        hard = resource.prlimit(pid, resource.RLIMIT_AS)[1]
-        wanted = megabytes * 2**20
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 class _SlotProcess:
@@ -287,10 +268,10 @@ class _SlotProcess:
     def serve(self) -> None:
         """Answer requests until the parent closes the connection, or until an episode left something running."""
         try:
-            while len(header := self._requests.read(HEADER.size)) == HEADER.size:
-                number, length = HEADER.unpack(header)
-                body, spent = self._reply(self._requests.read(length))
-                self._connection.sendall(HEADER.pack(number, len(body)) + body)
+            while (request := read_frame(self._requests)) is not None:
+                number, body = request
+                answer, spent = self._reply(body)
+                self._connection.sendall(frame(answer, number))
                 if spent:
                     return
         except (BrokenPipeError, ConnectionResetError):  # the parent has ended

@@ -6,17 +6,20 @@ import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 
-from rlcore.episodes.child import COMMAND, FORK, GRACE, HEADER, KILL, LOST, NOTICE, PATIENCE
+from rlcore.episodes.child import COMMAND, FORK, GRACE, KILL, MOST_REPLY, NOTICE, PATIENCE
 from rlcore.episodes.packing import PackedEnvironment
 from rlcore.errors import ConfigError
+from rlcore.processes.ends import how_it_ended, kill_group
+from rlcore.processes.frames import FrameBuffer
+from rlcore.processes.pipe import Pipe
 from rlcore.sandbox.variables import python_variables
 
 _START_TIMEOUT = 120.0  # seconds to start Python and load the environment
@@ -113,8 +116,7 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end
             self._process.wait(0.5)
         for pid in [self._process.pid, *slots]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
         return how_it_ended(self._process.wait())
 
     def _drop(self) -> None:
@@ -130,38 +132,12 @@ class ForkServer:
 
     def _loaded(self) -> dict[str, str]:
         """Read the answer to the environment's loading: {} or {"error", "traceback"}."""
-        self.control.settimeout(_START_TIMEOUT)
+        control, deadline = self.control.fileno(), time.monotonic() + _START_TIMEOUT
         try:
-            _, length = HEADER.unpack(self._receive(HEADER.size))
-            reply: dict[str, str] = json.loads(self._receive(length))
+            _, body = Pipe(self._process, control, control, FrameBuffer(MOST_REPLY), deadline).receive()
+            reply: dict[str, str] = json.loads(body)
             return reply
         except TimeoutError:
             raise ConfigError(f"the environment was not loaded within {_START_TIMEOUT:g} s") from None
         except EOFError:
             raise ConfigError(f"the environment {how_it_ended(self._process.wait())} while it was loaded") from None
-
-    def _receive(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = self.control.recv(size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-
-def how_it_ended(code: int) -> str:
-    """Describe a process's exit code; a signal is negative."""
-    if code == LOST:
-        return "closed its connection"
-    if code >= 0:
-        return f"ended its process with status {code}"
-    hint = " (it may have used more memory than the machine has)" if code == -signal.SIGKILL else ""
-    return f"ended its process by {_signal_name(-code)}{hint}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcore.episodes.child import limit_memory
 from rlcore.episodes.environment import EnvironmentFailure
-from rlcore.episodes.fork_server import how_it_ended
+from rlcore.processes.child import limit_memory
+from rlcore.processes.ends import how_it_ended, kill_group
 
 VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 """Revisions of the protocol that begin with `initialize`, oldest first."""
@@ -269,8 +269,7 @@ class McpClient:
             if alive and terminate:
                 os.kill(self._process.pid, signal.SIGTERM)
                 self._ends_within(_TERMINATED)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: none for a group of zombies
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             self._process.wait()
             if alive and not terminate:
                 return "closed its output"

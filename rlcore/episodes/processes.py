@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.episodes.child import ENDED, FORKED, HEADER, MOST_REPLY
+from rlcore.episodes.child import ENDED, FORKED, LOST, MOST_REPLY
 from rlcore.episodes.environment import EnvironmentFailure
-from rlcore.episodes.fork_server import ForkServer, how_it_ended
+from rlcore.episodes.fork_server import ForkServer
 from rlcore.episodes.packing import PackedEnvironment, load_from_file, pack
 from rlcore.errors import DataError
+from rlcore.processes.ends import how_it_ended
+from rlcore.processes.frames import FrameBuffer, FrameError, frame
 
 __all__ = ["EnvironmentPool", "PackedEnvironment", "load_from_file", "pack"]
 
@@ -58,7 +60,7 @@ class _Slot:
     deadline: float = float("inf")
     ended: bool = False
     outgoing: memoryview = field(default_factory=lambda: memoryview(b""))
-    incoming: bytearray = field(default_factory=bytearray)
+    incoming: FrameBuffer = field(default_factory=lambda: FrameBuffer(MOST_REPLY))
 
 
 class EnvironmentPool:
@@ -210,7 +212,7 @@ class EnvironmentPool:
     def _send(self, slot: _Slot, method: str, label: str, request: bytes) -> None:
         slot.call, slot.label, slot.number = method, label, slot.number + 1
         if not slot.ended:
-            slot.outgoing = memoryview(HEADER.pack(slot.number, len(request)) + request)
+            slot.outgoing = memoryview(frame(request, slot.number))
             slot.deadline = time.monotonic() + _SEND_TIMEOUT
             self._write(slot)
 
@@ -276,7 +278,7 @@ class EnvironmentPool:
             if not slot.ended:
                 self._read(slot)  # its last answer
             if key in self._slots:
-                self._lose(slot, how_it_ended(value) if kind == ENDED else f"cannot be forked: {os.strerror(value)}")
+                self._lose(slot, _ended(value) if kind == ENDED else f"cannot be forked: {os.strerror(value)}")
 
     def _read(self, slot: _Slot) -> None:
         """Take the answer that has come on a slot's connection, or its end."""
@@ -294,23 +296,21 @@ class EnvironmentPool:
                 self._selector.unregister(slot.connection)
                 slot.ended, slot.deadline = True, time.monotonic() + _STATUS_TIMEOUT
                 return
-            slot.incoming += part
-            if len(slot.incoming) < HEADER.size:
-                continue
-            number, length = HEADER.unpack_from(slot.incoming)
-            if not slot.call or number != slot.number or length > MOST_REPLY:
+            slot.incoming.add(part)
+            try:
+                message = slot.incoming.take()
+                if message is None and slot.call:
+                    continue
+                reply = _reply(message, slot.number, slot.call)
+            except FrameError:
+                reply = None
+            if reply is None or slot.incoming:  # nothing may follow an answer
                 self._lose(slot, "sent no proper answer")
-                return
-            if len(slot.incoming) >= HEADER.size + length:  # more is a fault, and not JSON
-                reply = _reply(slot.incoming[HEADER.size :], slot.call)
-                slot.incoming = bytearray()
+            else:
                 self._answered(slot, reply)
-                return
-
-    def _answered(self, slot: _Slot, reply: dict[str, Any] | None) -> None:
-        if reply is None:
-            self._lose(slot, "sent no proper answer")
             return
+
+    def _answered(self, slot: _Slot, reply: dict[str, Any]) -> None:
         method, slot.call, slot.deadline = slot.call, "", float("inf")
         failure = EnvironmentFailure(str(reply["error"]), str(reply["traceback"])) if "error" in reply else None
         if method == "release":
@@ -371,10 +371,16 @@ class EnvironmentPool:
         self._idle.clear()
 
 
-def _reply(body: bytearray, method: str) -> dict[str, Any] | None:
-    """Return a reply of the right form, else None."""
+def _ended(code: int) -> str:
+    return "closed its connection" if code == LOST else how_it_ended(code)
+
+
+def _reply(message: tuple[int, bytes] | None, number: int, method: str) -> dict[str, Any] | None:
+    """Return the reply to call `number` of a method, of the right form; else None. Without a call none is right."""
+    if not method or message is None or message[0] != number:
+        return None
     try:
-        reply = json.loads(body)
+        reply = json.loads(message[1])
     except (ValueError, RecursionError):
         return None
     if not isinstance(reply, dict):

@@ -1,7 +1,7 @@
 """The process that runs reward code: `python -m rlcore.rewards.child PARENT_PID MEMORY_MB`, started by process.py.
 
-It reads request frames from standard input (8 bytes of length, then the parent's pickle). It answers each with one
-frame (8 bytes of length, then JSON) on its original standard output:
+It reads request frames (`rlcore.processes.frames`) of the parent's pickle from standard input. It answers each with a
+frame of JSON, with the request's number, on its original standard output:
 
     ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
     ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
@@ -13,25 +13,22 @@ torch.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
+import itertools
 import json
 import os
 import pickle
-import resource
-import signal
-import struct
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
+from rlcore.processes.child import die_with_parent, forbid_core_files, limit_memory
+from rlcore.processes.frames import frame, read_frame
 from rlcore.stacks import register_stacks
 
-LENGTH = struct.Struct("!Q")
 _LONGEST = 2000  # characters of a message or of a traceback's tail
-_PR_SET_PDEATHSIG = 1
 
 
 class _WrongAnswer(Exception):
@@ -48,16 +45,17 @@ class _Function(NamedTuple):
 def main() -> None:
     """Serve calls until standard input ends."""
     requests, replies = _take_pipes()
-    _die_with(parent=int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     register_stacks()
-    _limit_memory(int(sys.argv[2]))
+    forbid_core_files()
+    limit_memory(int(sys.argv[2]))
     functions: list[_Function] = []
-    while True:
+    for number in itertools.count(1):  # as the parent counts, also where a request does not fit into memory
         try:
-            request = _read(requests)
+            request = read_frame(requests)
             if request is None:
                 return
-            kind, *arguments = pickle.loads(request)
+            kind, *arguments = pickle.loads(request[1])
             reply: dict[str, Any] = {}
             if kind == "load":
                 functions.append(_load(*arguments))
@@ -65,8 +63,7 @@ def main() -> None:
                 reply["values"] = _values(functions[arguments[0]], *arguments[1:])
         except BaseException as error:  # user code's exceptions (SystemExit too) go to the parent
             reply = _failure(error)
-        body = json.dumps(reply).encode()
-        replies.write(LENGTH.pack(len(body)) + body)
+        replies.write(frame(json.dumps(reply).encode(), number))
         replies.flush()
         if reply.get("spent"):
             return
@@ -79,30 +76,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     return requests, replies
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, so that a hanging function does not outlive the run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the line above
-            os._exit(1)
-
-
-def _limit_memory(megabytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if megabytes and sys.platform == "linux":  # macOS does not enforce RLIMIT_AS and may refuse to set it
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = megabytes * 2**20
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _read(stream: BinaryIO) -> bytes | None:
-    header = stream.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return stream.read(LENGTH.unpack(header)[0])
 
 
 def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:

@@ -6,9 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import select
-import signal
-import struct
 import subprocess
 import sys
 import time
@@ -17,15 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
+from rlcore.processes.ends import how_it_ended, kill_group
+from rlcore.processes.frames import FrameBuffer, FrameError
+from rlcore.processes.pipe import Pipe
 from rlcore.rewards.compose import WeightedReward
 from rlcore.sandbox.variables import python_variables
 
 FLOAT32_MAX = 3.4028234663852886e38
 _START_TIMEOUT = 120.0  # seconds to start Python and run the imports of one function's file
-_POLL = 0.2  # seconds between checks that the process lives: a grandchild may hold its end of the pipe open
 _AHEAD = 16  # calls in flight: sent before the first of them is answered
 _MOST_REPLY = 2**28  # bytes; a longer reply is rejected
-_LENGTH = struct.Struct("!Q")
 
 
 class RewardFailure(Exception):
@@ -58,7 +56,8 @@ class RewardProcess:
         self._memory_mb = memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] | None = None
-        self._received = bytearray()
+        self._received = FrameBuffer(_MOST_REPLY)
+        self._sent = self._answered = 0  # requests of this process
 
     def start(self) -> None:
         """Start the process, if it is not running, and load the functions; RewardFailure when one cannot be loaded."""
@@ -75,11 +74,11 @@ class RewardProcess:
             env=python_variables(),
         )
         self._end = weakref.finalize(self, _kill, self._process)
-        self._received = bytearray()
+        self._received, self._sent, self._answered = FrameBuffer(_MOST_REPLY), 0, 0
         for function in self._functions:
             try:
                 with self._talking(_START_TIMEOUT) as pipe:
-                    pipe.send(("load", function.data, function.batched, function.imports))
+                    self._ask(pipe, ("load", function.data, function.batched, function.imports))
                     self._reply(pipe)
             except RewardFailure as failure:
                 self.close()
@@ -137,7 +136,7 @@ class RewardProcess:
                         sent = number
                     with self._talking(timeout) as pipe:
                         for part in calls[sent : number + _AHEAD]:
-                            pipe.send(request(part))
+                            self._ask(pipe, request(part))
                             sent += 1
                         results.append(self._values(pipe, size))
                 except RewardFailure as failure:
@@ -154,18 +153,26 @@ class RewardProcess:
         self._process = None
 
     @contextlib.contextmanager
-    def _talking(self, timeout: float) -> Iterator[_Pipe]:
+    def _talking(self, timeout: float) -> Iterator[Pipe]:
         """Give the process `timeout` seconds; RewardFailure when it hangs (it is then killed) or ends."""
-        assert self._process is not None
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + timeout
         try:
-            yield _Pipe(self._process, self._received, time.monotonic() + timeout)
+            yield Pipe(process, process.stdin.fileno(), process.stdout.fileno(), self._received, deadline)
         except TimeoutError:
             self.close()
             raise RewardFailure(f"gave no answer within {timeout:g} s") from None
         except EOFError:
             raise self._how_it_ended() from None
 
-    def _values(self, pipe: _Pipe, rows: int) -> list[float | None]:
+    def _ask(self, pipe: Pipe, request: tuple[Any, ...]) -> None:
+        self._sent += 1
+        pipe.send(pickle.dumps(request, protocol=5), self._sent)
+
+    def _values(self, pipe: Pipe, rows: int) -> list[float | None]:
         values = self._reply(pipe).get("values")
         if (
             not isinstance(values, list)
@@ -179,12 +186,13 @@ class RewardProcess:
                 raise RewardFailure(f"returned {value}, not a finite 32-bit number")
         return values
 
-    def _reply(self, pipe: _Pipe) -> dict[str, Any]:
+    def _reply(self, pipe: Pipe) -> dict[str, Any]:
         """Return the reply to the oldest unanswered request; RewardFailure when it is an error."""
+        self._answered += 1
         try:
-            (length,) = _LENGTH.unpack(pipe.receive(_LENGTH.size))
-            reply = json.loads(pipe.receive(length)) if length <= _MOST_REPLY else None
-        except ValueError:  # not JSON
+            number, body = pipe.receive()
+            reply = json.loads(body) if number == self._answered else None
+        except (FrameError, ValueError):  # ValueError: not JSON
             reply = None
         if not isinstance(reply, dict):
             self.close()
@@ -206,11 +214,8 @@ class RewardProcess:
         self.close()
         if status is None:
             return RewardFailure("closed its connection")
-        if status >= 0:
-            return RewardFailure(f"ended its process with status {status}")
-        hint = " (it may have used more memory than the machine has)" if status == -signal.SIGKILL else ""
-        # The kernel or a person may have killed it for reasons of their own.
-        return RewardFailure(f"ended its process by {signal.Signals(-status).name}{hint}", may_pass=True)
+        # By a signal: the kernel or a person may have killed it for reasons of their own.
+        return RewardFailure(how_it_ended(status), may_pass=status < 0)
 
 
 def _may_pass(values: Sequence[Score]) -> bool:
@@ -229,63 +234,9 @@ def _request(
     return ("call", function, *chosen, {name: list(values[rows]) for name, values in columns.items()})
 
 
-class _Pipe:
-    """Reads and writes a process's pipes until a deadline (TimeoutError) or the process's end (EOFError)."""
-
-    def __init__(self, process: subprocess.Popen[bytes], received: bytearray, deadline: float) -> None:
-        """`received` buffers bytes from the process that no call has consumed yet."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._received, self._deadline = process, received, deadline
-        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(self._to, False)
-        os.set_blocking(self._from, False)
-
-    def send(self, request: tuple[Any, ...]) -> None:
-        """Write a request. If the process has closed its end, the rest is dropped: reading its reply says why."""
-        body = pickle.dumps(request, protocol=5)
-        rest = memoryview(_LENGTH.pack(len(body)) + body)
-        with contextlib.suppress(BrokenPipeError):
-            while rest:
-                # Read as well: a process blocked on writing its replies reads no more requests.
-                if self._wait((self._to, select.POLLOUT), (self._from, select.POLLIN)) == self._from:
-                    self._read()
-                else:
-                    with contextlib.suppress(BlockingIOError):
-                        rest = rest[os.write(self._to, rest) :]
-
-    def receive(self, size: int) -> bytes:
-        """Read exactly `size` bytes."""
-        while len(self._received) < size:
-            self._wait((self._from, select.POLLIN))
-            self._read()
-        data = bytes(self._received[:size])
-        del self._received[:size]
-        return data
-
-    def _read(self) -> None:
-        part = os.read(self._from, 2**16)
-        if not part:
-            raise EOFError
-        self._received += part
-
-    def _wait(self, *events: tuple[int, int]) -> int:
-        """Return the first descriptor that is ready (or broken)."""
-        poll = select.poll()
-        for descriptor, event in events:
-            poll.register(descriptor, event)
-        while not (ready := poll.poll(1000 * max(0.0, min(_POLL, self._deadline - time.monotonic())))):
-            if self._process.poll() is not None:
-                raise EOFError
-            if time.monotonic() >= self._deadline:
-                raise TimeoutError
-        return ready[0][0]
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and its session's process group, and reap it."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:

@@ -1,10 +1,10 @@
 """The process in which model-written code runs: `import child; child.main()` in a Python without rlcore.
 
 Its arguments CONTROL, STATUS, REQUESTS and REPLIES are file descriptors; the last two are -1 for a single run. From
-CONTROL it reads 8 bytes of length and a marshalled dict, written by `rlcore.sandbox.process`; when CONTROL closes, all
-ends. Standard input, output and error are those of the code. It confines itself as the dict says, forks the process
-that runs the code, waits for its end, kills what is left, and writes to STATUS the exit status as text (negative: a
-signal), or "! CAUSE" when it could not be set up, or "# CAUSE" when it stopped the code itself.
+CONTROL it reads a frame (`rlcore.processes.frames`) with a marshalled dict, written by `rlcore.sandbox.process`; when
+CONTROL closes, all ends. Standard input, output and error are those of the code. It confines itself as the dict says,
+forks the process that runs the code, waits for its end, kills what is left, and writes to STATUS the exit status as
+text (negative: a signal), or "! CAUSE" when it could not be set up, or "# CAUSE" when it stopped the code itself.
 
 A session answers each request with a line of JSON on REPLIES, {"id", "error"}: `error` is "" or "TypeName: message". A
 request is an id of 32 characters, the code's length in bytes as 16 hexadecimal digits, and the code. A line with an
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _read_job(control: int) -> dict[str, Any]:
-    (length,) = struct.unpack("!Q", _read_exactly(control, 8))
+    _, length = struct.unpack("!QQ", _read_exactly(control, 16))
     return marshal.loads(_read_exactly(control, length))
 
 

@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from rlcore.errors import SandboxError
+from rlcore.processes.ends import signal_name
+from rlcore.processes.frames import frame
 from rlcore.sandbox.limits import Limits, Result
 from rlcore.sandbox.plan import ENVIRONMENT, Plan, command_of, mount_point, python_files
 
@@ -112,8 +113,7 @@ class Process:
             },
             "environment": ENVIRONMENT,
         }
-        body = marshal.dumps(job)
-        self._put(self._control, struct.pack("!Q", len(body)) + body)
+        self._put(self._control, frame(marshal.dumps(job)))
 
     def _put(self, descriptor: int, data: bytes) -> None:
         os.set_blocking(descriptor, False)
@@ -233,7 +233,7 @@ class Process:
             return status, "killed by SIGKILL (it may have used more memory than the machine has)"
         if -status == signal.SIGXCPU:
             return status, "used more CPU time than its limit"
-        return status, f"killed by {signal.Signals(-status).name}"
+        return status, f"killed by {signal_name(-status)}"
 
     def __enter__(self) -> Process:
         return self

@@ -161,7 +161,7 @@ class Tricks:
 
     def scribble(self, number: int, length: int, body: str):
         """Write a frame to every descriptor, the connection too, and do not return."""
-        from rlcore.episodes.child import HEADER  # a global of this module is pickled, and this cannot be
+        from rlcore.processes.frames import HEADER  # a global of this module is pickled, and this cannot be
 
         for descriptor in range(3, 30):
             with contextlib.suppress(OSError):

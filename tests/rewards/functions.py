@@ -113,6 +113,7 @@ ACTS = {
     "hoard": hoard,
     "_exit": lambda: os._exit(7),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "real-time signal": lambda: os.kill(os.getpid(), 40),
     "segfault": lambda: ctypes.string_at(0),
     "orphan": leave_pipe_to_grandchild,
     "babble": babble,

@@ -102,6 +102,7 @@ def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbou
         "fork and hang": "gave no answer within 0.5 s",
         "_exit": "ended its process with status 7",
         "kill": "ended its process by SIGKILL (it may have used more memory than the machine has)",
+        "real-time signal": "ended its process by signal 40",
         "segfault": "ended its process by SIGSEGV",
         "orphan": "ended its process with status 3",
         "babble": "sent no proper reply",

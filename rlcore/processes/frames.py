@@ -1,0 +1,62 @@
+"""Frames: messages between a process and its parent, with a limit of size.
+
+A frame is HEADER, which has the message's number and the length of its body in bytes, and then the body.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+HEADER = struct.Struct("!QQ")
+
+
+class FrameError(Exception):
+    """The bytes that came are no frame of an allowed length."""
+
+
+def frame(body: bytes, number: int = 0) -> bytes:
+    """Return the frame of a message."""
+    return HEADER.pack(number, len(body)) + body
+
+
+def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
+    """Return the number and the body of a stream's next frame; None at its end. For frames of a parent: no limit."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    number, length = HEADER.unpack(header)
+    return number, stream.read(length)
+
+
+class FrameBuffer:
+    """The bytes that came from a process, until they are whole frames."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: the longest body."""
+        self._max_bytes = max_bytes
+        self._bytes = bytearray()
+
+    def add(self, part: bytes) -> None:
+        """Append bytes that came."""
+        self._bytes += part
+
+    def take(self) -> tuple[int, bytes] | None:
+        """Remove the first frame and return its number and body; None while it is not whole.
+
+        Raises FrameError as soon as a header names a body of more than `max_bytes`.
+        """
+        if len(self._bytes) < HEADER.size:
+            return None
+        number, length = HEADER.unpack_from(self._bytes)
+        if length > self._max_bytes:
+            raise FrameError(f"a message of {length} bytes; the most are {self._max_bytes}")
+        end = HEADER.size + length
+        if len(self._bytes) < end:
+            return None
+        body = bytes(self._bytes[HEADER.size : end])
+        del self._bytes[:end]
+        return number, body
+
+    def __len__(self) -> int:
+        return len(self._bytes)
