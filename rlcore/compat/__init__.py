@@ -14,7 +14,7 @@ from rlcore.compat.groups import (
 )
 from rlcore.protocol import DataProtoItem
 from rlcore.workers import Dispatch, Execute, Worker, WorkerGroup, register
-from rlcore.workers.ray_pool import RayResourcePool
+from rlcore.workers.ray.pool import RayResourcePool
 
 __all__ = [
     "DataProto",

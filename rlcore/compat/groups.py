@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from rlcore.compat.dataproto import DataProto
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.workers import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
-from rlcore.workers.ray_group import RayProcesses
-from rlcore.workers.ray_pool import RayResourcePool
+from rlcore.workers.ray.pool import RayResourcePool
+from rlcore.workers.ray.processes import RayProcesses
 
 RayClassWithInitArgs = ClassWithInitArgs
 """verl's name of ClassWithInitArgs, which does not depend on the executor."""

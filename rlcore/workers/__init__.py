@@ -15,7 +15,7 @@ from rlcore.workers.spans import Span
 from rlcore.workers.worker import Worker, WorkerContext, register
 
 if TYPE_CHECKING:
-    from rlcore.workers.ray_pool import RayResourcePool
+    from rlcore.workers.ray.pool import RayResourcePool
 
 __all__ = [
     "ClassWithInitArgs",
@@ -39,7 +39,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import RayResourcePool at its first use: it imports ray, which takes seconds."""
     if name == "RayResourcePool":
-        from rlcore.workers.ray_pool import RayResourcePool
+        from rlcore.workers.ray.pool import RayResourcePool
 
         return RayResourcePool
     raise AttributeError(f"module 'rlcore.workers' has no attribute {name!r}")

@@ -29,6 +29,6 @@ def make_executor(
         from rlcore.workers.in_process import InProcessExecutor
 
         return InProcessExecutor(cluster)
-    from rlcore.workers.ray_executor import RayExecutor
+    from rlcore.workers.ray.executor import RayExecutor
 
     return RayExecutor(cluster, log_dir=log_dir, by_value_modules=by_value_modules, distributions=distributions or {})

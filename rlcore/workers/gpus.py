@@ -29,6 +29,6 @@ def find_gpus(address: str | None) -> Gpus:
 def cluster_accelerators(cluster: ClusterConfig) -> tuple[dict[str, int], int]:
     """Return the devices of a Ray cluster: GPUs by Ray's resource for their kind, and the cores of all nodes."""
     with make_executor(cluster):  # uses the connection to Ray that this process may have, and leaves it open
-        from rlcore.workers.ray_nodes import accelerators
+        from rlcore.workers.ray.nodes import accelerators
 
         return accelerators()

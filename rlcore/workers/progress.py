@@ -138,7 +138,7 @@ def frames_of(thread: int) -> list[FrameType]:
     """Return the frames of a worker's method and of its callees, the innermost first."""
     frames: list[FrameType] = []
     frame = sys._current_frames().get(thread)
-    while frame is not None and not frame.f_code.co_filename.endswith(os.path.join("workers", "ray_worker.py")):
+    while frame is not None and not frame.f_code.co_filename.endswith(os.path.join("workers", "ray", "worker.py")):
         frames.append(frame)
         frame = frame.f_back
     return frames

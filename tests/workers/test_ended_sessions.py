@@ -17,7 +17,7 @@ from rlcore.compat import RayResourcePool, RayWorkerGroup
 from rlcore.config.schema import ClusterConfig
 from rlcore.errors import WorkerError
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
-from rlcore.workers.ray_executor import start_ray
+from rlcore.workers.ray.executor import start_ray
 
 
 class Keeper(Worker):

@@ -28,7 +28,7 @@ from rlcore.workers import (
     make_executor,
     register,
 )
-from rlcore.workers.ray_group import process_environment
+from rlcore.workers.ray.processes import process_environment
 
 BOTH = ["in_process", pytest.param("ray", marks=pytest.mark.ray)]
 

@@ -22,8 +22,8 @@ from rlcore.workers import (
     make_executor,
     register,
 )
-from rlcore.workers.ray_nodes import Demand, Node, why_impossible, why_not_placed
-from rlcore.workers.ray_pool import Reservation
+from rlcore.workers.ray.nodes import Demand, Node, why_impossible, why_not_placed
+from rlcore.workers.ray.pool import Reservation
 
 # Parts of a pool
 

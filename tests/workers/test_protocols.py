@@ -291,9 +291,9 @@ def test_an_error_on_one_rank_names_it_and_leaves_the_group_usable(three: Worker
 def test_an_error_while_a_peer_waits_for_it_breaks_the_group_and_says_so(
     groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlcore.workers import ray_group
+    from rlcore.workers.ray import processes
 
-    monkeypatch.setattr(ray_group, "STRAGGLER_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "STRAGGLER_SECONDS", 1.0)
     with pytest.raises(
         WorkerError,
         match=r"^three rank 6 of 8 \(dp=1, pp=1, tp=0\) on .*, in fail_alone\(\): ValueError: rank 6 gives up",

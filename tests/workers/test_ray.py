@@ -32,7 +32,7 @@ from rlcore.workers import (
     make_executor,
     register,
 )
-from rlcore.workers.ray_executor import start_ray
+from rlcore.workers.ray.executor import start_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -125,9 +125,9 @@ def test_ranks_reduce_and_a_killed_one_is_named_while_its_peer_waits_in_a_collec
 def test_a_failure_is_told_while_a_peer_hangs_and_then_the_group_is_of_no_use(
     executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlcore.workers import ray_group
+    from rlcore.workers.ray import processes
 
-    monkeypatch.setattr(ray_group, "STRAGGLER_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "STRAGGLER_SECONDS", 2.0)
     group = members(executor)
     assert group.own_total(5) == [15, 15]
     start = time.monotonic()

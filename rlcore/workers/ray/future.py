@@ -14,10 +14,10 @@ from rlcore.protocol.remote import RemoteColumn, RowMap
 from rlcore.protocol.table import Table
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.future import Future
-from rlcore.workers.ray_results import PendingBlock, RankResult, load_results
+from rlcore.workers.ray.results import PendingBlock, RankResult, load_results
 
 if TYPE_CHECKING:
-    from rlcore.workers.ray_group import RayProcesses
+    from rlcore.workers.ray.processes import RayProcesses
 
 POLL_SECONDS = 2.0
 """While a call is awaited: seconds between checks of processes that it does not wait for directly."""

@@ -12,8 +12,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.pool import ResourcePool
-from rlcore.workers.ray_nodes import Demand, alive_nodes, why_impossible, why_not_placed
-from rlcore.workers.ray_session import RaySession
+from rlcore.workers.ray.nodes import Demand, alive_nodes, why_impossible, why_not_placed
+from rlcore.workers.ray.session import RaySession
 
 GROUPS_PER_PLACE = 10
 """Groups that can share one place if its workers use a GPU or a part of one."""

@@ -13,7 +13,7 @@ from rlcore.errors import RLCoreError, WorkerError
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Block, RemoteColumn
-from rlcore.workers.ray_store import bind_refs
+from rlcore.workers.ray.store import bind_refs
 
 if TYPE_CHECKING:
     from rlcore.workers.future import Future

@@ -24,13 +24,13 @@ from rlcore.workers.executor import KERNEL_CACHES
 from rlcore.workers.group import Processes
 from rlcore.workers.pool import ClassWithInitArgs
 from rlcore.workers.progress import STARTS, ProgressWatch, Stall, read_stall, why_hung
-from rlcore.workers.ray_call import EncodedCall, encode_calls
-from rlcore.workers.ray_future import RayFuture
-from rlcore.workers.ray_nodes import ray_resources
-from rlcore.workers.ray_pool import RayResourcePool
-from rlcore.workers.ray_session import RaySession
-from rlcore.workers.ray_store import INLINE_BYTES
-from rlcore.workers.ray_worker import HostInfo, WorkerHost
+from rlcore.workers.ray.call import EncodedCall, encode_calls
+from rlcore.workers.ray.future import RayFuture
+from rlcore.workers.ray.nodes import ray_resources
+from rlcore.workers.ray.pool import RayResourcePool
+from rlcore.workers.ray.session import RaySession
+from rlcore.workers.ray.store import INLINE_BYTES
+from rlcore.workers.ray.worker import HostInfo, WorkerHost
 from rlcore.workers.worker import rank_name
 
 DEATH_SECONDS = 3.0
@@ -232,7 +232,7 @@ class RayProcesses(Processes):
         key = rank, is_async, values
         if key not in self._runs:
             run = self.hosts[rank].run if values is None else self.hosts[rank].run_declared
-            with warnings.catch_warnings():  # ray_store.py says why `dynamic` is needed
+            with warnings.catch_warnings():  # store.py says why `dynamic` is needed
                 warnings.simplefilter("ignore", RayDeprecationWarning)
                 self._runs[key] = run.options(num_returns=values or "dynamic", **_in_threads(is_async))
         return self._runs[key]

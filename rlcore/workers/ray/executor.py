@@ -23,9 +23,9 @@ from rlcore.errors import ConfigError, WorkerError
 from rlcore.workers.executor import Executor, ProcessRequest
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.pool import ClassWithInitArgs, ResourcePool
-from rlcore.workers.ray_group import RayProcesses
-from rlcore.workers.ray_pool import JOIN_SECONDS, RayResourcePool
-from rlcore.workers.ray_session import RaySession
+from rlcore.workers.ray.pool import JOIN_SECONDS, RayResourcePool
+from rlcore.workers.ray.processes import RayProcesses
+from rlcore.workers.ray.session import RaySession
 
 LOGICAL_CPUS = 1024
 """Cores that a Ray started by rlcore is told it has: a small machine then runs all workers, none waits for a core."""

@@ -31,8 +31,8 @@ from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.event_loop import MethodLoop, in_steps
 from rlcore.workers.failure import naming_errors
 from rlcore.workers.progress import ProgressWatch
-from rlcore.workers.ray_call import await_inputs, decode_call
-from rlcore.workers.ray_store import store_declared_result, store_result
+from rlcore.workers.ray.call import await_inputs, decode_call
+from rlcore.workers.ray.store import store_declared_result, store_result
 from rlcore.workers.spans import MAX_SPANS, Span
 from rlcore.workers.worker import Worker, WorkerContext, construct, running
 
