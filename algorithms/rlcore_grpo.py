@@ -12,11 +12,9 @@ With the ratio r_it = pi(y_it) / pi_old(y_it) of token t of response i, the poli
 where KL_it estimates KL(pi || pi_ref) from the sampled token (k1, k2 or k3; kl_coef=0: no reference is started) and
 M is the mean over all tokens of the mini-batch (loss_mean=token), the mean over responses of each response's own mean
 (loss_mean=sequence, the paper's form), or the sum over all tokens divided by responses times rollout.response_len
-(loss_mean=constant), a divisor that does not depend on the responses' lengths. Dr. GRPO: divide_by_std=false,
-loss_mean=constant, kl_coef=0. Where A_i < 0, delta bounds r_it from above in the first product (2505.07291).
-kl_unbiased multiplies KL_it by r_it, with the gradient through both: that of k1 and k3 is then the KL's (2512.02556).
-Without it, the gradient of k2 is the reverse KL's, that of k3 is not, and that of k1 is 0 on average, so k1 is refused.
-Algorithms with another loss or other advantages replace `loss` or `with_advantages` of the class.
+(loss_mean=constant). Dr. GRPO: divide_by_std=false, loss_mean=constant, kl_coef=0. Where A_i < 0, delta bounds r_it
+from above in the first product (2505.07291). kl_unbiased multiplies KL_it by r_it, with the gradient through both: that
+of k1 and k3 is then the KL's (2512.02556). Without it, that of k3 is not, and that of k1 is 0 on average.
 """
 
 from __future__ import annotations
@@ -25,10 +23,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
+from torch import Tensor
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, episodes, group_advantages, needs, policy_terms
+from rlcore.ops import (
+    Outputs,
+    Term,
+    episodes,
+    group_advantages,
+    kl_estimate,
+    masked_mean,
+    masked_sum,
+    metric,
+    needs,
+    objective,
+)
 
 RLCORE_API = 1
 
@@ -63,10 +72,22 @@ class GRPOConfig(GroupConfig):
 @needs("log_probs", "entropy")
 def grpo_loss(out: Outputs, batch: Mapping[str, Any], config: GRPOConfig) -> dict[str, Term]:
     """Return the terms of the loss in the module's docstring; tokens with response_mask 0 are ignored."""
-    old, advantages, clips = batch["old_log_probs"], batch["advantages"][:, None], (config.clip_low, config.clip_high)
-    surrogate, clipped = out.clipped_surrogate(old, advantages, *clips, config.delta)
-    budget = batch["grpo_budget"] if config.loss_mean == "constant" else None
-    return policy_terms(out, batch, config, -surrogate, config.loss_mean, budget, clipped=clipped)
+    mask, old, advantages = batch["response_mask"], batch["old_log_probs"], batch["advantages"][:, None]
+    gain, clipped = out.clipped_surrogate(old, advantages, config.clip_low, config.clip_high, config.delta)
+
+    def mean(values: Tensor, weight: float = 1.0) -> Term:
+        if config.loss_mean == "sequence":
+            return objective(masked_mean(values, mask, dim=-1).sum(), mask.any(-1).sum(), weight)
+        count = mask.sum() if config.loss_mean == "token" else len(mask) * batch["response_len"]
+        return objective(masked_sum(values, mask), count, weight)
+
+    terms = {"policy": mean(-gain)}
+    if config.kl_coef > 0:
+        kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator, out.log_ratio_bound)
+        terms["kl"] = mean(kl * out.ratio(old) if config.kl_unbiased else kl, config.kl_coef)
+    kl_old = kl_estimate(old, out.log_probs, "k3", out.log_ratio_bound)
+    measured = {"entropy": out.entropy, "clipped": clipped.float(), "kl_old": kl_old}
+    return terms | {name: metric(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
 
 
 class GRPO(Algorithm):
@@ -83,21 +104,19 @@ class GRPO(Algorithm):
     def check(self, config: Config) -> None:
         """Raise ConfigError for empty mini-batches, and for a KL without a gradient."""
         algo = self.config
-        if algo.kl_coef > 0 and getattr(algo, "kl_estimator", "") == "k1" and not algo.kl_unbiased:
+        if algo.kl_coef > 0 and algo.kl_estimator == "k1" and not algo.kl_unbiased:
+            raise ConfigError("algo.kl_estimator=k1 has zero expected gradient; set k2, k3 or algo.kl_unbiased=true")
+        if config.data.batch_size < algo.mini_batches:
             raise ConfigError(
-                "algo.kl_estimator=k1 has zero expected gradient as a loss; set k2, k3 or kl_unbiased=true"
-            )
-        if config.data.batch_size < self.config.mini_batches:
-            raise ConfigError(
-                f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "
+                f"algo.mini_batches is {algo.mini_batches}, but a step has only data.batch_size = "
                 f"{config.data.batch_size} groups; make it at most {config.data.batch_size}"
             )
 
     def with_advantages(self, run: Run, batch: DataProto) -> DataProto:
         """Return the batch with the column `advantages`: A_i of each row, fp32 [rows]."""
-        weights, std = batch["response_length"], self.config.divide_by_std
-        how = {"divide_by_std": std, "weights": weights if self.config.baseline == "length" else None}
-        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], episode=episodes(batch), **how)
+        how = {"divide_by_std": self.config.divide_by_std, "episode": episodes(batch)}
+        weights = batch["response_length"] if self.config.baseline == "length" else None
+        batch["advantages"] = group_advantages(batch["scores"], batch["uid"], weights=weights, **how)
         return batch
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
@@ -108,10 +127,9 @@ class GRPO(Algorithm):
         if self.config.kl_coef > 0:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
         batch = self.with_advantages(run, batch.union(rewards))
-        batch["grpo_budget"] = torch.full((len(batch),), run.actor.rollout_config.response_len)
-        return run.actor.update(
-            batch, loss=self.loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches, keep_together="uid"
-        )
+        passes = {"epochs": self.config.epochs, "mini_batches": self.config.mini_batches}
+        constants = {"response_len": run.actor.rollout_config.response_len}
+        return run.actor.update(batch, loss=self.loss, keep_together="uid", constants=constants, **passes)
 
 
 @hookimpl

@@ -125,7 +125,7 @@ def actor_loss(out: Outputs, batch: Mapping[str, Any], config: PPOConfig) -> dic
         kl = kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator, out.log_ratio_bound)
         terms["kl"] = metric(masked_sum(kl, mask), count)
         if config.kl_in == "loss":
-            terms["kl_penalty"] = objective(masked_sum(kl * batch["ppo_kl_coef"][:, None], mask), count)
+            terms["kl_penalty"] = objective(masked_sum(kl * batch["kl_coef"], mask), count)
     return terms
 
 
@@ -202,12 +202,14 @@ class PPO(Algorithm):
         batch = batch.union(run.critic.values(batch))
         if self.config.uses_kl:
             batch = batch.union(run.ref.log_probs(batch, name="ref_log_probs"))
+        epochs, mini_batches, kl_coef = self.config.epochs, self.config.mini_batches, self.kl_coef
         batch = self._with_advantages(run, batch.union(rewards))
-        epochs, mini_batches = self.config.epochs, self.config.mini_batches
         of_critic = run.critic.update(batch, loss=critic_loss, epochs=epochs, mini_batches=mini_batches)
         of_actor: Mapping[str, Any] = {}
         if run.step > self.config.critic_warmup:
-            of_actor = run.actor.update(batch, loss=actor_loss, epochs=epochs, mini_batches=mini_batches)
+            of_actor = run.actor.update(
+                batch, loss=actor_loss, epochs=epochs, mini_batches=mini_batches, constants={"kl_coef": kl_coef}
+            )
         # Both updates have started before either result is read, so on two pools they run at the same time.
         return {f"critic/{name.rpartition('/')[2]}": value for name, value in of_critic.items()} | dict(of_actor)
 
@@ -230,7 +232,6 @@ class PPO(Algorithm):
         # For every lambda, returns - values equals the GAE advantages.
         run.log({"critic/explained_variance": 1 - moments.var / spread if spread > 0 else 0.0})
         if config.uses_kl:
-            batch["ppo_kl_coef"] = torch.full((len(batch),), self.kl_coef)  # for kl_in=loss, which sees no controller
             self._steer(run, batch)
         return batch
 

@@ -50,7 +50,16 @@ def cispo_loss(out: Outputs, batch: Mapping[str, Any], config: CISPOConfig) -> d
     ratio = out.ratio(batch["old_log_probs"]).detach()
     weight = ratio.clamp(*config.weights)
     loss = -weight * batch["advantages"][:, None] * out.log_probs
-    return policy_terms(out, batch, config, loss, "token", clipped=weight != ratio)
+    return policy_terms(
+        out,
+        batch,
+        loss=loss,
+        mean="token",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        clipped=weight != ratio,
+    )
 
 
 class CISPO(GRPO):

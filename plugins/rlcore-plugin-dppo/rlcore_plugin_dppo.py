@@ -58,7 +58,16 @@ def dppo_loss(out: Outputs, batch: Mapping[str, Any], config: DPPOConfig) -> dic
     away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
     cut = away & (binary_divergence(out.log_probs, sampled, config.divergence) > config.max_divergence)
     loss = -ratio.clamp(max=config.ratio_cap) * advantages * out.log_probs * ~cut
-    return policy_terms(out, batch, config, loss, "token", clipped=cut)
+    return policy_terms(
+        out,
+        batch,
+        loss=loss,
+        mean="token",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        clipped=cut,
+    )
 
 
 class DPPO(GRPO):

@@ -42,7 +42,16 @@ def gmpo_loss(out: Outputs, batch: Mapping[str, Any], config: GMPOConfig) -> dic
     clipped = torch.where(advantages > 0, x.clamp(max=config.clip_high), x.clamp(min=-config.clip_low))
     loss = -advantages * sequence_ratio(clipped, mask, out.log_ratio_bound)[:, None]
     # The same number on each token of a response, whose mean is the response's term.
-    return policy_terms(out, batch, config, loss.expand(mask.shape), "sequence", clipped=clipped != x)
+    return policy_terms(
+        out,
+        batch,
+        loss=loss.expand(mask.shape),
+        mean="sequence",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        clipped=clipped != x,
+    )
 
 
 class GMPO(GRPO):

@@ -43,9 +43,16 @@ def gspo_loss(out: Outputs, batch: Mapping[str, Any], config: GSPOConfig) -> dic
     surrogate, clipped = clipped_surrogate(ratio, batch["advantages"], config.clip_low, config.clip_high)
     # The same number on each token of a response: their mean is the response's term, and their sum T_i times it.
     loss, cut = (-surrogate[:, None]).expand(mask.shape), clipped[:, None].expand(mask.shape)
-    if config.luspo:
-        return policy_terms(out, batch, config, loss, "constant", mask.any(-1), clipped=cut)
-    return policy_terms(out, batch, config, loss, "sequence", clipped=cut)
+    return policy_terms(
+        out,
+        batch,
+        loss=loss,
+        mean="sum" if config.luspo else "sequence",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        clipped=cut,
+    )
 
 
 class GSPO(GRPO):

@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from rlcore_grpo import GRPO
 
 from rlcore import AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Run, hookimpl, option
 from rlcore.ops import (
+    KLEstimator,
     Outputs,
     Term,
     episodes,
@@ -53,6 +54,8 @@ class ReinforcePPConfig:
     kl_coef: float = option(0.01, "weight of the KL, in the returns or for baseline=group in the loss", min=0.0)
     epochs: int = option(1, "passes over each rollout", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
+
+    kl_estimator: ClassVar[KLEstimator] = "k2"  # in the loss
 
 
 def token_returns(batch: DataProto, *, kl_coef: float, gamma: float) -> dict[str, Ragged]:
@@ -90,7 +93,7 @@ def reinforce_pp_loss(out: Outputs, batch: Mapping[str, Any], config: ReinforceP
         "kl_old": metric(masked_sum(kl_estimate(old, out.log_probs, "k3", out.log_ratio_bound), mask), mask.sum()),
     }
     if config.kl_coef > 0:
-        kl = masked_sum(kl_estimate(out.log_probs, batch["ref_log_probs"], "k2"), mask)
+        kl = masked_sum(kl_estimate(out.log_probs, batch["ref_log_probs"], config.kl_estimator), mask)
         in_loss = config.baseline == "group"
         terms["kl"] = objective(kl, mask.sum(), config.kl_coef) if in_loss else metric(kl, mask.sum())
     return terms

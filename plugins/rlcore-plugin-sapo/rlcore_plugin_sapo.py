@@ -43,7 +43,16 @@ def sapo_loss(out: Outputs, batch: Mapping[str, Any], config: SAPOConfig) -> dic
     tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
     ratio = out.ratio(batch["old_log_probs"])
     p = (tau * (ratio - 1)).sigmoid()
-    return policy_terms(out, batch, config, -4 / tau * p * advantages, "sequence", gate=4 * p * (1 - p))
+    return policy_terms(
+        out,
+        batch,
+        loss=-4 / tau * p * advantages,
+        mean="sequence",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        gate=4 * p * (1 - p),
+    )
 
 
 class SAPO(GRPO):

@@ -55,7 +55,16 @@ def vespo_loss(out: Outputs, batch: Mapping[str, Any], config: VESPOConfig) -> d
     # In log space, and bounded from above only: far below 1 phi is 0.
     log_w = log_w.clamp(max=bound)
     phi = (c1 * log_w + c2 * (1 - log_w.exp())).clamp(max=bound).exp()
-    return policy_terms(out, batch, config, -phi * advantages * out.log_probs, "token", phi=phi.expand(mask.shape))
+    return policy_terms(
+        out,
+        batch,
+        loss=-phi * advantages * out.log_probs,
+        mean="token",
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
+        phi=phi.expand(mask.shape),
+    )
 
 
 class VESPO(GRPO):

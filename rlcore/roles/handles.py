@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,7 @@ from rlcore.roles.episode_counts import EpisodeCounts
 from rlcore.roles.metrics import Metrics
 from rlcore.roles.rollout_pool import RolloutPool
 from rlcore.roles.row_cost import batch_costs
-from rlcore.roles.updates import check_update, importance_of, plan_update
+from rlcore.roles.updates import check_constants, check_update, importance_of, plan_update
 from rlcore.roles.weight_exporter import WeightExporter
 from rlcore.workers import WorkerGroup
 
@@ -105,6 +105,7 @@ class RoleHandle:
         epochs: int = 1,
         mini_batches: int = 1,
         keep_together: str | None = None,
+        constants: Mapping[str, float] | None = None,
     ) -> Metrics:
         """Train on a batch and return the metrics: one optimizer step for each mini-batch of each epoch.
 
@@ -113,15 +114,18 @@ class RoleHandle:
         `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
         losses get its tensor columns (`prompts` and `responses` are required), `uid` and `keep_together`.
         Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
+        `constants`: numbers that the losses read as `batch[NAME]`; no column may have such a name.
         Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
-        role, for a loss that needs an output which this kind of role does not give, and for a loss or gradient that is
-        not finite.
+        role, for a loss that needs an output which this kind of role does not give, for a constant that is a column or
+        no number, and for a loss or gradient that is not finite.
         """
         if isinstance(batch, DataProto):
             if loss is None:
                 raise DataError("update of one batch needs a loss: update(batch, loss=my_loss)")
             batch = [(batch, loss, 1.0)]
         check_update(self.name, self.role, [function for _, function, _ in batch], epochs, mini_batches)
+        constants = dict(constants or {})
+        check_constants(constants, [rows for rows, _, _ in batch])
         ranks, trainer = self.group.mesh.size("dp"), self._config.trainer
         shares = plan_update(
             batch,
@@ -132,6 +136,7 @@ class RoleHandle:
             config=self._config.algo,
             importance=importance_of(self.role, trainer),
             numerics=Numerics(trainer.log_ratio_bound, trainer.on_nonfinite),
+            constants=constants,
         )
         # Before the call, so that the next `end_step` sends the weights even if this call is still running.
         self._weights_changed()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, tensor
@@ -32,6 +33,15 @@ def check_update(name: str, role: Role, losses: Sequence[Loss], epochs: int, min
                 f"loss {getattr(loss, '__name__', loss)!r} needs {', '.join(missing)}, but role {name!r} is a "
                 f"{role.kind}, which gives {', '.join(gives)}; declare the needed outputs with @needs(...)"
             )
+
+
+def check_constants(constants: Mapping[str, float], batches: Sequence[DataProto]) -> None:
+    """Raise DataError for a constant that is a column of a batch, or no finite number."""
+    for name, value in constants.items():
+        if any(name in rows for rows in batches):
+            raise DataError(f"update(constants={{{name!r}: ...}}): the batch has a column of this name; rename one")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"update(constants={{{name!r}: {value!r}}}): it must be a finite number")
 
 
 def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
@@ -65,6 +75,7 @@ def plan_update(
     config: Any,
     importance: Importance | None,
     numerics: Numerics,
+    constants: Mapping[str, float],
 ) -> list[list[UpdateItem]]:
     """Return the items of each rank, one for each (batch, loss, weight), with the rows of its mini-batches in order.
 
@@ -84,5 +95,6 @@ def plan_update(
             # One selection for all mini-batches of a rank, which the worker cuts by `sizes`: fewer references to send.
             indices = [row for cut in cuts for row in cut]
             sizes = [len(cut) for cut in cuts]
-            share.append(UpdateItem(sent[indices], sizes, loss, config, weight, keep_together, importance, numerics))
+            mine = sent[indices]
+            share.append(UpdateItem(mine, sizes, loss, config, weight, keep_together, importance, numerics, constants))
     return shares

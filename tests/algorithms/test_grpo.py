@@ -29,7 +29,7 @@ def loss(mask=MASK, **settings):
         "advantages": torch.tensor([2.0, -1.0]),
         "old_log_probs": old,
         "ref_log_probs": log_probs.detach() - TO_REFERENCE,
-        "grpo_budget": torch.tensor([4, 4]),
+        "response_len": 4,
     }
     config = GRPOConfig(**{"clip_low": 0.2, "clip_high": 0.3, "kl_coef": 0.0, **settings})
     if not config.kl_coef:
@@ -336,7 +336,7 @@ def test_a_kl_without_a_gradient_is_refused():
     same = ["algo=grpo", "cluster=in_process", "algo.kl_estimator=k1"]
     for fine in ("algo.kl_unbiased=true", "algo.kl_coef=0"):
         preflight(compose([*same, fine], plugins), plugins)
-    with pytest.raises(ConfigError, match=r"algo\.kl_estimator=k1 has zero expected gradient as a loss"):
+    with pytest.raises(ConfigError, match=r"algo\.kl_estimator=k1 has zero expected gradient; set k2, k3 or"):
         preflight(compose(same, plugins), plugins)
 
 

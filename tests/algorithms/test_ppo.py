@@ -113,7 +113,7 @@ def of_actor(mask=MASK, **settings):
     advantages = torch.tensor([[2.0, 7.0, 2.0], [-1.0, -1.0, -1.0]])
     batch = {"response_mask": mask, "advantages": advantages, "old_log_probs": old}
     if config.uses_kl:
-        batch |= {"ref_log_probs": log_probs.detach() - TO_REFERENCE, "ppo_kl_coef": torch.tensor([0.5, 0.25])}
+        batch |= {"ref_log_probs": log_probs.detach() - TO_REFERENCE, "kl_coef": 0.5}
     terms = actor_loss(Outputs({"log_probs": log_probs, "entropy": entropy}), batch, config)
     return terms, log_probs, entropy
 
@@ -159,15 +159,15 @@ def test_entropy_is_a_metric_or_a_bonus():
     assert gradient(bonus, entropy).tolist() == [[1, 0, 1], [1, 1, 1]]
 
 
-def test_kl_in_the_loss_has_each_rows_weight_and_a_gradient_towards_the_reference():
-    """Estimated by k2 = r^2 / 2: ln(2)^2 / 2 at one token of each row, weighted 0.5 and 0.25; the slope is r."""
+def test_kl_in_the_loss_has_the_controllers_weight_and_a_gradient_towards_the_reference():
+    """Estimated by k2 = r^2 / 2: ln(2)^2 / 2 at one token of each row, weighted 0.5; the slope is r."""
     terms, log_probs, _ = of_actor(kl_in="loss", kl_estimator="k2")
     assert terms["kl"].total.item() == pytest.approx(LN2**2)
     assert (terms["kl"].count, terms["kl"].weight) == (5, None)
     penalty = terms["kl_penalty"]
-    assert penalty.total.item() == pytest.approx((0.5 + 0.25) * LN2**2 / 2)
+    assert penalty.total.item() == pytest.approx(0.5 * LN2**2)
     assert (penalty.count, penalty.weight) == (5, 1.0)
-    expected = torch.tensor([[0.5 * LN2, 0.0, 0.0], [0.0, 0.25 * LN2, 0.0]])
+    expected = torch.tensor([[0.5 * LN2, 0.0, 0.0], [0.0, 0.5 * LN2, 0.0]])
     torch.testing.assert_close(gradient(penalty, log_probs), expected)
     rewarded, _, _ = of_actor(kl_in="reward", kl_estimator="k2")
     assert "kl_penalty" not in rewarded

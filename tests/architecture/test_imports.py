@@ -90,7 +90,7 @@ def test_the_conformance_suites_use_exactly_the_internals_that_are_listed():
 def test_algorithms_are_short():
     for path in (ROOT / "algorithms").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 250, path.name
-    assert len((ROOT / "algorithms" / "rlcore_grpo.py").read_text().splitlines()) <= 120
+    assert len((ROOT / "algorithms" / "rlcore_grpo.py").read_text().splitlines()) <= 140
 
 
 def test_no_algorithm_is_named_in_the_core():

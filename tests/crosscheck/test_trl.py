@@ -57,7 +57,7 @@ def test_grpo(ask_trl, loss_type, loss_mean, kl_coef):
     )
     config = GRPOConfig(clip_low=0.2, clip_high=0.28, kl_coef=kl_coef, loss_mean=loss_mean)
     batch = {"response_mask": MASK, "old_log_probs": old, "ref_log_probs": ref, "advantages": advantages}
-    batch["grpo_budget"] = torch.full((ROWS,), TOKENS)
+    batch["response_len"] = TOKENS
     loss, grads = value_and_grad(grpo_loss, {"log_probs": new, "entropy": torch.zeros(ROWS, TOKENS)}, batch, config)
     assert loss == pytest.approx(theirs["loss"], rel=1e-5)
     close(grads["log_probs"], theirs["grad"])

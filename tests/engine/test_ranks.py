@@ -363,6 +363,10 @@ def test_roles_say_what_they_cannot_do(fresh, random_batch):
         fresh[0].update(wrong, loss=grpo_loss)
     with pytest.raises(DataError, match=r"update\(epochs=0\): it must be at least 1"):
         fresh[0].update(random_batch(), loss=grpo_loss, epochs=0)
+    with pytest.raises(DataError, match=r"constants=\{'advantages'.*a column of this name"):
+        fresh[0].update(random_batch(), loss=grpo_loss, constants={"advantages": 1.0})
+    with pytest.raises(DataError, match=r"constants=\{'tau': nan\}.*a finite number"):
+        fresh[0].update(random_batch(), loss=grpo_loss, constants={"tau": float("nan")})
     with pytest.raises(DataError, match="needs a loss"):
         fresh[0].update(random_batch())
     with pytest.raises(DataError, match="unexpected keyword argument 'heat'"):

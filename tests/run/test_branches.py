@@ -117,17 +117,15 @@ def test_metrics_count_episodes():
 
 @needs("log_probs", "entropy")
 def a_loss(out, batch, config):
-    budget = torch.full((len(batch["advantages"]),), 10.0)
-    settings = SimpleNamespace(kl_coef=0.0)
     loss = -out.log_probs * batch["advantages"][:, None]
     batch = {"response_mask": batch["response_mask"], "old_log_probs": out.log_probs.detach()}
-    return policy_terms(out, batch, settings, loss, config, budget)
+    return policy_terms(out, batch, loss=loss, mean=config, kl_coef=0.0, kl_estimator="k3", kl_unbiased=False)
 
 
 @pytest.mark.parametrize(
     ("mean", "total", "count"),
     # The good episode's branches have 3, 4 and 5 tokens, the bad one 6; each token has the loss 1, or 2 in the bad one.
-    [("token", 4 + 12, 4 + 6), ("sequence", 1 + 2, 2), ("constant", 4 + 12, 20)],
+    [("token", 4 + 12, 4 + 6), ("sequence", 1 + 2, 2), ("sum", 4 + 12, 2)],
 )
 def test_an_episode_has_the_weight_of_one_in_the_loss(mean, total, count):
     batch = forked()
@@ -160,7 +158,9 @@ def test_an_update_weighs_branches_but_not_the_rows_of_pairs(keep_together, weig
         config=None,
         importance=None,
         numerics=Numerics(),
+        constants={"tau": 0.5},
     )
+    assert item.constants == {"tau": 0.5}
     assert ("row_weight" in item.batch) == weighs
     if weighs:
         assert sorted(item.batch["row_weight"].tolist()) == pytest.approx([1 / 3] * 3 + [1])

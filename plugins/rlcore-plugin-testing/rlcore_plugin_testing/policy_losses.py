@@ -23,7 +23,7 @@ class Response:
     """The actions of one response: its tokens with response_mask 1. Lists have one number, fp64, for each action.
 
     `log_probs` are scalar tensors with a gradient. `advantages` repeats the row's advantage, unless it has one for each
-    token. `budget` is the column `grpo_budget`.
+    token. `budget` is the constant `response_len`.
     """
 
     log_probs: list[Tensor]
@@ -93,7 +93,6 @@ def made_up_batch(spread: float, token_advantages: bool = False) -> tuple[dict[s
     batch["response_mask"] = torch.tensor([[*mask, *[0] * (max(lengths) - len(mask))] for mask in MASKS])
     advantages = torch.tensor(ADVANTAGES)
     batch["advantages"] = (advantages[:, None] + noise(0.5)) * inside if token_advantages else advantages
-    batch["grpo_budget"] = torch.full((len(MASKS),), BUDGET)
     return batch, (old + noise(spread)) * inside
 
 
@@ -114,7 +113,8 @@ def _minimised(
     for rows in parts:
         given: dict[str, Tensor] = {name: torch.ones_like(log_probs[rows]) for name in needs_of(loss)}
         given["log_probs"] = log_probs[rows]
-        terms = loss(Outputs(given), {name: values[rows] for name, values in batch.items()}, config)
+        columns = {name: values[rows] for name, values in batch.items()}
+        terms = loss(Outputs(given), {**columns, "response_len": BUDGET}, config)
         for name, term in terms.items():
             total, count, _ = totals.get(name, (torch.zeros(()), 0.0, None))
             totals[name] = (total + term.total, count + float(term.count), term.weight)

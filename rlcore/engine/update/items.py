@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlcore.ops import LOG_RATIO_BOUND, Correction, Loss
@@ -38,7 +38,8 @@ class UpdateItem:
     `batch` holds this rank's rows, one mini-batch after another. `sizes` is the number of rows of each mini-batch; all
     items of an update have the same number of mini-batches. `loss` gets `config`, the algorithm's own. Rows with equal
     values in the column `keep_together` stay in one micro-batch. `importance` corrects for samples of another policy
-    than the trained one; None turns the correction off. `numerics` is the same in all items of an update.
+    than the trained one; None turns the correction off. `numerics` is the same in all items of an update. `constants`
+    are numbers that the loss reads beside the columns, by name.
     """
 
     batch: DataProto
@@ -49,6 +50,7 @@ class UpdateItem:
     keep_together: str | None = None
     importance: Importance | None = None
     numerics: Numerics = Numerics()
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def mini_batch(self, index: int) -> DataProto:
         """Return this rank's rows of one mini-batch."""

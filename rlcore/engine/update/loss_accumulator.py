@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,20 @@ class LossBatch(Mapping[str, Any]):
     """The columns of some rows as a loss reads them: tensors on the device, ragged ones padded on the right with zeros.
 
     All columns with one entry per response token get the same padded length. A column is converted at its first read.
+    The constants of the update are there too, as numbers.
     """
 
-    def __init__(self, batch: DataProto, device: torch.device, rows: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        batch: DataProto,
+        device: torch.device,
+        rows: Tensor | None = None,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """`rows`: those of the batch that the loss reads, int64; None: all. They keep the batch's padded length."""
         self._batch, self._device, self._rows = batch, device, rows
-        self._read: dict[str, Any] = {}
+        self._read: dict[str, Any] = dict(constants)
+        self._names = [*batch.keys(), *constants]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._read:
@@ -42,13 +51,13 @@ class LossBatch(Mapping[str, Any]):
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._batch
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._batch.keys())
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(list(self._batch.keys()))
+        return len(self._names)
 
 
 def row_names(batch: DataProto, most: int = 8) -> str:
@@ -70,12 +79,14 @@ def call_loss(item: UpdateItem, out: Outputs, batch: DataProto, device: torch.de
     Rows with a `row_weight` are given to the loss apart for each weight, which multiplies the totals and the counts.
     """
     if "row_weight" not in batch:
-        return _terms(item, out, LossBatch(batch, device))
+        return _terms(item, out, LossBatch(batch, device, constants=item.constants))
     weights, terms = batch.view("row_weight"), dict[str, Term]()
     for weight in weights.unique().tolist():
         rows = (weights == weight).nonzero()[:, 0]
         given = {name: values[rows.to(values.device)] for name, values in out.given.items()}
-        for key, term in _terms(item, replace(out, given=given), LossBatch(batch, device, rows)).items():
+        for key, term in _terms(
+            item, replace(out, given=given), LossBatch(batch, device, rows, item.constants)
+        ).items():
             before = terms.get(key, Term(torch.zeros((), device=term.total.device), 0.0))
             total, count = before.total + weight * term.total, before.count + weight * term.count
             terms[key] = Term(total, count, term.weight)

@@ -13,6 +13,7 @@ from rlcore.ops import masked_sum, metric, needs, objective
 from rlcore.protocol import DataProto
 
 CONFIG = GRPOConfig(kl_coef=0.1)
+RESPONSE_LEN = 20
 
 
 def update(engine, batch, *, loss=grpo_loss, config=CONFIG, epochs=1, sizes=None, **options):
@@ -38,19 +39,22 @@ def by_hand(folder, batch: DataProto, config: GRPOConfig):
         if mask.any():
             per_row = per_row + (token * mask).sum() / mask.sum()
             rows += 1
-    loss = total / tokens if config.loss_mean == "token" else per_row / rows
+    counts = {"token": (total, tokens), "sequence": (per_row, rows), "constant": (total, len(batch) * RESPONSE_LEN)}
+    total, count = counts[config.loss_mean]
+    loss = total / count
     loss.backward()
     return loss.item(), {name: p.grad for name, p in hf.named_parameters()}
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "loss_mean"), [("qwen2", "token"), ("qwen2", "sequence"), ("qwen2", "constant"), ("llama", "token")]
+)
 def test_loss_and_gradient_equal_the_formula_written_out(
     make_engine, model_folder, random_batch, gradients, assert_close, kind, loss_mean
 ):
     config = GRPOConfig(kl_coef=0.1, loss_mean=loss_mean)
     engine = make_engine(kind, micro_batch_rows=5)
-    metrics = update(engine, random_batch(), config=config)
+    metrics = update(engine, random_batch(), config=config, constants={"response_len": RESPONSE_LEN})
     want_loss, want = by_hand(model_folder(kind), random_batch(), config)
     assert metrics["loss/policy"] + 0.1 * metrics["loss/kl"] == pytest.approx(want_loss, rel=1e-5)
     assert_close(gradients(engine), want)
