@@ -1,0 +1,27 @@
+"""Models on the hub of these tests."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from rlcore.assets import TINY
+from rlcore.config import Config, compose
+from rlcore.plugins import PluginManager
+
+
+@pytest.fixture
+def tiny(hub_server) -> dict[str, bytes]:
+    """The files of the shipped model."""
+    return hub_server.files_of(TINY)
+
+
+@pytest.fixture
+def composed() -> Callable[..., Config]:
+    """Compose the config of these overrides, as a command does."""
+    return lambda *overrides: compose(["algo=grpo", "cluster=in_process", *overrides], PluginManager.load())
+
+
+def changed(content: bytes, **values: object) -> bytes:
+    """Return JSON with other values."""
+    return json.dumps({**json.loads(content), **values}).encode()
