@@ -216,8 +216,8 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
                     "`hf auth login`, and unset HF_TOKEN if it holds an old token"
                 ) from error
         raise ConfigError(
-            f"{name} cannot be fetched from the hub ({constants.ENDPOINT}): {cause}. Start again, which goes on where "
-            f"the download stopped, or run {command}"
+            f"{name} cannot be fetched from the hub ({constants.ENDPOINT}): {cause}. Start again, which keeps the "
+            f"files that are whole, or run {command} first"
         ) from error
 
 
