@@ -40,7 +40,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 def split_name(text: str) -> tuple[str, str | None] | None:
     """Return ORG/NAME and the revision of a name on the hub; None for a path: one of a folder, or below a folder."""
     found = _NAME.fullmatch(text)
-    if found is None or Path(text).exists() or Path(text).parts[0] == "~" or Path(text.partition("/")[0]).is_dir():
+    if found is None or Path(text).exists() or Path(text.partition("/")[0]).is_dir():
         return None
     return found[1], found[2]
 
@@ -177,12 +177,13 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
     name, what = f"{repo}@{revision}" if revision else repo, "data set" if kind == "dataset" else "model"
+    hub = re.sub(r"//[^/]*@", "//", constants.ENDPOINT)  # without a password that is part of it
     command = f"`hf download {repo}{' --repo-type dataset' if kind == 'dataset' else ''}`"
     try:
         yield
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"{name} is gated: ask for access at {constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{repo}, then "
+            f"{name} is gated: ask for access at {hub}/{'datasets/' * (kind == 'dataset')}{repo}, then "
             "log in with `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -192,7 +193,7 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{name} is neither a folder here nor a {what} on the hub ({constants.ENDPOINT}).{_nearest(repo, kind)} "
+            f"{name} is neither a folder here nor a {what} on the hub ({hub}).{_nearest(repo, kind)} "
             "Look its name up there; if it is private, log in with `hf auth login`"
         ) from error
     except errors.LocalEntryNotFoundError as error:
@@ -203,7 +204,7 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
                 "a network"
             ) from error
         raise ConfigError(
-            f"{absent}, and the hub ({constants.ENDPOINT}) cannot be reached.{_nearest(repo, kind)} Run {command} "
+            f"{absent}, and the hub ({hub}) cannot be reached.{_nearest(repo, kind)} Run {command} "
             "where there is a network, or give a folder"
         ) from error
     except Exception as error:  # of the client, of its HTTP library, or of the disk
@@ -212,11 +213,11 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
             cause = f"HTTP {error.response.status_code}"
             if error.response.status_code in (401, 403):
                 raise ConfigError(
-                    f"{name}: the hub ({constants.ENDPOINT}) refuses your login ({cause}); log in anew with "
+                    f"{name}: the hub ({hub}) refuses your login ({cause}); log in anew with "
                     "`hf auth login`, and unset HF_TOKEN if it holds an old token"
                 ) from error
         raise ConfigError(
-            f"{name} cannot be fetched from the hub ({constants.ENDPOINT}): {cause}. Start again, which keeps the "
+            f"{name} cannot be fetched from the hub ({hub}): {cause}. Start again, which keeps the "
             f"files that are whole, or run {command} first"
         ) from error
 

@@ -419,6 +419,9 @@ def _read_template(path: str) -> str:
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: ModelConfig) -> None:
     remedy = f"in {folder / 'tokenizer_config.json'}"
+    if is_pinned(model.path):
+        repo = model.path.partition("@")[0]
+        remedy = f"in the tokenizer_config.json of a folder of your own (`hf download {repo} --local-dir FOLDER`)"
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path={model.path}: its tokenizer has no end-of-text token, so responses would never end. "

@@ -1,6 +1,5 @@
 """Models on the hub of these tests."""
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -20,8 +19,3 @@ def tiny(hub_server) -> dict[str, bytes]:
 def composed() -> Callable[..., Config]:
     """Compose the config of these overrides, as a command does."""
     return lambda *overrides: compose(["algo=grpo", "cluster=in_process", *overrides], PluginManager.load())
-
-
-def changed(content: bytes, **values: object) -> bytes:
-    """Return JSON with other values."""
-    return json.dumps({**json.loads(content), **values}).encode()

@@ -4,7 +4,10 @@ The client is huggingface_hub's own, the hub is on loopback. About 10 s.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,11 @@ from rlcore.plugins import PluginManager
 from rlcore.preflight import preflight
 
 SETTINGS = {"config.json", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def changed(content: bytes, **values: object) -> bytes:
+    """Return JSON with other values."""
+    return json.dumps({**json.loads(content), **values}).encode()
 
 
 @pytest.mark.parametrize(
@@ -104,10 +112,15 @@ def test_every_key_that_names_a_model_is_pinned(hub, tiny, composed):
     assert composed("algo=ppo", "algo.critic_model=acme/tiny").algo.critic_model == f"acme/tiny@{commit}"
 
 
-def test_a_worker_fetches_the_very_commit(hub, tiny):
+def test_a_node_without_the_files_fetches_the_very_commit(hub, tiny, tmp_path):
     first = hub.push("acme/tiny", tiny)
-    hub.push("acme/tiny", {**tiny, "README.md": b"moved"})
-    assert model_path(f"acme/tiny@{first}").name == first
+    hub.push("acme/tiny", {**tiny, "model.safetensors": b"moved"})
+    program = f"from rlcore.model_folder import model_path; print(model_path('acme/tiny@{first}'))"
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "node")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "node")
+    assert (folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
 
 
 def test_a_broken_download_goes_on_where_it_stopped(hub, tiny, capsys, monkeypatch):
@@ -195,6 +208,11 @@ def test_offline(hub, tiny, composed, monkeypatch):
     assert len(hub.requests) == before
 
 
+def test_a_password_of_the_endpoint_is_not_shown(hub, composed, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("//", "//me:hf_secret@"))
+    assert f"on the hub ({hub.url})" in fault(composed, "model.path=acme/absent")
+
+
 def test_a_server_error_and_a_refused_login(hub, tiny, composed):
     hub.push("acme/tiny", tiny)
     hub.status = 503
@@ -226,11 +244,15 @@ def test_repositories_without_a_model(hub, tiny, composed, kept, added, expected
 
 
 def test_models_that_are_no_causal_ones_and_templates_that_lack(hub, tiny, composed):
-    encoder = json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}).encode()
+    encoder = changed(tiny["config.json"], model_type="bert", architectures=["BertForMaskedLM"])
     hub.push("acme/encoder", {**tiny, "config.json": encoder})
     assert "is not a causal language model" in fault(composed, "model.path=acme/encoder")
     hub.push("acme/base", {name: content for name, content in tiny.items() if name != "chat_template.jinja"})
     assert "no chat template. Set model.chat_template=FILE" in fault(composed, "model.path=acme/base")
+    endless = changed(tiny["tokenizer_config.json"], eos_token=None)
+    hub.push("acme/endless", {**tiny, "tokenizer_config.json": endless})
+    message = fault(composed, "model.path=acme/endless")
+    assert 'Set "eos_token" in the tokenizer_config.json of a folder of your own (`hf download acme/endless' in message
     assert "model.safetensors" not in hub.downloads()
 
 

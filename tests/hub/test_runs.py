@@ -57,6 +57,7 @@ def branches(hub, tiny):
     return first, move
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_reads_the_commit_that_it_began_with(hub, branches, tmp_path):
     first, move = branches
     frozen = "roles.ref.model=acme/tiny"
@@ -89,6 +90,7 @@ def test_nothing_starts_when_the_weights_break_off(hub, branches, tmp_path):
     assert hub.downloads().count("tokenizer.json") == 1
 
 
+@pytest.mark.e2e
 def test_commands_take_names(hub, branches, capsys):
     first, _ = branches
     small = ["data.eval_size=4", "rollout.response_len=4", "cluster=in_process"]
