@@ -1,6 +1,6 @@
 """Names on the hub: which texts are names, their commits, the files that are fetched, and each failure in one line.
 
-The client is huggingface_hub's own, the hub is on loopback. About 10 s.
+The client is huggingface_hub's own, the hub is on loopback. About 15 s, half of them imports.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig
@@ -125,6 +126,7 @@ def test_a_node_without_the_files_fetches_the_very_commit(hub, tiny, tmp_path):
 
 def test_a_broken_download_goes_on_where_it_stopped(hub, tiny, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
+    enable_progress_bars()  # a model that a test before this one loaded turned them off in this process
     commit = hub.push("acme/tiny", tiny)
     hub.breaks = "model.safetensors", 200
     folder = model_path(f"acme/tiny@{commit}")

@@ -1,4 +1,4 @@
-"""A run on a model of the hub: its commit is kept, whatever its branch does; commands on names. About 15 s."""
+"""A run on a model of the hub: its commit is kept, whatever its branch does; commands on names. About 12 s."""
 
 import json
 
