@@ -57,7 +57,7 @@ class PPOConfig:
     kl_controller: Literal["fixed", "adaptive"] = option("fixed", "whether kl_coef is steered towards kl_target")
     kl_target: float = option(6.0, "target of the adaptive controller: KL per response, in nats", min=1e-6)
     kl_gain: float = option(0.1, "speed of the adaptive controller", min=0.0, max=1.0)
-    critic_model: str | None = option(None, "folder that the critic starts from (default: model.path)")
+    critic_model: str | None = option(None, "model that the critic starts from (default: model.path)", hub="model")
     critic_lr: float | None = option(None, "peak learning rate of the critic (default: engine.lr)", min=0.0)
     critic_warmup: int = option(0, "number of first steps in which only the critic learns", min=0)
 

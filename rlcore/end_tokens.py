@@ -55,7 +55,7 @@ def find_end_tokens(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> E
     `tokenizer`: that of the model's folder. A place that names none is left out, and so are tokens that the model does
     not have.
     """
-    folder = model_path(model.path)
+    folder = model_path(model.path, "tokenizer")
     config = _read(folder / "config.json")
     config = {**config.get("text_config", {}), **config}
     found = {

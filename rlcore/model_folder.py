@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 from rlcore.assets import TINY
 from rlcore.config import Config, ModelConfig
 from rlcore.errors import ConfigError
+from rlcore.hub import Need, is_pinned
+from rlcore.hub import model_folder as hub_folder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
 
-def model_path(path: str) -> Path:
-    """Return the folder of `model.path`: the shipped model for `tiny`, else the path itself with `~` expanded."""
-    return TINY if path == "tiny" else Path(path).expanduser()
+def model_path(path: str, need: Need = "weights", *, code: bool = False) -> Path:
+    """Return the folder of `model.path`: the shipped model for `tiny`, else the path itself with `~` expanded.
+
+    A name on the hub, which a config has as ORG/NAME@COMMIT, gives the folder in huggingface_hub's cache, after
+    fetching the files that it lacks: those that the reader needs, and with `code` (model.trust_remote_code) the
+    model's *.py files. Raises ConfigError when they cannot be fetched.
+    """
+    if path == "tiny":
+        return TINY
+    return hub_folder(path, need, code=code) if is_pinned(path) else Path(path).expanduser()
 
 
 def loading_options(model: ModelConfig) -> dict[str, Any]:
@@ -35,7 +44,8 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model_path(path), trust_remote_code=trust_remote_code, local_files_only=True)
+    folder = model_path(path, "config", code=trust_remote_code)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def has_sdpa(model: ModelConfig) -> bool:
@@ -116,7 +126,8 @@ def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path(model.path), **loading_options(model))
+    folder = model_path(model.path, "tokenizer", code=model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **loading_options(model))
     own = model.chat_template and Path(model.chat_template).expanduser()
     template = own.read_text(encoding="utf-8") if own and own.is_file() else str(tokenizer.chat_template)
     if model.date is not None and "strftime_now" in template:

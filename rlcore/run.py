@@ -18,6 +18,8 @@ from rlcore.data.loader import PromptLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import DataError, NoRoleError, did_you_mean
+from rlcore.hub import is_pinned
+from rlcore.model_folder import model_path
 from rlcore.plugins import Role
 from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_group
@@ -309,6 +311,7 @@ def open_run(
 
     Raises the errors of starting, and those of `meanwhile`.
     """
+    _fetch_models(config, roles)
     placement = placement or Placement.of(config, roles, plugins)
     if executor is None:
         executor = make_executor(
@@ -332,6 +335,15 @@ def open_run(
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
         batched = any(reward.batched for reward in rewards)
         yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names, batched)
+
+
+def _fetch_models(config: Config, roles: Mapping[str, Role]) -> None:
+    """Fetch the models that are names on the hub, each once and before any worker starts; workers find them here."""
+    model = config.model
+    if is_pinned(model.path):
+        load_tokenizer(model)  # a model that cannot be used is found before its weights are fetched
+    for path in dict.fromkeys([model.path, *(role.model for role in roles.values() if role.model is not None)]):
+        model_path(path, code=model.trust_remote_code)
 
 
 def check_roles(roles: Mapping[str, Role], config: Config, plugins: PluginManager) -> None:

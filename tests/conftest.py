@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,48 @@ def engine_models() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def hub_server() -> ModuleType:
+    """The module tests/hub_server.py."""
+    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hub_server"] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hub(hub_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub on loopback (see tests/hub_server.py), which this process and its children use, and an empty cache."""
+    from huggingface_hub import constants
+
+    served = hub_server.Hub()
+    cache = tmp_path / "huggingface" / "hub"
+    settings = {"ENDPOINT": served.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    children = {
+        "HF_ENDPOINT": served.url,
+        "HF_HOME": str(cache.parent),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
+    for name, value in {
+        **children,
+        "HF_HUB_CACHE": str(cache),
+        "NO_PROXY": "127.0.0.1",
+        "HF_TOKEN": "hf_secret",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield served
+    served.close()
 
 
 @pytest.fixture(scope="session")

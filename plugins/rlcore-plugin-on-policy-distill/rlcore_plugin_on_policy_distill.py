@@ -50,8 +50,10 @@ COLUMN = "data_source"
 class OnPolicyDistillConfig:
     """Settings of on-policy distillation. The teacher is either `teacher`, or one of `teachers` for each row."""
 
-    teacher: str | None = option(None, "folder of the teacher")
-    teachers: dict[str, str] = option({}, "folders of several teachers, by the value of a row's column data_source")
+    teacher: str | None = option(None, "folder or hub name of the teacher", hub="model")
+    teachers: dict[str, str] = option(
+        {}, "folders or hub names of several teachers, by the value of a row's column data_source", hub="model"
+    )
     group_size: int = option(4, "responses per prompt", min=1)
     clip: float = option(0.2, "the ratio is clipped at 1 - clip and 1 + clip", min=0.0, max=1.0)
     task_coef: float = option(0.0, "weight of the task's reward, compared within a group; 0: none", min=0.0)

@@ -59,7 +59,9 @@ class SafeRLHFConfig:
     """Settings of Safe RLHF. The cost comes from either `cost_model` or `cost_function`."""
 
     samples: int = option(1, "responses per prompt", min=1)
-    cost_model: str | None = option(None, "folder of a model with one label that gives the cost of a response")
+    cost_model: str | None = option(
+        None, "folder or hub name of a model with one label that gives the cost of a response", hub="model"
+    )
     cost_function: str | None = option(
         None, "name in reward.functions, with the weight 0 there, of the function whose scores are the cost"
     )
@@ -72,8 +74,12 @@ class SafeRLHFConfig:
     lam: float = option(0.95, "GAE's lambda: 0 trusts the critic's next value, 1 the sampled return", min=0.0, max=1.0)
     clip: float = option(0.2, "the ratio is clipped at 1 - clip and 1 + clip", min=0.0, max=1.0)
     value_clip: float = option(5.0, "bound on the change of values in an update; 0: no clipping", min=0.0)
-    critic_model: str | None = option(None, "folder that the reward's critic starts from (default: model.path)")
-    cost_critic_model: str | None = option(None, "folder that the cost's critic starts from (default: model.path)")
+    critic_model: str | None = option(
+        None, "folder or hub name that the reward's critic starts from (default: model.path)", hub="model"
+    )
+    cost_critic_model: str | None = option(
+        None, "folder or hub name that the cost's critic starts from (default: model.path)", hub="model"
+    )
     critic_lr: float | None = option(None, "peak learning rate of both critics (default: engine.lr)", min=0.0)
     ptx_path: str | None = option(None, "JSONL with columns prompt and response; none: no pretraining loss")
     ptx_coef: float = option(16.0, "weight of the pretraining loss", min=0.0)

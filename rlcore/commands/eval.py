@@ -30,18 +30,20 @@ def run(line: CommandLine) -> int:
 
 
 def target_values(target: str) -> dict[str, Any]:
-    """Return the saved config of a run folder, or for a model folder a config with that model."""
+    """Return the saved config of a run folder, or for a model's folder or name a config with that model."""
     from rlcore.config.files import read_values
+    from rlcore.hub import split_name
 
     folder = Path(target)
     if (folder / "config.yaml").is_file():
         return read_values(folder / "config.yaml")
-    if (folder / "config.json").is_file() or target == "tiny":
+    if (folder / "config.json").is_file() or target == "tiny" or split_name(target) is not None:
         return {"model": {"path": target}}
     if folder.is_dir():
         raise ConfigError(f"{target!r} holds neither config.yaml (a run) nor config.json (a Hugging Face model)")
     raise ConfigError(
-        f"{target!r} does not exist: it must be a folder with config.yaml (a run) or config.json (a Hugging Face model)"
+        f"{target!r} does not exist: it must be a folder with config.yaml (a run) or config.json (a Hugging Face "
+        "model), or the name of a model on the hub, ORG/NAME"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlcore.config.installed import Installed
@@ -17,6 +17,18 @@ T = TypeVar("T")
 REQUIRED = "???"
 """Marks a required value, as in hydra."""
 
+OTHER_NAMES = {
+    "learning_rate": "engine.lr",
+    "max_completion_length": "rollout.response_len",
+    "max_new_tokens": "rollout.response_len",
+    "max_prompt_length": "data.prompt_len",
+    "max_steps": "trainer.total_steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "group_size",
+    "output_dir": "run.dir",
+}
+"""Keys by their names in other frameworks, for messages."""
+MOST_HINTS = 3
 _SCALARS = (bool, int, float, str, types.NoneType)
 
 
@@ -54,13 +66,11 @@ def build_config(values: Mapping[str, Any], algorithm_config: type | None, plugi
     Config keeps the section of an engine only if a role uses the engine.
     """
     sections = plugins.sections()
-    _check_sections(values, sections)
     _check_moved(values, sections)
+    _check_keys(values, {**SECTIONS, **({"algo": algorithm_config} if algorithm_config else {}), **sections})
     plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     inner = [path for path in sections if "." in path]
     taken = {path: _taken(plain, path) for path in [*inner, *sections.keys() - inner]}
-    for top in {path.partition(".")[0] for path in inner}:
-        _check_group_keys(top, taken.get(top, plain.get(top)), sections)
     own: dict[str, Any] = {path: build(cls, taken[path], path) for path, cls in sections.items()}
     algo = plain.pop("algo", None) or {}
     if algorithm_config is None and algo:
@@ -70,13 +80,26 @@ def build_config(values: Mapping[str, Any], algorithm_config: type | None, plugi
     return dataclasses.replace(config, sections={path: section for path, section in own.items() if path in used})
 
 
-def _check_sections(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
-    """Raise ConfigError for a top-level key that is neither the core's nor a plugin's."""
+def _check_keys(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
+    """Raise ConfigError for a key at the top or in a section that neither the core nor a plugin has.
+
+    sections: the dataclasses of all sections by dotted name, the core's included. The message names the key of another
+    section that was meant.
+    """
     core = [field.name for field in dataclasses.fields(Config) if field.name != "sections"]
-    allowed = list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))
-    for key in values:
-        if key not in allowed:
-            raise ConfigError(_unknown(str(key), allowed, ""))
+    allowed = {"": list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))}
+    allowed |= {path: [field.name for field in dataclasses.fields(cls)] for path, cls in sections.items()}
+    keys = [_join(path, name) for path, names in allowed.items() if path for name in names]
+    for top, _, name in (path.partition(".") for path in sections):
+        if name:
+            allowed[top].append(name)
+    for path, names in allowed.items():
+        holder: Any = values
+        for part in path.split(".") if path else ():
+            holder = holder.get(part) if isinstance(holder, Mapping) else None
+        for key in holder if isinstance(holder, Mapping) else ():
+            if key not in names:
+                raise ConfigError(_unknown(str(key), names, path, keys))
 
 
 def _taken(plain: dict[str, Any], path: str) -> Any:
@@ -86,15 +109,6 @@ def _taken(plain: dict[str, Any], path: str) -> Any:
         return plain.pop(top, {})
     holder = plain.get(top)
     return holder.pop(name, {}) if isinstance(holder, dict) else {}
-
-
-def _check_group_keys(top: str, given: Any, sections: Mapping[str, type]) -> None:
-    """Raise ConfigError for a key of a group such as `rollout` that is neither its own nor a plugin's section."""
-    brought = [path.partition(".")[2] for path in sections if path.startswith(f"{top}.")]
-    allowed = [*(field.name for field in dataclasses.fields(sections.get(top) or SECTIONS[top])), *brought]
-    for key in given if isinstance(given, dict) else ():
-        if key not in allowed:
-            raise ConfigError(_unknown(key, allowed, top))
 
 
 def _check_moved(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
@@ -268,10 +282,16 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], key: str) -> None:
         raise ConfigError(f"{key} = {value!r} is out of bounds: it must be {' and '.join(b for b in bounds if b)}")
 
 
-def _unknown(key: str, allowed: list[str], path: str) -> str:
+def _unknown(key: str, allowed: list[str], path: str, keys: Sequence[str] = ()) -> str:
+    """Return the message for an unknown key; `keys`: the dotted keys of all sections."""
     full, where = _join(path, key), f"under {path!r}" if path else "at the top"
+    meant = OTHER_NAMES.get(key, key)
+    elsewhere = [each for each in keys if each == meant or each.rpartition(".")[2] == meant]
+    elsewhere += [each for each in keys if each.replace(".", "_") == key]
     near = did_you_mean(key, allowed)
-    if near and path:
+    if 0 < len(elsewhere) <= MOST_HINTS:
+        near = f" Did you mean {' or '.join(map(repr, elsewhere))}?"
+    elif near and path:
         near = near.replace("'", f"'{path}.", 1)
     return f"unknown key {full!r}.{near} Allowed {where}: {', '.join(allowed) or 'none'}"
 

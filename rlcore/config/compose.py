@@ -13,15 +13,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rlcore.config.build import build_config, defaults
 from rlcore.config.devices import AUTO, FindGpus, local_gpus, resolve_auto
+from rlcore.config.files import begun_values
 from rlcore.config.installed import Installed
 from rlcore.config.schema import SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
+from rlcore.hub import pin_names
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -42,8 +45,8 @@ def compose(
     base: the plain values of a saved config to start from in place of the defaults; its algorithm stays.
     find_gpus: is asked for the GPUs when a value is `auto`; by default those of this machine.
     Without an algorithm, `algorithm` is "" and `algo` None (an evaluation needs none; `check` refuses it for training).
-    Raises ConfigError for an override that cannot be read, an unknown key or group option, and as `resolve_auto` and
-    `build` do.
+    Names on the hub get their commits. Raises ConfigError for an override that cannot be read, an unknown key or group
+    option, and as `resolve_auto`, `build` and `pin_names` do.
     """
     from hydra.errors import HydraException
     from hydra.types import RunMode
@@ -70,7 +73,9 @@ def compose(
         raise ConfigError(
             f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
         )
-    return _build(resolve_auto(values, find_gpus), plugins)
+    config = _build(resolve_auto(values, find_gpus), plugins)
+    begun = begun_values(Path(config.run.dir).expanduser()) if config.run.dir is not None else {}
+    return pin_names(config, begun)
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -226,7 +231,8 @@ def _build(values: dict[str, Any], plugins: Installed) -> Config:
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:
     remedies = {
         "algo": ". Install its plugin, or give its file with -p FILE.py",
-        "data": ". Your own file: data=file data.path=FILE",
+        "data": f". Your own file: data=file data.path={choice if '/' in choice or '.' in choice else 'FILE'}",
+        "model": f". A folder or a name on the hub is a value of model.path: model.path={choice}",
     }
     listed = ", ".join(options) or "none"
     return f"{group}={choice} is unknown.{did_you_mean(choice, options)} Available: {listed}{remedies.get(group, '')}"

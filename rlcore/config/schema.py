@@ -26,6 +26,7 @@ def option(
     was: str | None = None,
     incidental: bool = False,
     auto: bool = False,
+    hub: Literal["model", "dataset"] | None = None,
 ) -> Any:
     """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
 
@@ -33,8 +34,9 @@ def option(
     incidental: a run may be resumed with another value, as the value changes nothing that is computed.
     auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
     for objects made in Python.
+    hub: the value, or each value of a dict, is a folder or such a name on the hub; composing a config pins its commit.
     """
-    metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto}
+    metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto, "hub": hub}
     if default is ...:
         return field(metadata=metadata)
     if isinstance(default, (list, dict)):
@@ -46,7 +48,12 @@ def option(
 class ModelConfig:
     """The language model that is trained."""
 
-    path: str = option("tiny", "folder of a Hugging Face causal language model, or `tiny` for the shipped one")
+    path: str = option(
+        "tiny",
+        "a causal language model: a folder, or a name on the Hugging Face hub as ORG/NAME or ORG/NAME@REVISION; "
+        "`tiny`: the shipped one",
+        hub="model",
+    )
     dtype: Literal["fp32", "bf16"] = option(
         "fp32",
         "precision of forward and backward; master weights are fp32. `auto`: bf16 on a GPU that has it, else fp32",
@@ -95,7 +102,9 @@ class RewardConfig:
     )
     path: str | None = option(None, "FILE.py:FUNCTION, used alone and in place of `functions`")
     model: str | None = option(
-        None, "folder of a reward model; its score is added to that of `functions`, if there are any"
+        None,
+        "folder or hub name of a reward model; its score is added to that of `functions`, if there are any",
+        hub="model",
     )
     model_weight: float = option(1.0, "weight of the reward model's score")
     timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
@@ -164,7 +173,9 @@ class EngineConfig:
 class RoleConfig:
     """Settings of one of the algorithm's roles; they replace the shared ones."""
 
-    model: str | None = option(None, "the role's own model folder (default: the algorithm's choice, else model.path)")
+    model: str | None = option(
+        None, "the role's own model, as model.path (default: the algorithm's choice, else model.path)", hub="model"
+    )
     dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision, or `auto` (default: model.dtype)")
     lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
     engine: str | None = option(None, "the role's own train engine (default: engine.name)")

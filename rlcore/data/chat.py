@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config.schema import ModelConfig
 from rlcore.end_tokens import EndTokens, special_tokens
 from rlcore.errors import ConfigError, DataError
+from rlcore.hub import is_pinned, split_name
 from rlcore.model_folder import model_path, read_tokenizer
 from rlcore.plugins import Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
@@ -78,7 +79,7 @@ def _check_one_label(settings: dict[str, Any], shown: str, kind: RoleKind) -> No
 
 def same_tokenizer(one: ModelConfig, other: ModelConfig, setting: str = "model.path=") -> bool:
     """Return whether two model folders' tokenizers give every token the same id; `setting` named the first folder."""
-    if model_path(one.path) == model_path(other.path):
+    if one.path == other.path or model_path(one.path, "tokenizer") == model_path(other.path, "tokenizer"):
         return True
     return load_any_tokenizer(one, setting).get_vocab() == load_any_tokenizer(other).get_vocab()
 
@@ -88,7 +89,7 @@ def load_any_tokenizer(model: ModelConfig, setting: str = "model.path=") -> PreT
 
     `setting`, which named the folder, starts the message.
     """
-    folder = model_path(model.path)
+    folder = model_path(model.path, "tokenizer")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{setting}{model.path} holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}")
     try:
@@ -110,18 +111,21 @@ def check_model_folder(model: ModelConfig) -> Path:
 
 def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
     """Return the folder; ConfigError when its config or weights are missing, and for quantised weights."""
-    folder = model_path(model.path)
+    folder = model_path(model.path, "tokenizer")
     if not folder.is_dir():
         fault = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"{setting}{model.path} {fault}; give the folder of a Hugging Face {wanted}. "
-            "rlcore downloads no models: `hf download ORG/NAME --local-dir FOLDER` does."
+            f"{setting}{model.path} {fault}; give the folder of a Hugging Face {wanted}, or a name on the hub as "
+            f"ORG/NAME.{_why_not_asked(model.path)}"
         )
     if not (folder / "config.json").is_file():
         is_adapter = (folder / "adapter_config.json").exists()
         hint = " It is an adapter: merge it into its base model first." if is_adapter else ""
+        if any(folder.glob("*.gguf")):
+            hint = " It holds GGUF files: give the model that they were made from, in safetensors."
         raise ConfigError(f"{setting}{model.path} has no config.json, so it is not a Hugging Face model folder.{hint}")
-    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+    # The weights of a name on the hub are fetched later, and the list of its files is checked already.
+    if not is_pinned(model.path) and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise ConfigError(f"{setting}{model.path} holds no weights; looked for {', '.join(WEIGHT_FILES)}")
     settings = _read_json(folder / "config.json", model.path)
     if quantised := settings.get("quantization_config") or settings.get("compression_config"):
@@ -131,6 +135,18 @@ def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
             "trains nor samples with; give the folder of the model in bf16, fp16 or fp32"
         )
     return folder
+
+
+def _why_not_asked(path: str) -> str:
+    """Return a sentence on why a path that does not exist was not looked up on the hub; "" where it is plain."""
+    if path.endswith(".gguf"):
+        return " Of a GGUF file, give the model that it was made from, in safetensors."
+    if split_name(path) is not None:
+        return ' Only keys declared with option(..., hub="model") are looked up there.'
+    if not path.startswith(("/", ".", "~")) and path.count("/") == 1:
+        first = path.partition("/")[0]
+        return f" The hub was not asked, as {first}/ is a folder here; `hf download {path} --local-dir {path}` fills it"
+    return ""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -403,6 +419,9 @@ def _read_template(path: str) -> str:
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, model: ModelConfig) -> None:
     remedy = f"in {folder / 'tokenizer_config.json'}"
+    if is_pinned(model.path):
+        repo = model.path.partition("@")[0]
+        remedy = f"in the tokenizer_config.json of a folder of your own (`hf download {repo} --local-dir FOLDER`)"
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.path={model.path}: its tokenizer has no end-of-text token, so responses would never end. "

@@ -66,9 +66,9 @@ def _write_settings(hf: Any, model: ModelConfig, folder: Path) -> None:
     # Not save_pretrained, which refuses what many published folders hold: settings of generation.
     hf.config.to_json_file(folder / "config.json")
     if model.trust_remote_code:  # which config.json names
-        for code in model_path(model.path).glob("*.py"):
+        for code in model_path(model.path, "tokenizer", code=True).glob("*.py"):
             shutil.copyfile(code, folder / code.name)
-    given = model_path(model.path) / GENERATION
+    given = model_path(model.path, "tokenizer") / GENERATION
     if given.is_file():
         shutil.copyfile(given, folder / GENERATION)
     if model.chat_template is not None:

@@ -60,7 +60,7 @@ def test_the_template_refuses_a_role(tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def test_the_folder_itself_is_checked_first(tmp_path: Path, model_folder: Path, edit_json: EditJson) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=.*absent does not exist.*hf download"):
+    with pytest.raises(ConfigError, match=r"model\.path=.*absent does not exist; .* or a name on the hub as ORG/NAME"):
         check_model_folder(ModelConfig(str(tmp_path / "absent")))
     with pytest.raises(ConfigError, match="is a file"):
         check_model_folder(ModelConfig(str(model_folder / "config.json")))

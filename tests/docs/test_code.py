@@ -96,6 +96,8 @@ class Reader:
         monkeypatch.syspath_prepend(folder)
         (folder / "models").mkdir()
         (folder / "models" / "my-model").symlink_to(TINY)
+        (folder / "Qwen").mkdir()
+        (folder / "Qwen" / "Qwen3-0.6B").symlink_to(TINY)  # a folder wins over a name on the hub
         (folder / "data" / "gsm8k").mkdir(parents=True)
         for name, count in (("train", 4), ("test", 2)):
             rows = [{"question": f"{name} {i} + 1?", "answer": f"It is\n#### {i + 1}"} for i in range(count)]

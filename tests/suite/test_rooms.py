@@ -58,7 +58,7 @@ def test_the_rooms_above_follow_from_the_layers(rooms):
     assert above.index("cli") < above.index("algorithms") < above.index("docs")
     assert {"rlcore-plugin-judge", "e2e", "run"} < set(above)
     assert not {"engine", "data", "rewards", "workers", "ops"} & set(above)
-    assert set(rooms.above("config")) | {"config", "ops", "assets"} == set(rooms.rooms())
+    assert set(rooms.above("config")) | {"config", "ops", "assets", "hub"} == set(rooms.rooms())
     assert rooms.above("rlcore-plugin-judge") == sorted(rooms.LAST)
     assert rooms.above("e2e") == []
 

@@ -105,7 +105,7 @@ def check(config: GameConfig) -> None:
     folder = str(ENV_REGISTRY[config.game].entry_point).split(".")[2]
     if folder in DOWNLOADS:
         raise ConfigError(
-            f"env.textarena.game={config.game} downloads word lists, and rlcore downloads nothing. So do "
+            f"env.textarena.game={config.game} downloads word lists, and rlcore downloads none. So do "
             f"{', '.join(DOWNLOADS)}; choose another game"
         )
     if folder in JUDGED:

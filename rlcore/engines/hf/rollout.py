@@ -62,7 +62,7 @@ class HFRollout(RolloutEngine):
         self._mixed = shared is not None and self.dtype is not torch.float32
         if shared is None:
             self.hf = AutoModelForCausalLM.from_pretrained(
-                model_path(model.path),
+                model_path(model.path, code=model.trust_remote_code),
                 dtype=self.dtype,
                 attn_implementation=self.attention,
                 **loading_options(model),

@@ -337,7 +337,7 @@ def _load(kind: Any, what: str, config: ModelConfig, device: torch.device, **opt
     notices.disable_progress_bar()
     before = notices.get_verbosity()
     notices.set_verbosity_error()  # it warns of new heads; the checks below report wrong shapes
-    folder = model_path(config.path)
+    folder = model_path(config.path, code=config.trust_remote_code)
     try:
         hf, loading = kind.from_pretrained(
             folder,

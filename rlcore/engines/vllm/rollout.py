@@ -75,7 +75,7 @@ class VLLMRollout(RolloutEngine):
         gpu_share: float = 1.0,
         row_tokens: int = 0,
     ) -> None:
-        folder = model_path(model.path)
+        folder = model_path(model.path, code=model.trust_remote_code)
         self.tokenizer = read_tokenizer(model)
         ranks = 1 if tensor_group is None else len(tensor_group.ranks)
         self._tensor_group = tensor_group

@@ -1,0 +1,231 @@
+"""Models and data sets by their names on the Hugging Face hub: ORG/NAME or ORG/NAME@REVISION.
+
+A name is pinned once, when a config is composed, to ORG/NAME@COMMIT. Only pinned names are fetched, so that a relative
+folder that another node lacks is never taken for a name there. The files are in huggingface_hub's own cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rlcore.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+Kind = Literal["model", "dataset"]
+Need = Literal["config", "tokenizer", "weights"]
+"""The files of a model that a reader needs; each includes those before it."""
+
+_NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ANY = ("config.json", ".gitattributes")
+"""Small files: every repository has the second one, so that a download never matches nothing."""
+_TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_ALLOWED: dict[Need, tuple[str, ...]] = {
+    "config": _ANY,
+    "tokenizer": (*_ANY, *_TOKENIZER),
+    "weights": (*_ANY, *_TOKENIZER, "*.safetensors"),
+}
+# Folders in a repository hold the model once more, in other formats; consolidated files do too.
+_IGNORED = [f"*/*.{ending}" for ending in ("json", "txt", "model", "tiktoken", "safetensors", "py")]
+_IGNORED += ["consolidated*.safetensors", "adapter_model*.safetensors"]
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def split_name(text: str) -> tuple[str, str | None] | None:
+    """Return ORG/NAME and the revision of a name on the hub; None for a path: one of a folder, or below a folder."""
+    found = _NAME.fullmatch(text)
+    if found is None or Path(text).exists() or Path(text.partition("/")[0]).is_dir():
+        return None
+    return found[1], found[2]
+
+
+def is_pinned(text: str) -> bool:
+    """Whether a text is ORG/NAME@COMMIT, with all 40 digits of the commit."""
+    found = _NAME.fullmatch(text)
+    return found is not None and found[2] is not None and _COMMIT.fullmatch(found[2]) is not None
+
+
+def pin_names(config: T, saved: Mapping[str, Any]) -> T:
+    """Return a config whose names on the hub have their commits: those of keys declared with `option(..., hub=KIND)`.
+
+    saved: plain values of the run that has begun in the run folder; a name without a revision keeps its commit.
+    Raises ConfigError naming the key for a name that the hub and the cache do not have, and for a repository without a
+    model.
+    """
+    pinned: T = _pinned(config, None, "", saved)
+    return pinned
+
+
+def _pinned(value: Any, kind: Kind | None, key: str, saved: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kinds = {field.name: field.metadata.get("hub") for field in dataclasses.fields(value)}
+        changed = {}
+        for name, own in kinds.items():
+            before = getattr(value, name)
+            if (after := _pinned(before, own, _below(key, name), _at(saved, name))) is not before:
+                changed[name] = after
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, Mapping):
+        after = {name: _pinned(item, kind, _below(key, name), _at(saved, name)) for name, item in value.items()}
+        return value if all(after[name] is item for name, item in value.items()) else after
+    if kind is None or not isinstance(value, str) or (name_parts := split_name(value)) is None or is_pinned(value):
+        return value
+    repo, revision = name_parts
+    if revision is None and isinstance(saved, str) and is_pinned(saved) and saved.startswith(f"{repo}@"):
+        return saved
+    try:
+        return pin(repo, revision, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={error}") from error
+
+
+def _below(key: str, name: Any) -> str:
+    return str(name) if key in ("", "sections") else f"{key}.{name}"
+
+
+def _at(saved: Any, name: str) -> Any:
+    """Return the saved value below a name, which for a plugin's section is dotted; `sections` is no level of a file."""
+    for part in [] if name == "sections" else str(name).split("."):
+        saved = saved.get(part) if isinstance(saved, Mapping) else None
+    return saved
+
+
+def pin(repo: str, revision: str | None, kind: Kind) -> str:
+    """Return ORG/NAME@COMMIT for the commit of a revision, by default the main branch's.
+
+    Asks the hub, or the cache when the hub cannot be reached. Fetches at most a config.json. Raises ConfigError.
+    """
+    commit = fetch(repo, revision, kind, _ANY).name
+    if kind == "model":
+        model_folder(f"{repo}@{commit}", "config")
+    return f"{repo}@{commit}"
+
+
+def model_folder(name: str, need: Need, *, code: bool = False) -> Path:
+    """Return the local folder of a pinned model, after fetching the files that it lacks; `code`: its *.py files too.
+
+    Raises ConfigError when they cannot be fetched, and for a repository that holds no model that rlcore can read.
+    """
+    repo, _, commit = name.partition("@")
+    allowed = (*_ALLOWED[need], "*.py") if code else _ALLOWED[need]
+    folder = fetch(repo, commit, "model", allowed, _IGNORED)
+    _check_is_model(repo, _files(repo, commit, folder))
+    return folder
+
+
+def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ignore: Sequence[str] = ()) -> Path:
+    """Return the folder of a repository's files in the cache, named after its commit; fetches what is missing.
+
+    allow, ignore: patterns of files, as in huggingface_hub's snapshot_download, whose progress bar shows. Files of a
+    commit that are all in the cache need no network. Raises ConfigError with the command that helps.
+    """
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    options: dict[str, Any] = {"repo_type": kind, "revision": revision}
+    get = partial(snapshot_download, repo, **options, allow_patterns=list(allow), ignore_patterns=list(ignore))
+    if revision is not None and _COMMIT.fullmatch(revision):
+        with suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):  # then it is fetched below
+            get_cached_repo_tree(repo, **options)  # without this list the cache cannot tell whether files are missing
+            return Path(get(local_files_only=True))
+    with _explained(repo, revision, kind):
+        return Path(get())
+
+
+def _files(repo: str, commit: str, folder: Path) -> list[str]:
+    """Return the names of the files at the top of a repository, or of those in the cache when there is no list."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        return [file.path for file in get_cached_repo_tree(repo, revision=commit) if "/" not in file.path]
+    except CachedRepoTreeNotFoundError:
+        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def _check_is_model(repo: str, files: Sequence[str]) -> None:
+    has_weights = any(name.endswith(".safetensors") for name in files)
+    if "config.json" not in files and "adapter_config.json" in files:
+        raise ConfigError(
+            f"{repo} holds an adapter and no model; merge it into its base model, and give the folder of the result"
+        )
+    if not has_weights and any(name.endswith(".gguf") for name in files):
+        raise ConfigError(
+            f"{repo} holds GGUF files, which rlcore neither trains nor samples with; give the model that they were "
+            "made from, in safetensors: its page on the hub names it"
+        )
+    if "config.json" not in files:
+        raise ConfigError(f"{repo} has no config.json, so it is not a model of transformers; give one that has")
+    if not has_weights and any(name.endswith(_PICKLES) for name in files):
+        raise ConfigError(
+            f"{repo} holds its weights as pickles only, which can run code when they are read, so rlcore fetches none. "
+            f"If you trust it, `hf download {repo} --local-dir FOLDER` and give the folder"
+        )
+    if not has_weights:
+        raise ConfigError(f"{repo} holds no weights in safetensors; give a model that has them")
+
+
+@contextmanager
+def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
+    """Raise a ConfigError in one line for any failure of a download. It quotes no text of the client or the server."""
+    from huggingface_hub import constants, errors
+
+    name, what = f"{repo}@{revision}" if revision else repo, "data set" if kind == "dataset" else "model"
+    hub = re.sub(r"//[^/]*@", "//", constants.ENDPOINT)  # without a password that is part of it
+    command = f"`hf download {repo}{' --repo-type dataset' if kind == 'dataset' else ''}`"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{name} is gated: ask for access at {hub}/{'datasets/' * (kind == 'dataset')}{repo}, then "
+            "log in with `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{name}: the {what} is on the hub, but has no revision {revision or 'main'!r}; give a branch, a tag or a "
+            f"commit of it, or {repo} alone for its main branch"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{name} is neither a folder here nor a {what} on the hub ({hub}).{_nearest(repo, kind)} "
+            "Look its name up there; if it is private, log in with `hf auth login`"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        absent = f"{name} is neither a folder here nor, with all its files, in the cache {constants.HF_HUB_CACHE}"
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"{absent}, and HF_HUB_OFFLINE is set.{_nearest(repo, kind)} Unset it, or run {command} where there is "
+                "a network"
+            ) from error
+        raise ConfigError(
+            f"{absent}, and the hub ({hub}) cannot be reached.{_nearest(repo, kind)} Run {command} "
+            "where there is a network, or give a folder"
+        ) from error
+    except Exception as error:  # of the client, of its HTTP library, or of the disk
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        if isinstance(error, errors.HfHubHTTPError):
+            cause = f"HTTP {error.response.status_code}"
+            if error.response.status_code in (401, 403):
+                raise ConfigError(
+                    f"{name}: the hub ({hub}) refuses your login ({cause}); log in anew with "
+                    "`hf auth login`, and unset HF_TOKEN if it holds an old token"
+                ) from error
+        raise ConfigError(
+            f"{name} cannot be fetched from the hub ({hub}): {cause}. Start again, which keeps the "
+            f"files that are whole, or run {command} first"
+        ) from error
+
+
+def _nearest(repo: str, kind: Kind) -> str:
+    """Return `" Did you mean 'ORG/NAME'?"` for the nearest name in the cache."""
+    from huggingface_hub import constants
+
+    start = f"{kind}s--"
+    cached = [path.name.removeprefix(start) for path in Path(constants.HF_HUB_CACHE).glob(f"{start}*--*")]
+    return did_you_mean(repo, [name.replace("--", "/") for name in cached])
