@@ -50,4 +50,4 @@ def test_the_schema_of_the_data_that_was_recognised(first_lines, tmp_path):
     ]
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     logged, _ = first_lines("data=file", f"data.path={tmp_path / 'verl.jsonl'}", "data.batch_size=2")
-    assert logged[3] == "data train: columns of verl, prompt in 'prompt', answer in 'reward_model.ground_truth'"
+    assert "data train: columns of verl, prompt in 'prompt', answer in 'reward_model.ground_truth'" in logged
