@@ -243,6 +243,7 @@ class Trainer:
             lines.append(found)
         for name, role in self.run_.roles.items():
             lines += [f"{name}: {group.describe()}" for group in role.groups]
+        lines += [f"data {name}: {loader.schema_line}" for name, loader in self.loaders.items() if loader.schema_line]
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)

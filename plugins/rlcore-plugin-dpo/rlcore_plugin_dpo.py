@@ -98,7 +98,8 @@ class DPO(Algorithm):
             if not isinstance(row.get(side), str):
                 raise DataError(
                     f"column {side!r} holds {row.get(side)!r:.80}, not a response; its columns are {', '.join(row)}. "
-                    "A preference pair needs a prompt and two texts, `chosen` and `rejected`"
+                    "A preference pair needs a prompt, and in `chosen` and `rejected` a text or one message of the "
+                    "assistant; put the messages before it into the prompt"
                 )
         if row["chosen"] == row["rejected"]:
             raise DataError(f"both sides are {row['chosen']!r:.80}, so there is no preference; remove the pair")

@@ -111,7 +111,8 @@ class KTO(Algorithm):
         if not isinstance(row.get("completion"), str):
             raise DataError(
                 f"column 'completion' holds {row.get('completion')!r:.80}, not a response; its columns are "
-                f"{', '.join(row)}. KTO needs a prompt, a text `completion`, and `label`"
+                f"{', '.join(row)}. KTO needs a prompt, `label`, and in `completion` a text or one message of the "
+                "assistant; put the messages before it into the prompt"
             )
         if row.get("label") not in (True, False):
             raise DataError(

@@ -189,6 +189,7 @@ class SafeRLHF(Algorithm):
             return {}
         size, path = self.config.ptx_batch_size, self.config.ptx_path
         texts = replace(config.data, name="file", path=path, prompt_key="prompt", answer_key="response")
+        texts = replace(texts, subset=None, train_split=None, eval_split=None, max_rows=0)
         return {"ptx": replace(texts, batch_size=size)}
 
     def check(self, config: Config) -> None:

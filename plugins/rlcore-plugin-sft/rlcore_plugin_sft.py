@@ -63,7 +63,7 @@ class SFT(Algorithm):
         if key not in row:
             raise DataError(
                 f"algo.response_key={key}: the row has no such column, only {', '.join(row)}; `answer` is that of "
-                "data.answer_key"
+                "data.answer_key, or the assistant's last message in a prompt column `messages` (data.prompt_key)"
             )
         text = row[key]
         if text is None or (isinstance(text, str) and not text.strip()):
@@ -74,7 +74,8 @@ class SFT(Algorithm):
         if not isinstance(text, str):
             raise DataError(
                 f"column {key!r} holds {text!r:.80}, which is of type {type(text).__name__}; a response is a text, so "
-                "write it as a string in the data"
+                "write it as a string in the data, or in `completion` as one message of the assistant; put the "
+                "messages before it into the prompt"
             )
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows from local JSON Lines, JSON and Parquet files, and the data set `file`."""
+"""The data set `file`: rows of local files and folders."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.keys import nearest, value_at
+from rlcore.data.formats import read_rows, require_column
+from rlcore.data.keys import value_at
+from rlcore.data.schemas import plain_rows, recognise, with_keys
+from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
 
-FORMATS = (".jsonl", ".json", ".parquet")
-SPLIT_NAMES = {"train": ("train",), "eval": ("test", "eval", "validation")}
 HELD_OUT_SHARE = 0.1
 
-Row = dict[str, Any]
 
-
-def load(config: DataConfig, split: str) -> list[Row]:
+def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     """Return the rows of a split ("train" or "eval") of the file or folder at `data.path`.
 
-    A folder holds `train` and one of `test`, `eval` and `validation`, each as .jsonl, .json (a list) or .parquet. From
-    a single file a tenth of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises ConfigError
-    when `data.path` or a file is missing, DataError for faults in a file.
+    A folder holds a training split, and perhaps a held-out one (`rlcore.data.splits`). Without one, as in a single
+    file, a tenth of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises ConfigError when
+    `data.path`, a split or a file is missing, DataError for faults in a file.
     """
-    path = data_path(config, "a .jsonl, .json or .parquet file, or a folder with train and test files")
-    if path.is_dir():
-        return _read_checked(_split_file(path, split), config)
-    rows = _read_checked(path, config)
-    held_out = _held_out_prompts(rows, config.prompt_key)
-    chosen = [row for row in rows if (_fingerprint(value_at(row, config.prompt_key)) in held_out) == (split == "eval")]
+    path = data_path(config, "a .jsonl, .json, .parquet or .arrow file, or a folder with train and test files")
+    files = chosen_files(path, config, split)
+    if files is not None and (split == "eval" or chosen_files(path, config, "eval") is not None):
+        return _read_checked(files, config)[0]
+    rows, prompt_key = _read_checked(files or chosen_files(path, config, "train") or [], config)
+    held_out = _held_out_prompts(rows, prompt_key)
+    chosen = [row for row in rows if (_fingerprint(value_at(row, prompt_key)) in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
             f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
@@ -50,119 +50,33 @@ def data_path(config: DataConfig, expected: str) -> Path:
     return path
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a .jsonl, .json or .parquet file; DataError names file and line."""
-    if path.suffix not in FORMATS:
-        raise DataError(
-            f"{path}: cannot read {path.suffix or 'a file without an ending'}; allowed: {', '.join(FORMATS)}"
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; it must hold at least one row")
-    rows = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
-    if not rows:
-        raise DataError(f"{path} holds no rows; it must hold at least one")
-    return rows
+def chosen_files(path: Path, config: DataConfig, split: str) -> list[Path] | None:
+    """Return the files of a split of `path`, a file or folder; None where it has no held-out split."""
+    if path.is_dir():
+        return split_files(path, config, split)
+    for key in ("subset", "train_split", "eval_split"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(f"data.{key}={value}: data.path={path} is one file, which has no splits; drop the key")
+    return [path] if split == "train" else None
 
 
-def require_column(rows: Sequence[Mapping[str, Any]], column: str, path: Path, key: str) -> None:
-    """Raise DataError when a row has no value in `column`, which may be a path; the config key `key` chose it."""
-    for number, row in enumerate(rows, start=1):
-        if value_at(row, column) is None:
-            raise DataError(
-                f"{path}, row {number}: nothing in column {column!r}; its columns are {', '.join(row) or 'none'}. "
-                f"Set {key} to the right one.{nearest(row, column)}"
-            )
+def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the rows of all files, and the key of their prompts."""
+    read = [(path, read_rows(path)) for path in files]
+    first = read[0][1][0]
+    keyed = with_keys(config, recognise(config, first), first)
+    rows: list[Mapping[str, Any]] = []
+    for path, given in read:
+        plain = plain_rows(given, keyed, str(path))
+        require_column(plain, keyed.prompt_key, path, "data.prompt_key")
+        # Some rewards need no answer, so the column is required only when the config names it.
+        if config.answer_key != DataConfig.answer_key:
+            require_column(plain, config.answer_key, path, "data.answer_key")
+        rows += plain
+    return rows, keyed.prompt_key
 
 
-def dataset_class() -> Any:
-    """Return `datasets.Dataset`; ConfigError when that library is not installed."""
-    try:
-        from datasets import Dataset
-    except ImportError as error:
-        raise ConfigError(f"this data needs Hugging Face datasets ({error}): pip install datasets") from error
-    return Dataset
-
-
-def _read_checked(path: Path, config: DataConfig) -> list[Row]:
-    rows = read_rows(path)
-    require_column(rows, config.prompt_key, path, "data.prompt_key")
-    # Some rewards need no answer, so the column is required only when the config names it.
-    if config.answer_key != DataConfig.answer_key:
-        require_column(rows, config.answer_key, path, "data.answer_key")
-    return rows
-
-
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(_decoded(lines, path), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: each line must be a JSON object, got {_kind(row)}")
-            rows.append(row)
-    return rows
-
-
-def _decoded(lines: Any, path: Path) -> Any:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for example with iconv") from error
-
-
-def _read_json(path: Path) -> list[Row]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        hint = " It looks like JSON Lines: name it .jsonl." if error.msg == "Extra data" else ""
-        raise DataError(
-            f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}.{hint}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for example with iconv") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path}: a .json file must hold a list of objects, got {_kind(rows)}")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, row {number}: each row must be a JSON object, got {_kind(row)}")
-    return rows
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    dataset = dataset_class()
-    import pyarrow  # type: ignore[import-untyped]  # comes with datasets
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    try:
-        # Read here, since `datasets` itself would leave a converted copy in the user's cache folder.
-        return dataset(parquet.ParquetFile(path).read()).to_list()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-
-
-def _split_file(folder: Path, split: str) -> Path:
-    candidates = [folder / f"{name}{suffix}" for name in SPLIT_NAMES[split] for suffix in FORMATS]
-    found = [path for path in candidates if path.is_file()]
-    if not found:
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-        raise ConfigError(
-            f"data.path={folder} has no file for the {split} split: looked for {' or '.join(SPLIT_NAMES[split])} with "
-            f"the ending {', '.join(FORMATS)}; the folder holds {there}"
-        )
-    if len(found) > 1:
-        raise ConfigError(
-            f"data.path={folder} has several files for the {split} split: {', '.join(path.name for path in found)}; "
-            "keep only one of them"
-        )
-    return found[0]
-
-
-def _held_out_prompts(rows: Sequence[Row], prompt_key: str) -> set[str]:
+def _held_out_prompts(rows: Sequence[Mapping[str, Any]], prompt_key: str) -> set[str]:
     # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
     fingerprints = sorted({_fingerprint(value_at(row, prompt_key)) for row in rows})
     return set(fingerprints[: max(1, round(len(fingerprints) * HELD_OUT_SHARE))])
@@ -170,8 +84,3 @@ def _held_out_prompts(rows: Sequence[Row], prompt_key: str) -> set[str]:
 
 def _fingerprint(prompt: Any) -> str:
     return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

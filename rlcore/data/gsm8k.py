@@ -1,4 +1,4 @@
-"""GSM8K, grade-school word problems (arXiv 2110.14168), from a folder with train.jsonl and test.jsonl.
+"""GSM8K, grade-school word problems (arXiv 2110.14168), from a folder with train.jsonl and test.jsonl, or shards.
 
 The prompt is the question plus an instruction on the answer's format. The answer is the text after `####` in the file's
 solution.
@@ -6,16 +6,18 @@ solution.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.files import data_path, dataset_class, read_rows, require_column
+from rlcore.data.files import data_path
+from rlcore.data.formats import Row, dataset_class, read_rows, require_column
+from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FILES = {"train": "train.jsonl", "eval": "test.jsonl"}
 MARK = "####"
 INSTRUCTION = f"Think step by step, then write the final answer as a plain number after {MARK}."
 
@@ -25,13 +27,24 @@ def load(config: DataConfig, split: str) -> Dataset:
 
     Raises ConfigError when the folder or its file is missing, DataError naming file and row for faults in the file.
     """
-    expected = f"a folder with {FILES['train']} and {FILES['eval']} of GSM8K"
+    expected = "a folder with train.jsonl and test.jsonl of GSM8K, or with shards of them"
     folder = data_path(config, expected)
     if not folder.is_dir():
         raise ConfigError(f"data.path={config.path} is not a folder; give {expected}")
-    path = folder / FILES[split]
-    if not path.is_file():
-        raise ConfigError(f"data.path={config.path} has no {path.name}; give {expected}")
+    files = split_files(folder, config, split)
+    if files is None:
+        raise ConfigError(f"data.path={config.path} has no test.jsonl; give {expected}")
+    rows = [row for path in files for row in _read(path)]
+    return dataset_class().from_dict(
+        {
+            config.prompt_key: [f"{row['question']}\n{INSTRUCTION}" for row in rows],
+            config.answer_key: [row["answer"].rpartition(MARK)[2].strip() for row in rows],
+            "solution": [row["answer"] for row in rows],
+        }
+    )
+
+
+def _read(path: Path) -> list[Row]:
     rows = read_rows(path)
     for column in ("question", "answer"):
         require_column(rows, column, path, "data.path")
@@ -41,10 +54,4 @@ def load(config: DataConfig, split: str) -> Dataset:
                 f"{path}, row {number}: question and answer must be strings, and the answer must give its result after "
                 f"{MARK!r}, got {str(row['answer'])[-40:]!r}"
             )
-    return dataset_class().from_dict(
-        {
-            config.prompt_key: [f"{row['question']}\n{INSTRUCTION}" for row in rows],
-            config.answer_key: [row["answer"].rpartition(MARK)[2].strip() for row in rows],
-            "solution": [row["answer"] for row in rows],
-        }
-    )
+    return rows

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder, plain_prompt, plain_tools
+from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.data.keys import answer_fault, nearest, value_at
+from rlcore.data.messages import plain_prompt, plain_tools
+from rlcore.data.schemas import UNLEARNED, plain_rows, recognise, with_keys
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -59,13 +61,17 @@ class PromptSplit:
         split: str,
         tools: OfferedTools | None = None,
     ) -> None:
-        self._config = config
         self._has_environment, self._knows_tools = tools is not None, False
         self._taken = (*TAKEN, *EPISODES) if self._has_environment else TAKEN
         self._where = f"data={dataset.name}, split {split!r}"
-        self.rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
-        if len(self.rows) == 0:
+        rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
+        if len(rows) == 0:
             raise DataError(f"{self._where}: the data set has no rows")
+        if split == "train" and 0 < config.max_rows < len(rows):
+            rows = [rows[number] for number in range(config.max_rows)]
+        self._own_answer_key, self.schema = config.answer_key, recognise(config, rows[0])
+        self._config = config = with_keys(config, self.schema, rows[0])
+        self.rows = plain_rows(rows, config, self._where)
         self.overlong = 0
         self._has_messages = False
         rendered = config.prompt_key in config.rendered
@@ -145,13 +151,21 @@ class PromptSplit:
             return None
         if messages[-1].get("tool_calls"):
             raise DataError("the last message calls tools, so it is no answer; end the conversation before or after it")
+        if beyond := [key for key in UNLEARNED if messages[-1].get(key)]:
+            raise DataError(
+                f"the last message has {beyond[0]!r} besides its content, which the answer would lack; write it into "
+                "the content as the model does, or drop it"
+            )
         return messages[-1].get("content")
 
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
-        others = [name for name in names if name not in (self._config.prompt_key, self._config.answer_key)]
+        # A recognised schema's answer stays a column too: algorithms and rewards know its name.
+        others = [name for name in names if name not in (self._config.prompt_key, self._own_answer_key)]
         taken = [name for name in others if name in self._taken]
-        if taken:
+        if taken == ["prompt"] and self.schema is not None:
+            others.remove("prompt")  # another column of the schema is the prompt, as TRL's `messages`
+        elif taken:
             raise DataError(
                 f"{self._where}: rlcore reserves the column name {taken[0]!r}; rename or drop the column, or name it "
                 "in data.prompt_key or data.answer_key"
@@ -263,6 +277,15 @@ class PromptLoader:
     def columns(self) -> list[str]:
         """The names of the training rows' columns, with the keys of prompt and answer."""
         return list(dict.fromkeys([*self._train.columns, *self._train.keys, "answer"]))
+
+    @property
+    def schema_line(self) -> str | None:
+        """A line that says which schema the training rows are read as; None if no schema was recognised."""
+        if self._train.schema is None:
+            return None
+        prompt, answer = self._train.keys
+        has_answer = value_at(self._train.rows[0], answer) is not None
+        return f"columns of {self._train.schema.name}, prompt in {prompt!r}{f', answer in {answer!r}' * has_answer}"
 
     @property
     def longest(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.files import load, read_rows
+from rlcore.data.files import load
+from rlcore.data.formats import read_rows
 from rlcore.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"question {i}", "answer": i} for i in range(20)]

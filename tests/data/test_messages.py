@@ -12,8 +12,9 @@ import pytest
 from rlcore import DatasetSpec
 from rlcore.config.schema import DataConfig
 from rlcore.data.builtin import rlcore_datasets
-from rlcore.data.chat import OfferedTools, plain_prompt
+from rlcore.data.chat import OfferedTools
 from rlcore.data.loader import PromptLoader
+from rlcore.data.messages import plain_prompt
 from rlcore.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,5 +1,7 @@
 """The first lines of a run say on what and how it computes."""
 
+import json
+
 import pytest
 
 from rlcore.engines.hf import fused_decode
@@ -38,3 +40,14 @@ def test_a_fallback_gives_its_reason(first_lines, monkeypatch):
         "actor: CPU, bf16, attention sdpa, rows padded, decodes with the module's own forward, as"
     )
     assert "no fast form of Qwen2DecoderLayer is known" in logged[2]
+
+
+def test_the_schema_of_the_data_that_was_recognised(first_lines, tmp_path):
+    """About 2 s."""
+    rows = [
+        {"data_source": "sums", "prompt": f"{i}+1=", "reward_model": {"style": "rule", "ground_truth": str(i + 1)}}
+        for i in range(9)
+    ]
+    (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logged, _ = first_lines("data=file", f"data.path={tmp_path / 'verl.jsonl'}", "data.batch_size=2")
+    assert "data train: columns of verl, prompt in 'prompt', answer in 'reward_model.ground_truth'" in logged

@@ -11,14 +11,14 @@ from rlcore.plugins import PluginManager
 from rlcore.trainer import train
 
 ROWS = [
-    {"prompt": f"{i}+1=", "text": str(i + 1), "reward_model": {"style": "rule", "ground_truth": str(i + 1)}}
+    {"prompt": f"{i}+1=", "text": str(i + 1), "checked": {"style": "rule", "ground_truth": str(i + 1)}}
     for i in range(8)
 ]
 
 
 @pytest.fixture
-def verl(tmp_path):
-    """Train on rows that have their answers where verl's data has them."""
+def rows_inside(tmp_path):
+    """Train on rows that have their answers inside a column, as verl's, but under another name."""
     for split, rows in (("train", ROWS), ("test", ROWS[:2])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({**row, "split": split}) + "\n" for row in rows))
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[2:]))
@@ -37,31 +37,31 @@ GRPO = ["algo=grpo", "algo.group_size=2"]
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_reward_that_needs_answers_refuses_rows_without_before_the_run(verl, tmp_path, every):
-    says = r"reward 'math' needs a reference answer.*as data\.answer_key=reward_model\.ground_truth"
+def test_a_reward_that_needs_answers_refuses_rows_without_before_the_run(rows_inside, tmp_path, every):
+    says = r"reward 'math' needs a reference answer.*as data\.answer_key=checked\.ground_truth"
     with pytest.raises(DataError, match=says):
-        verl(*GRPO, f"trainer.eval_every={every}")
+        rows_inside(*GRPO, f"trainer.eval_every={every}")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_key_that_it_names_is_the_remedy(verl):
-    summary = verl(*GRPO, "trainer.eval_every=1", "data.answer_key=reward_model.ground_truth")
+def test_the_key_that_it_names_is_the_remedy(rows_inside):
+    summary = rows_inside(*GRPO, "trainer.eval_every=1", "data.answer_key=checked.ground_truth")
     assert summary["status"] == "finished"
 
 
-def test_a_reward_of_ones_own_may_do_without(verl, tmp_path):
+def test_a_reward_of_ones_own_may_do_without(rows_inside, tmp_path):
     (tmp_path / "brief.py").write_text("def score(prompt, response, answer):\n    return -float(len(response))\n")
-    assert verl(*GRPO, f"reward.path={tmp_path}/brief.py:score", "trainer.eval_every=1")["status"] == "finished"
+    assert rows_inside(*GRPO, f"reward.path={tmp_path}/brief.py:score", "trainer.eval_every=1")["status"] == "finished"
 
 
-def test_an_algorithm_that_scores_nothing_needs_answers_for_evaluations_only(verl):
+def test_an_algorithm_that_scores_nothing_needs_answers_for_evaluations_only(rows_inside):
     options = ["algo=sft", "algo.response_key=text"]
-    assert verl(*options, "trainer.eval_every=0")["status"] == "finished"
+    assert rows_inside(*options, "trainer.eval_every=0")["status"] == "finished"
     with pytest.raises(DataError, match="split 'eval', row 1: reward 'math' needs a reference answer"):
-        verl(*options, "trainer.eval_every=1")
+        rows_inside(*options, "trainer.eval_every=1")
 
 
-def test_an_evaluation_by_itself_refuses_them_too(verl, tmp_path):
+def test_an_evaluation_by_itself_refuses_them_too(rows_inside, tmp_path):
     plugins = PluginManager.load()
     with pytest.raises(DataError, match="split 'eval', row 1: reward 'math' needs a reference answer"):
-        evaluate(tmp_path, compose([*verl.base, *GRPO], plugins), plugins)
+        evaluate(tmp_path, compose([*rows_inside.base, *GRPO], plugins), plugins)

@@ -116,6 +116,34 @@ def test_a_pair_is_never_parted(tmp_path):
     assert whole["loss/preference"] == pytest.approx(math.log(2), abs=1e-4)
 
 
+@pytest.mark.e2e
+def test_pairs_of_conversations_are_learned(tmp_path, capsys):
+    """The prompt is the beginning that both sides share. The margin is 0 at first, as of texts, and then grows."""
+    write_pairs(tmp_path / "pairs.jsonl", 12)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    talks = [
+        {
+            side: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+            for side in ("chosen", "rejected")
+        }
+        for row in rows
+    ]
+    options = [f"data.path={tmp_path}", "data.batch_size=4", "trainer.total_steps=1", "engine.lr=1e-3"]
+    (tmp_path / "pairs.jsonl").unlink()
+    for name, given in (("train", talks[:8]), ("test", talks[8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert train(tmp_path / "run", *options, "trainer.eval_every=1") == 0
+    first, last = metrics(tmp_path / "run")
+    assert first["eval/pairs"] == 4
+    assert first["eval/margin"] == pytest.approx(0, abs=1e-4)
+    assert last["eval/margin"] > 0.01
+    talks[1]["chosen"].append({"role": "user", "content": "sure?"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
+    assert train(tmp_path / "absent", *options) == 1
+    assert not (tmp_path / "absent").exists()
+    assert re.search(r"row 2: column 'chosen' holds \[{'role'.* or one message of the ass", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

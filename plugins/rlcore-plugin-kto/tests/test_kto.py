@@ -149,6 +149,18 @@ def test_it_learns_which_held_out_responses_are_good(tmp_path):
     assert steps[-1]["loss/good_reward"] > steps[-1]["loss/bad_reward"]
 
 
+def test_a_completion_of_several_messages_is_none(tmp_path, capsys):
+    """One message of the assistant is a text, as in the other rows."""
+    told = [[{"role": "assistant", "content": str(i)}] for i in range(20)]
+    told[4].append({"role": "user", "content": "sure?"})
+    rows = [{"prompt": f"{i}+0=", "completion": each, "label": True} for i, each in enumerate(told)]
+    for name, given in (("train", rows[:10]), ("test", rows[10:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert train(tmp_path / "run", f"data.path={tmp_path}", "data.batch_size=8") == 1
+    assert not (tmp_path / "run").exists()
+    assert re.search(r"row 5: column 'completion' holds \[{'role'.* or one message of the ass", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

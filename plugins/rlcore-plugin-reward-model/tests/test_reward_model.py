@@ -93,6 +93,20 @@ def test_prompts_without_any_pairs_and_too_few_pairs(tmp_path, capsys):
     assert "algo.mini_batches is 3, but a step has only data.batch_size = 2 pairs" in capsys.readouterr().err
 
 
+def test_a_pair_of_whole_conversations_is_none(tmp_path, capsys):
+    """One message of the assistant is a text; after more of them there is another prompt."""
+    roles = {"chosen": "assistant", "rejected": "assistant"}
+    rows = [
+        row | {side: [{"role": role, "content": row[side]}] for side, role in roles.items()}
+        for row in write_pairs(tmp_path / "pairs.jsonl", 12)
+    ]
+    rows[1]["chosen"].append({"role": "user", "content": "sure?"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train(tmp_path / "run", f"data.path={tmp_path}", "data.train_split=train", "data.batch_size=2") == 1
+    assert not (tmp_path / "run").exists()
+    assert re.search(r"row \d+: column 'chosen' holds \[{'role'.* or one message of the ass", capsys.readouterr().err)
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.e2e
 def test_a_pair_is_never_parted(tmp_path):

@@ -77,6 +77,45 @@ def test_epochs_and_mini_batches_are_optimizer_steps(run):
     assert metrics[0]["train/optimizer_steps"] == 8
 
 
+def conversation(row, form):
+    asked, answered = (
+        [{"role": role, "content": row[key]}] for role, key in (("user", "prompt"), ("assistant", "answer"))
+    )
+    if form == "messages":
+        return {"messages": [*asked, *answered]}
+    return {"prompt": asked, "completion": answered} if form == "apart" else row
+
+
+@pytest.mark.e2e
+def test_conversations_are_learned(run):
+    """The model half knows the sums and how an answer ends: with other tokens around them its loss is above 1."""
+    status, metrics = run([conversation(row, "messages") for row in ROWS], "trainer.total_steps=1")
+    assert status == 0
+    assert 0 < metrics[0]["loss/nll"] < 0.8
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "7+7="}]}, "row 3: algo.response_key=answer: the row has no such"),
+        (
+            {"prompt": "7+7=", "completion": [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]},
+            "row 3: column 'answer' holds [{'role': 'assistant', 'content': '1'}, {'role': 'user', 'content': '2'}], ",
+        ),
+    ],
+)
+def test_a_conversation_that_is_no_response_is_named_before_the_run(run, tmp_path, capsys, row, message):
+    form = "messages" if "messages" in row else "apart"
+    (tmp_path / "two").mkdir()
+    rows = [conversation(row, form) for row in ROWS[:8]]
+    for name, given in (("train", [*rows[:2], row, *rows[2:]]), ("test", rows[:1])):
+        (tmp_path / "two" / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in given))
+    status, _ = run(ROWS, f"data.path={tmp_path / 'two'}", f"run.dir={tmp_path / 'absent'}")
+    assert status == 1
+    assert not (tmp_path / "absent").exists()
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "share"), [("1234", 0.0), ("1234567", 1.0)])
 def test_responses_that_fill_the_length_there_is_are_counted(run, text, share):
     """4 digits and the end-of-text token are 5 tokens of 6; 7 digits are cut."""

@@ -1,0 +1,143 @@
+"""The splits of a folder: files named after them, shards of such files, or what datasets' `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlcore.config.schema import DataConfig
+from rlcore.data.formats import FORMATS, read_json, remedy
+from rlcore.errors import ConfigError, DataError, did_you_mean
+
+HELD_OUT = ("test", "eval", "validation")
+"""Splits of held-out prompts, of which a data set has one."""
+SAVED = ("dataset_info.json", "state.json")
+_SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<hash>-[0-9a-f]+)?")
+
+Splits = Mapping[str, list[Path]]
+
+
+def split_files(folder: Path, config: DataConfig, split: str) -> list[Path] | None:
+    """Return the files of a folder's split ("train" or "eval") in order; None where it has no held-out split.
+
+    `data.train_split`, `data.eval_split` and `data.subset` choose. Raises ConfigError for a split or subset that is not
+    there, or for several held-out splits, and DataError for a missing shard.
+    """
+    place = _subset_folder(folder, config.subset)
+    splits = find_splits(place)
+    key = "train_split" if split == "train" else "eval_split"
+    name = config.train_split if split == "train" else config.eval_split
+    if name is not None:
+        if name not in splits:
+            raise ConfigError(
+                f"data.{key}={name}: data.path={place} has no such split, only {', '.join(splits) or 'none'}."
+                f"{did_you_mean(name, splits)}"
+            )
+        return _whole(name, splits[name])
+    found = [each for each in (("train",) if split == "train" else HELD_OUT) if each in splits]
+    if len(found) > 1:
+        names = ", ".join(splits[each][0].name for each in found)
+        raise ConfigError(
+            f"data.path={place} has several files for the {split} split: {names}; choose one, as data.{key}={found[0]}"
+        )
+    if not found and split == "train":
+        raise ConfigError(_no_train_split(place, splits))
+    return _whole(found[0], splits[found[0]]) if found else None
+
+
+def find_splits(folder: Path) -> Splits:
+    """Return the files of each split of a folder, in order; a saved `Dataset` is the split "train".
+
+    Files lie in the folder itself or in its subfolder `data`: SPLIT.jsonl, or shards SPLIT-00000-of-00012.parquet.
+    """
+    if (saved := folder / "dataset_dict.json").is_file():
+        return {name: _saved_files(folder / name) for name in read_json(saved)["splits"]}
+    if is_saved_dataset(folder):
+        return {"train": _saved_files(folder)}
+    splits: dict[str, list[Path]] = {}
+    for place in (folder, folder / "data"):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.suffix in FORMATS and path.is_file():
+                shard = _SHARD.fullmatch(path.stem)
+                splits.setdefault(shard["split"] if shard else path.stem, []).append(path)
+    return splits
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether a folder is one that `Dataset.save_to_disk` wrote."""
+    return all((folder / name).is_file() for name in SAVED)
+
+
+def _whole(name: str, files: list[Path]) -> list[Path]:
+    """Return the files of a split; raise where they are neither one file nor all shards of one."""
+    if is_saved_dataset(files[0].parent):
+        return files
+    shards = [_SHARD.fullmatch(path.stem) for path in files]
+    forms = {
+        (path.parent, path.suffix, shard and (shard["count"], shard["hash"]))
+        for path, shard in zip(files, shards, strict=True)
+    }
+    if len(forms) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ConfigError(
+            f"data.path={files[0].parent} has several files for the split {name!r}: {names}; "
+            "keep only one of them, or the shards of one"
+        )
+    first = shards[0]
+    if first is None:
+        return files
+    there = {shard["number"] for shard in shards if shard}
+    for number in range(int(first["count"])):
+        if f"{number:05d}" not in there:
+            lacking = f"{name}-{number:05d}-of-{first['count']}{first['hash'] or ''}{files[0].suffix}"
+            raise DataError(
+                f"{files[0].parent} has {len(files)} of the {int(first['count'])} shards of the split {name!r}: "
+                f"{lacking} is missing; fetch it, or rename the files if they are whole"
+            )
+    return files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that `Dataset.save_to_disk` wrote."""
+    state = folder / "state.json"
+    if not state.is_file():
+        raise DataError(f"{folder} has no state.json, so it is not whole; save the data set again")
+    files = [folder / each["filename"] for each in read_json(state)["_data_files"]]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is missing, one of the {len(files)} files that state.json names; save it again")
+    return files
+
+
+def _subset_folder(folder: Path, subset: str | None) -> Path:
+    if subset is None:
+        return folder
+    if (folder / subset).is_dir() and find_splits(folder / subset):
+        return folder / subset
+    there = _subsets(folder)
+    raise ConfigError(
+        f"data.subset={subset}: data.path={folder} has no such subset, only {', '.join(there) or 'none'}."
+        f"{did_you_mean(subset, there)}"
+    )
+
+
+def _subsets(folder: Path) -> list[str]:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "data")
+    return [path.name for path in folders if find_splits(path)]
+
+
+def _no_train_split(folder: Path, splits: Splits) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    there = ", ".join(names[:10]) or "nothing"
+    if splits:
+        advice = f"set data.train_split to one of its splits: {', '.join(splits)}"
+    elif subsets := _subsets(folder):
+        advice = f"set data.subset to one of its subsets: {', '.join(subsets)}"
+    else:
+        tables = [name for name in names if name.endswith((".csv", ".tsv"))]
+        advice = remedy(folder / tables[0]) if tables else "put train.jsonl there, or shards of it"
+    return (
+        f"data.path={folder} has no file for the train split: looked for train with the ending {', '.join(FORMATS)}; "
+        f"the folder holds {there}; {advice}"
+    )
