@@ -35,6 +35,9 @@ _ALLOWED: dict[Need, tuple[str, ...]] = {
 _IGNORED = [f"*/*.{ending}" for ending in ("json", "txt", "model", "tiktoken", "safetensors", "py")]
 _IGNORED += ["consolidated*.safetensors", "adapter_model*.safetensors"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CARD = "dataset_infos.json"  # an old form of a data set's card
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".gz", ".zip", ".zst")
+"""Endings of a file of rows: `rows/train.jsonl` is a path, and no name of a data set."""
 
 
 def split_name(text: str) -> tuple[str, str | None] | None:
@@ -76,6 +79,8 @@ def _pinned(value: Any, kind: Kind | None, key: str, saved: Any) -> Any:
         return value if all(after[name] is item for name, item in value.items()) else after
     if kind is None or not isinstance(value, str) or (name_parts := split_name(value)) is None or is_pinned(value):
         return value
+    if kind == "dataset" and Path(value).suffix in _DATA_FILES:
+        return value
     repo, revision = name_parts
     if revision is None and isinstance(saved, str) and is_pinned(saved) and saved.startswith(f"{repo}@"):
         return saved
@@ -115,8 +120,38 @@ def model_folder(name: str, need: Need, *, code: bool = False) -> Path:
     repo, _, commit = name.partition("@")
     allowed = (*_ALLOWED[need], "*.py") if code else _ALLOWED[need]
     folder = fetch(repo, commit, "model", allowed, _IGNORED)
-    _check_is_model(repo, _files(repo, commit, folder))
+    _check_is_model(repo, [name for name in _files(repo, commit, "model", folder) if "/" not in name])
     return folder
+
+
+def dataset_folder(name: str, subset: str | None, endings: Sequence[str]) -> Path:
+    """Return the local folder of a pinned data set, after fetching the files of rows that it lacks.
+
+    These are the files with one of `endings` in the folder `subset`, by default at the top, or in `data` in there.
+    Raises ConfigError when they cannot be fetched, and for a data set without any.
+    """
+    repo, _, commit = name.partition("@")
+    files = _files(repo, commit, "dataset", fetch(repo, commit, "dataset", _ANY))
+    rows = [file for file in files if file.endswith(tuple(endings)) and file not in (*_ANY, _CARD)]
+    top = f"{subset}/" if subset else ""
+    chosen = [file for file in rows if file.rpartition("/")[0] in (top.rstrip("/"), f"{top}data")]
+    if not chosen:
+        raise ConfigError(_no_rows(name, subset, files, rows, endings))
+    return fetch(repo, commit, "dataset", [*_ANY, *chosen])
+
+
+def _no_rows(name: str, subset: str | None, files: Sequence[str], rows: Sequence[str], endings: Sequence[str]) -> str:
+    """Return the message for a data set, or a subset of it, without a file that can be read."""
+    place = f"the data set {name}" + (f" has no subset {subset!r}" if subset else " has no rows at its top or in data/")
+    if subsets := sorted({file.partition("/")[0] for file in rows if "/" in file} - {"data"}):
+        near = did_you_mean(subset, subsets) if subset else ""
+        return f"{place}.{near} Set data.subset to one of its subsets: {', '.join(subsets)}"
+    others = ", ".join(file for file in files if file != ".gitattributes")[:200] or "none"
+    load = f"load_dataset('{name.partition('@')[0]}').save_to_disk('FOLDER')"
+    return (
+        f"{place} in a format that rlcore reads ({', '.join(endings)}); its files: {others}. Convert it in Python, "
+        f"`from datasets import load_dataset; {load}`, and give that folder"
+    )
 
 
 def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ignore: Sequence[str] = ()) -> Path:
@@ -138,15 +173,15 @@ def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ign
         return Path(get())
 
 
-def _files(repo: str, commit: str, folder: Path) -> list[str]:
-    """Return the names of the files at the top of a repository, or of those in the cache when there is no list."""
+def _files(repo: str, commit: str, kind: Kind, folder: Path) -> list[str]:
+    """Return the paths of a repository's files, or of those in the cache when there is no list."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        return [file.path for file in get_cached_repo_tree(repo, revision=commit) if "/" not in file.path]
+        return [file.path for file in get_cached_repo_tree(repo, repo_type=kind, revision=commit)]
     except CachedRepoTreeNotFoundError:
-        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def _check_is_model(repo: str, files: Sequence[str]) -> None:

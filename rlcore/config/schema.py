@@ -78,7 +78,9 @@ class DataConfig:
     """The prompts: where they come from and how they become batches."""
 
     name: str = option("arithmetic", "data set: one of the installed ones (`rlcore plugins`)")
-    path: str | None = option(None, "file or folder of the data set, if it needs one")
+    path: str | None = option(
+        None, "the data set, if it needs one: a file, a folder, or a name on the hub as model.path", hub="dataset"
+    )
     subset: str | None = option(None, "folder inside data.path that holds the splits, as `main` of openai/gsm8k")
     train_split: str | None = option(None, "split of data.path to train on; null: train")
     eval_split: str | None = option(

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import DataConfig
-from rlcore.data.formats import read_rows, require_column
+from rlcore.data.formats import FORMATS, read_rows, require_column
 from rlcore.data.keys import value_at
 from rlcore.data.schemas import plain_rows, recognise, with_keys
 from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
+from rlcore.hub import dataset_folder, is_pinned
 
 HELD_OUT_SHARE = 0.1
 
@@ -25,7 +26,9 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     file, a tenth of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises ConfigError when
     `data.path`, a split or a file is missing, DataError for faults in a file.
     """
-    path = data_path(config, "a .jsonl, .json, .parquet or .arrow file, or a folder with train and test files")
+    path = data_path(
+        config, "a .jsonl, .json, .parquet or .arrow file, a folder with train and test files, or a name on the hub"
+    )
     files = chosen_files(path, config, split)
     if files is not None and (split == "eval" or chosen_files(path, config, "eval") is not None):
         return _read_checked(files, config)[0]
@@ -41,9 +44,14 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
 
 
 def data_path(config: DataConfig, expected: str) -> Path:
-    """Return `data.path` as an existing path; ConfigError names `expected` when it is unset or missing."""
+    """Return `data.path` as an existing path; ConfigError names `expected` when it is unset or missing.
+
+    Of a name on the hub it is the folder in the cache, after fetching the files of `data.subset`.
+    """
     if config.path is None:
         raise ConfigError(f"data={config.name} reads from data.path, which is not set; set it to {expected}")
+    if is_pinned(config.path):
+        return dataset_folder(config.path, config.subset, FORMATS)
     path = Path(config.path).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: there is no such file or folder; give {expected}")

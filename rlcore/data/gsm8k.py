@@ -1,4 +1,4 @@
-"""GSM8K, grade-school word problems (arXiv 2110.14168), from a folder with train.jsonl and test.jsonl, or shards.
+"""GSM8K, grade-school word problems (arXiv 2110.14168): train.jsonl and test.jsonl, or `openai/gsm8k` of the hub.
 
 The prompt is the question plus an instruction on the answer's format. The answer is the text after `####` in the file's
 solution.
@@ -6,6 +6,7 @@ solution.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rlcore.data.files import data_path
 from rlcore.data.formats import Row, dataset_class, read_rows, require_column
 from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
+from rlcore.hub import is_pinned
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,7 +29,9 @@ def load(config: DataConfig, split: str) -> Dataset:
 
     Raises ConfigError when the folder or its file is missing, DataError naming file and row for faults in the file.
     """
-    expected = "a folder with train.jsonl and test.jsonl of GSM8K, or with shards of them"
+    expected = "openai/gsm8k, or a folder with train.jsonl and test.jsonl of GSM8K, or with shards of them"
+    if config.subset is None and config.path is not None and is_pinned(config.path):
+        config = replace(config, subset="main")
     folder = data_path(config, expected)
     if not folder.is_dir():
         raise ConfigError(f"data.path={config.path} is not a folder; give {expected}")

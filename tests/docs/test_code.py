@@ -99,6 +99,8 @@ class Reader:
         (folder / "Qwen").mkdir()
         (folder / "Qwen" / "Qwen3-0.6B").symlink_to(TINY)  # a folder wins over a name on the hub
         (folder / "data" / "gsm8k").mkdir(parents=True)
+        (folder / "openai").mkdir()
+        (folder / "openai" / "gsm8k").symlink_to(folder / "data" / "gsm8k")
         for name, count in (("train", 4), ("test", 2)):
             rows = [{"question": f"{name} {i} + 1?", "answer": f"It is\n#### {i + 1}"} for i in range(count)]
             (folder / "data" / "gsm8k" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
