@@ -2,7 +2,8 @@
 
 A prompt is `17+25=` or `42-17=` (the result is never negative); its answer is `42` or `25`. The unordered pair of
 operands decides whether a problem is held out: when `17+25=` is held out, so are `25+17=` and `25-17=`. The script that
-makes the tiny model trains on the same split.
+makes the tiny model trains on the same split. A row also has what algorithms that learn given responses read: a pair of
+a right and a wrong result (`chosen`, `rejected`), and one of the two with its label (`completion`, `label`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
+from typing import Any
 
 from rlcore.config.schema import DataConfig
 
@@ -37,6 +40,11 @@ class Problem:
         return self.left + self.right if self.operator == "+" else self.left - self.right
 
     @property
+    def wrong_result(self) -> int:
+        """Another number, at most 9 above the result, always the same one."""
+        return self.result + 1 + int(9 * _fraction(f"wrong {self.prompt}"))
+
+    @property
     def held_out(self) -> bool:
         """Whether the problem is for evaluation only."""
         low, high = sorted((self.left, self.right))
@@ -50,9 +58,19 @@ def problems(split: str) -> tuple[Problem, ...]:
     return tuple(sorted(chosen, key=lambda problem: _fraction(problem.prompt)))
 
 
-def load(config: DataConfig, split: str) -> list[dict[str, str]]:
-    """Return the rows of a split ("train" or "eval"): the prompt and the answer, under the configured column names."""
-    return [{config.prompt_key: problem.prompt, config.answer_key: str(problem.result)} for problem in problems(split)]
+def load(config: DataConfig, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a split ("train" or "eval"), with the prompt and the answer under the configured names."""
+    return [
+        {
+            config.prompt_key: problem.prompt,
+            config.answer_key: str(problem.result),
+            "chosen": str(problem.result),
+            "rejected": str(problem.wrong_result),
+            "completion": str(problem.result if label else problem.wrong_result),
+            "label": label,
+        }
+        for problem, label in zip(problems(split), cycle((True, False)))
+    ]
 
 
 def _all_problems() -> Iterator[Problem]:

@@ -69,7 +69,7 @@ class PromptSplit:
             raise DataError(f"{self._where}: the data set has no rows")
         if split == "train" and 0 < config.max_rows < len(rows):
             rows = [rows[number] for number in range(config.max_rows)]
-        self._own_answer_key, self.schema = config.answer_key, recognise(config, rows[0])
+        self._given_keys, self.schema = (config.prompt_key, config.answer_key), recognise(config, rows[0])
         self._config = config = with_keys(config, self.schema, rows[0])
         self.rows = plain_rows(rows, config, self._where)
         self.overlong = 0
@@ -82,6 +82,11 @@ class PromptSplit:
                 f"{self._where}: all {len(self.rows)} prompts are longer than "
                 f"data.prompt_len={config.prompt_len} tokens; raise it, or set data.overlong=cut"
             )
+
+    @property
+    def has_other_keys(self) -> bool:
+        """Whether the prompt or the answer is read by a schema's key in place of the config's."""
+        return self.keys != self._given_keys
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -161,7 +166,7 @@ class PromptSplit:
     def _other_columns(self) -> list[str]:
         names = dict.fromkeys(chain.from_iterable(self.rows))
         # A recognised schema's answer stays a column too: algorithms and rewards know its name.
-        others = [name for name in names if name not in (self._config.prompt_key, self._own_answer_key)]
+        others = [name for name in names if name not in (self._config.prompt_key, self._given_keys[1])]
         taken = [name for name in others if name in self._taken]
         if taken == ["prompt"] and self.schema is not None:
             others.remove("prompt")  # another column of the schema is the prompt, as TRL's `messages`
@@ -280,8 +285,8 @@ class PromptLoader:
 
     @property
     def schema_line(self) -> str | None:
-        """A line that says which schema the training rows are read as; None if no schema was recognised."""
-        if self._train.schema is None:
+        """A line that says which schema chose the keys of the training rows; None if the config's keys were kept."""
+        if self._train.schema is None or not self._train.has_other_keys:
             return None
         prompt, answer = self._train.keys
         has_answer = value_at(self._train.rows[0], answer) is not None

@@ -38,4 +38,13 @@ def test_the_split_never_changes() -> None:
 
 def test_rows_have_the_configured_names() -> None:
     rows = load(DataConfig(prompt_key="question", answer_key="result"), "eval")
-    assert rows[0] == {"question": "46+62=", "result": "108"}
+    assert (rows[0]["question"], rows[0]["result"]) == ("46+62=", "108")
+    assert rows[0].keys() == {"question", "result", "chosen", "rejected", "completion", "label"}
+
+
+def test_rows_have_right_and_wrong_responses() -> None:
+    for row in load(DataConfig(), "train")[:200]:
+        assert row["chosen"] == row["answer"]
+        assert 1 <= int(row["rejected"]) - int(row["answer"]) <= 9
+        assert row["completion"] == (row["chosen"] if row["label"] else row["rejected"])
+    assert [row["label"] for row in load(DataConfig(), "train")[:4]] == [True, False, True, False]

@@ -28,7 +28,7 @@ def test_bad_folders(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"has no test\.jsonl"):
         load(config, "eval")
-    with pytest.raises(ConfigError, match=r"is not a folder; give openai/gsm8k, or a folder with train\.jsonl and test\.jsonl"):
+    with pytest.raises(ConfigError, match=r"is not a folder; give openai/gsm8k, or a folder with train\.jsonl"):
         load(DataConfig(name="gsm8k", path=str(tmp_path / "train.jsonl")), "train")
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         load(DataConfig(name="gsm8k", path=str(tmp_path / "absent")), "train")

@@ -1,7 +1,7 @@
 """Every algorithm of the repository; and algorithms that each break one property, made from one that breaks none."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.plugins import PluginManager
 from rlcore.plugins.manager import installed
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -183,6 +184,12 @@ def teacher(tmp_path_factory) -> str:
 def every_algorithm() -> set[str]:
     """The names of all algorithms."""
     return set(algorithms())
+
+
+@pytest.fixture
+def plugins_of() -> Callable[[str], PluginManager]:
+    """A function that loads the plugins with an algorithm, installed or not."""
+    return lambda name: PluginManager.load(algorithms()[name])
 
 
 @pytest.fixture
