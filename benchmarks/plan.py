@@ -148,7 +148,7 @@ def run(overrides: list[str], profile: Profile, plugins: PluginManager, folder: 
     from rlcore_plugin_plan.problem import Devices
     from rlcore_plugin_plan.search import search
 
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     config = compose([*overrides, f"run.dir={folder}"], plugins)
     plan = search(problem_of(config, plugins, (Devices(profile, 2),)))[0]

@@ -77,7 +77,7 @@ def at_most(name: str, bound: float) -> DeclaredBar:
 
 TRAINING = (
     *("rlcore/engine", "rlcore/engines/hf", "rlcore/engines/torch", "rlcore/ops", "rlcore/protocol", "rlcore/roles"),
-    *("rlcore/workers", "rlcore/rewards", "rlcore/trainer.py", "rlcore/run.py"),
+    *("rlcore/workers", "rlcore/rewards", "rlcore/training/trainer.py", "rlcore/training/run.py"),
 )
 """The code that every training run with engine=torch and rollout=hf spends its time in, but for the algorithm."""
 GRPO = (*TRAINING, "algorithms/rlcore_grpo.py")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from rlcore.plugins.specs import *  # noqa: F403
     from rlcore.protocol import ColumnSpec, DataProto, Ragged
     from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
-    from rlcore.run import Run
     from rlcore.trackers import Tracker
+    from rlcore.training.run import Run
 
     __all__ = [
         "CRITIC",
@@ -101,7 +101,7 @@ _HOMES = {
     ],
     "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
     "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
-    "rlcore.run": ["Run"],
+    "rlcore.training.run": ["Run"],
     "rlcore.trackers": ["Tracker"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -22,7 +22,6 @@ from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import RLCoreError
 from rlcore.plugins import DatasetSpec, Role
-from rlcore.preflight import preflight
 from rlcore.protocol import DataProto
 from rlcore.protocol.columns import Column
 from rlcore.protocol.remote import Block, RemoteColumn
@@ -32,7 +31,8 @@ from rlcore.roles.handles import RoleHandle, StepClock
 from rlcore.roles.placement import plan_pools
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT, PoolSettings, read_pools, sampled_role
 from rlcore.roles.settings import role_config
-from rlcore.run import Run, open_run
+from rlcore.training.preflight import preflight
+from rlcore.training.run import Run, open_run
 from rlcore.workers import ClassWithInitArgs, Executor, Worker
 from rlcore.workers.contract import DeclaredResult
 from rlcore.workers.gpus import cluster_accelerators

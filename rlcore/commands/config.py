@@ -25,7 +25,7 @@ def run(line: CommandLine) -> int:
         return 0
     config = line.compose()
     from rlcore.config import to_yaml
-    from rlcore.preflight import preflight
+    from rlcore.training.preflight import preflight
 
     preflight(config, line.plugins)
     line.show(to_yaml(config).rstrip("\n"))

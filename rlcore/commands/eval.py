@@ -17,13 +17,13 @@ def run(line: CommandLine) -> int:
     if not line.overrides or "=" in line.overrides[0]:
         raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
     target, *overrides = line.overrides
-    from rlcore.folder import require_plugins
-    from rlcore.preflight import preflight
+    from rlcore.training.folder import require_plugins
+    from rlcore.training.preflight import preflight
 
     require_plugins(Path(target), line.plugins)
     config = line.compose(overrides, base={**(line.saved() or {}), **target_values(target)})
     preflight(config, line.plugins, "evaluate")
-    from rlcore.evaluate import evaluate
+    from rlcore.training.evaluate import evaluate
 
     evaluate(Path(target), config, line.plugins)
     return 0

@@ -56,7 +56,7 @@ class CommandLine:
         if not self.options.config:
             return None
         from rlcore.config.files import read_values
-        from rlcore.folder import require_plugins
+        from rlcore.training.folder import require_plugins
 
         file = Path(self.options.config)
         require_plugins(file.parent, self.plugins)

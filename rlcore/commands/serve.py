@@ -26,8 +26,8 @@ def run(line: CommandLine) -> int:
     target, *overrides = line.overrides
     options = server_options(line.options, target)
     from rlcore.config.environment import EnvConfig
-    from rlcore.folder import require_plugins
-    from rlcore.preflight import preflight
+    from rlcore.training.folder import require_plugins
+    from rlcore.training.preflight import preflight
 
     require_plugins(Path(target), line.plugins)
     # The server's thread and the engine share one process, whatever the run had.
@@ -44,9 +44,9 @@ def run(line: CommandLine) -> int:
 
 def _weights(config: Config, target: Path) -> str:
     """Return the folder of the weights: a model folder's own, or those of the run's newest checkpoint."""
-    from rlcore.checkpoint import newest_whole
     from rlcore.errors import CheckpointError
-    from rlcore.folder import CONFIG
+    from rlcore.training.checkpoint import newest_whole
+    from rlcore.training.folder import CONFIG
 
     if not (target / CONFIG).is_file():
         return config.model.path
@@ -61,7 +61,7 @@ def _serve(config: Config, plugins: PluginManager, options: ServerOptions, targe
     from rlcore.exits import work_begins
     from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
     from rlcore.roles.settings import evaluated_roles, with_settings
-    from rlcore.run import open_run
+    from rlcore.training.run import open_run
 
     declared = evaluated_roles(None)
     config = restrict_to_roles(config, declared)

@@ -17,7 +17,7 @@ from rlcore.commands.line import CommandLine
 if TYPE_CHECKING:
     from rlcore import Config
     from rlcore.plugins import PluginManager
-    from rlcore.preflight import Preflight
+    from rlcore.training.preflight import Preflight
 
 RLCORE_API = 1
 
@@ -47,7 +47,7 @@ def run(line: CommandLine) -> int:
 
 def _require_plugins(line: CommandLine) -> None:
     """Check the plugins of a resumed run first: without them its config may not compose."""
-    from rlcore.folder import require_plugins
+    from rlcore.training.folder import require_plugins
 
     for word in line.overrides:
         if word.startswith("run.dir="):
@@ -57,7 +57,7 @@ def _require_plugins(line: CommandLine) -> None:
 def _train(config: Config, plugins: PluginManager, checked: Preflight | None = None) -> int:
     if config.cluster.pools == "auto":
         config, checked = plugins.place_roles(config), None
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     try:
         return 130 if train(config, plugins, checked=checked)["status"] == "interrupted" else 0
@@ -69,7 +69,7 @@ def _train(config: Config, plugins: PluginManager, checked: Preflight | None = N
 def _sweep(line: CommandLine) -> int:
     """Compose and check all jobs of a sweep before the first one starts; then run each in a folder of its own."""
     from rlcore.config.compose import sweep
-    from rlcore.preflight import preflight
+    from rlcore.training.preflight import preflight
 
     stem = time.strftime("multirun/%Y-%m-%d_%H-%M-%S")
     jobs = sweep(line.overrides)

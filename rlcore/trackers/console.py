@@ -18,11 +18,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlcore.checkpoint import checkpoints
 from rlcore.config.files import run_dir_word
 from rlcore.config.schema import Config
-from rlcore.folder import LOG
 from rlcore.trackers.base import Tracker
+from rlcore.training.checkpoint import checkpoints
+from rlcore.training.folder import LOG
 
 _MISSING = "–"
 _NOT_FINITE = "bold red"

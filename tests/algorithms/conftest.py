@@ -28,7 +28,7 @@ def take_steps(tmp_path):
     Rewards are 0, 1, 0, 1, ... in row order unless `reward.path` says otherwise, so no group's are equal. `then(run)`
     is called after the last step, while the models are there. What the steps logged is among their metrics.
     """
-    from rlcore.run import open_run
+    from rlcore.training.run import open_run
 
     (tmp_path / "alternating.py").write_text(ALTERNATING)
     base = ["algo=grpo", "cluster=in_process", "rollout.response_len=6", "engine.lr=1e-3"]

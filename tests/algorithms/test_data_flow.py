@@ -8,7 +8,7 @@ from rlcore.data.loader import PromptLoader
 from rlcore.plugins import PluginManager
 from rlcore.protocol.glossary import fields
 from rlcore.rewards.compose import resolve
-from rlcore.run import open_run
+from rlcore.training.run import open_run
 
 pytestmark = pytest.mark.ray
 

@@ -11,7 +11,7 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, group_index
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 LN2 = math.log(2)
 RATIO = torch.tensor([[1.5, 0.5, 9.0], [0.5, 1.5, 1.0]])

@@ -13,7 +13,7 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs, noise_key
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 LN2 = math.log(2)
 

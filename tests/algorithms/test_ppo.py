@@ -23,9 +23,9 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
 from rlcore.plugins import CRITIC, PluginManager
-from rlcore.preflight import preflight
 from rlcore.roles.handles import RoleHandle
-from rlcore.run import check_roles
+from rlcore.training.preflight import preflight
+from rlcore.training.run import check_roles
 
 LN2 = math.log(2)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1]])

@@ -12,9 +12,9 @@ from rlcore.data.files import read_rows
 from rlcore.errors import ConfigError, DataError
 from rlcore.ops import Outputs
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
 from rlcore.protocol import DataProto, Ragged
-from rlcore.trainer import train
+from rlcore.training.preflight import preflight
+from rlcore.training.trainer import train
 
 #        uid  tokens  score  error
 ROWS = [

@@ -20,7 +20,7 @@ CLASSES = {
 }
 LIBRARIES = {
     "engine/generators.py": {"torch"},
-    "folder.py": {"torch", "vllm"},
+    "training/folder.py": {"torch", "vllm"},
     "workers/progress.py": {"torch"},
 }
 """Where the name of an engine means the library: a generator's state, versions of distributions, a folder of files."""

@@ -34,7 +34,8 @@ ENGINE_FILES = sorted((ROOT / "tests" / "fixtures" / "engines").glob("*/*.py"))
 
 KIT = ROOT / "plugins" / "rlcore-plugin-testing"
 KIT_USES = {
-    *("assets", "checkpoint", "preflight", "trainer", "config", "data.arithmetic", "data.chat", "data.loader"),
+    *("assets", "training.checkpoint", "training.preflight", "training.trainer", "config"),
+    *("data.arithmetic", "data.chat", "data.loader"),
     *("engine.update.loss_accumulator", "engine.update.microbatch", "plugins", "plugins.local", "plugins.specs"),
     *("episodes.environment", "episodes.from_config", "episodes.processes", "episodes.prompts"),
     *("episodes.rendering", "episodes.setup", "episodes.tool_calls"),

@@ -15,7 +15,7 @@ from rlcore.config.reference import CORE_SECTIONS, group_options, markdown
 from rlcore.config.schema import SECTIONS
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, own_sections
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, Role
-from rlcore.preflight import CHECKS, preflight
 from rlcore.roles import placement
+from rlcore.training.preflight import CHECKS, preflight
 
 
 def changed(config: Config, **sections: dict[str, Any]) -> Config:

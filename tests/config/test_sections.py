@@ -9,8 +9,8 @@ import yaml
 from rlcore.config import compose, from_yaml, same_run, to_yaml
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, installed
-from rlcore.preflight import preflight
 from rlcore.roles.settings import own_section
+from rlcore.training.preflight import preflight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "plugins"
 BLOCKED = [f"no:{entry.name}" for entry in installed()]

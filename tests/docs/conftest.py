@@ -31,8 +31,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     from rlcore.data.loader import PromptLoader
     from rlcore.ops import episodes, group_advantages
     from rlcore.rewards.compose import resolve
-    from rlcore.run import open_run
-    from rlcore.trainer import train
+    from rlcore.training.run import open_run
+    from rlcore.training.trainer import train
 
     folder = tmp_path_factory.mktemp("seen")
     overrides = ["algo=grpo", "cluster=in_process", "tracker=none", "engine.offload=true", "trainer.total_steps=2"]

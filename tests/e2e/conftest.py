@@ -52,7 +52,7 @@ class Run:
 @pytest.fixture(scope="session")
 def train_here():
     """Train in this process (with Ray, in the test session's cluster) and return the run."""
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     def run(folder: Path, *overrides: str, plugins: PluginManager | None = None) -> Run:
         plugins = plugins or PluginManager.load()

@@ -21,7 +21,7 @@ from rlcore.episodes.tool_calls import FORMATS
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
-from rlcore.trainer import train
+from rlcore.training.trainer import train
 
 MODEL = ModelConfig(path=str(TINY))
 SAMPLING = Sampling(max_tokens=60, seed=3, step=1)

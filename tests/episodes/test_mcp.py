@@ -17,7 +17,7 @@ from rlcore.episodes.tool_calls import ToolCall, check_call
 from rlcore.episodes.tool_schema import schemas_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 HERE = Path(__file__).parent
 REAL = f"{sys.executable} {HERE / 'mcp_server.py'}"

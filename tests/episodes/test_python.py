@@ -13,8 +13,8 @@ from rlcore.episodes.processes import EnvironmentPool, pack
 from rlcore.episodes.tool_schema import schemas_of
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
-from rlcore.trainer import train
+from rlcore.training.preflight import preflight
+from rlcore.training.trainer import train
 
 CONFIG = PythonConfig(seconds=3.0, output_kb=4)
 

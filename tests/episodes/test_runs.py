@@ -7,10 +7,10 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.errors import ConfigError, EpisodesError
-from rlcore.evaluate import evaluate
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
-from rlcore.trainer import train
+from rlcore.training.evaluate import evaluate
+from rlcore.training.preflight import preflight
+from rlcore.training.trainer import train
 
 WORLDS = Path(__file__).with_name("worlds.py")
 SMALL = [

@@ -10,7 +10,7 @@ from pyarrow import parquet
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.trainer import train
+from rlcore.training.trainer import train
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"One more than {n}. #### {n + 1}"} for n in range(40)]
 SMALL = [

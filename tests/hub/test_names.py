@@ -20,7 +20,7 @@ from rlcore.errors import ConfigError
 from rlcore.hub import fetch, is_pinned, pin, split_name
 from rlcore.model_folder import load_model_config, model_path
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 SETTINGS = {"config.json", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 

@@ -10,7 +10,7 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.model_folder import model_path
 from rlcore.plugins import PluginManager
-from rlcore.trainer import train
+from rlcore.training.trainer import train
 
 SMALL = [
     *("cluster=in_process", "tracker=none", "algo=grpo", "algo.group_size=2", "model.path=acme/tiny"),

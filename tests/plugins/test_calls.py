@@ -163,7 +163,7 @@ def rlcore_configs():
 )
 def test_an_error_in_a_plugins_check_names_the_plugin_and_the_place(tmp_path, override, what):
     from rlcore.config import compose
-    from rlcore.preflight import preflight
+    from rlcore.training.preflight import preflight
 
     file = tmp_path / "breaks.py"
     file.write_text(BREAKS)

@@ -10,12 +10,12 @@ from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import CRITIC, PluginManager, Role
-from rlcore.preflight import preflight
 from rlcore.rewards.compose import resolve
 from rlcore.roles.handles import TOKENS
 from rlcore.roles.placement import plan_pools, restrict_to_roles
 from rlcore.roles.settings import resolve_roles, role_config, with_settings
-from rlcore.run import check_roles, open_run
+from rlcore.training.preflight import preflight
+from rlcore.training.run import check_roles, open_run
 
 ROLES = {"actor": Role(trains=True, generates=True), "ref": Role()}
 SMALL = [

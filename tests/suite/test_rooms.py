@@ -56,7 +56,7 @@ def test_the_rooms_above_follow_from_the_layers(rooms):
     assert above[0] == "engines"
     assert above.index("engines") < above.index("episodes") < above.index("roles") < above.index("cli")
     assert above.index("cli") < above.index("algorithms") < above.index("docs")
-    assert {"rlcore-plugin-judge", "e2e", "run"} < set(above)
+    assert {"rlcore-plugin-judge", "e2e", "training"} < set(above)
     assert not {"engine", "data", "rewards", "workers", "ops"} & set(above)
     assert set(rooms.above("config")) | {"config", "ops", "assets", "hub"} == set(rooms.rooms())
     assert rooms.above("rlcore-plugin-judge") == sorted(rooms.LAST)

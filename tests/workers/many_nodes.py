@@ -100,7 +100,7 @@ def two_steps(folder: Path, *overrides: str) -> dict[str, Any]:
     from rlcore.plugins import PluginManager
     from rlcore.rewards.compose import resolve
     from rlcore.roles.settings import resolve_roles
-    from rlcore.run import open_run
+    from rlcore.training.run import open_run
 
     plugins = PluginManager.load()
     model, far = folder / "scorer", folder / "far" / "far.py"

@@ -11,7 +11,7 @@ from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.ops import Outputs
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 
 def written_out(config):

@@ -18,9 +18,9 @@ from rlcore_plugin_judge.worker import JudgeWorker
 
 from rlcore import Config, ConfigError, DataError, DataProto, PluginError, PluginManager, RewardsError
 from rlcore.config import ClusterConfig, compose
-from rlcore.preflight import preflight
 from rlcore.protocol.glossary import check_fields
 from rlcore.roles.plugin_groups import PluginGroups
+from rlcore.training.preflight import preflight
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 TEMPLATE = "{prompt}|{first}|{second}"

@@ -9,7 +9,7 @@ from rlcore_plugin_pass_at_k import PassAtK, PassAtKConfig, pass_at_k_advantages
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 
 def over_all_sets(scores, k):

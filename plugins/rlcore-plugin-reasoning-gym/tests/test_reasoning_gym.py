@@ -191,7 +191,7 @@ def test_keys(plugins):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("environment", [False, True])
 def test_grpo_trains_on_it(plugins, tmp_path: Path, environment):
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     given = ["env=reasoning_gym", "env.reasoning_gym.attempts=2"] if environment else []
     config = compose(

@@ -11,7 +11,7 @@ from rlcore import DataProto, Ragged
 from rlcore.config import compose
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 
 MASKS = [[1, 0, 1], [1], [0, 1, 1, 0], [0]]
 OLD = [[-1.0, -9.0, -2.0], [-3.0], [-9.0, -1.0, -1.0, -9.0], [-9.0]]

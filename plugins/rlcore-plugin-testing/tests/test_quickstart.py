@@ -4,8 +4,8 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.errors import ConfigError
-from rlcore.preflight import preflight
-from rlcore.trainer import train
+from rlcore.training.preflight import preflight
+from rlcore.training.trainer import train
 
 SMALL = ["cluster=in_process", "tracker=none", "trainer.total_steps=1", "trainer.eval_every=0"]
 SMALL += ["data.batch_size=2", "data.max_rows=8"]

@@ -138,7 +138,7 @@ def test_no_seed_is_in_both_splits():
 
 
 def run(plugins, folder: Path, *overrides: str) -> list[dict[str, float]]:
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     given = ["experiment=quickstart", "tracker=none", "cluster=in_process", "data=textarena", "env=textarena"]
     small = ["data.batch_size=2", "algo.group_size=4", "env.turn_len=4", "rollout.response_len=1200"]

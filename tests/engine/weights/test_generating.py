@@ -15,9 +15,9 @@ from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.worker import ModelWorker
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager, Role, RolloutCapabilities
-from rlcore.preflight import preflight
 from rlcore.roles.handles import PolicyHandle, StepClock
 from rlcore.roles.placement import plan_pools
+from rlcore.training.preflight import preflight
 from rlcore.workers import ClassWithInitArgs, make_executor
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the ranks

@@ -164,7 +164,7 @@ def greedy() -> Sampling:
 @pytest.fixture(scope="session")
 def train_here():
     """Train from the quickstart, in this process or in the test session's Ray; return the summary and the metrics."""
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     def run(folder: Path, *overrides: str) -> tuple[dict, list[dict]]:
         plugins = PluginManager.load()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from rlcore import PluginManager, Run
 from rlcore.config import compose, from_yaml, to_yaml
-from rlcore.preflight import preflight
+from rlcore.training.preflight import preflight
 from rlcore_plugin_testing.algorithm import loss_checks
 from rlcore_plugin_testing.algorithm.problem import STEPS
 from rlcore_plugin_testing.algorithm.suite import STOPPED_AT, AlgorithmSuite, FinishedRun, contents

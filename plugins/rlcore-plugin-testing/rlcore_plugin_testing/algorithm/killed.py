@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore import PluginManager
 from rlcore.config import from_yaml
-from rlcore.trainer import train
+from rlcore.training.trainer import train
 
 IMPORTED = [__name__, "hydra", "tensordict", "transformers.models.auto.modeling_auto"]
 """A run's slow imports: done once, in the process from which the runs' processes are forked."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rlcore import Config, PluginManager, RLCoreError, Role, RoleKind, Run
-from rlcore.checkpoint import STATE
 from rlcore.config import ClusterConfig, compose, to_yaml
 from rlcore.data.chat import load_tokenizer
 from rlcore.plugins import KINDS
-from rlcore.trainer import train
+from rlcore.training.checkpoint import STATE
+from rlcore.training.trainer import train
 from rlcore.workers import make_executor
 from rlcore_plugin_testing.algorithm import killed, problem
 from rlcore_plugin_testing.algorithm.losses import LossProbe

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from rlcore import trainer
 from rlcore.engine import room, worker
 from rlcore.errors import CheckpointError
 from rlcore.plugins import PluginManager
+from rlcore.training import trainer
 
 OPTIONS = ["trainer.total_steps=4", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]
 PLACE = "pp=1 tp=1 dp=1 shard=1"

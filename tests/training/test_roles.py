@@ -17,8 +17,8 @@ from rlcore.plugins import CRITIC, REWARD, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.roles.handles import CriticHandle, RewardHandle
 from rlcore.roles.settings import resolve_roles
-from rlcore.run import check_roles, open_run
-from rlcore.trainer import train
+from rlcore.training.run import check_roles, open_run
+from rlcore.training.trainer import train
 
 CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }};{% endfor %}"
 

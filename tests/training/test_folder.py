@@ -3,8 +3,8 @@
 import pytest
 
 from rlcore.config import compose
-from rlcore.folder import open_folder
 from rlcore.plugins import PluginManager
+from rlcore.training.folder import open_folder
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import torch
 from rlcore.assets import TINY
 from rlcore.config import compose
 from rlcore.errors import CheckpointError, RewardsError
-from rlcore.evaluate import evaluate, evaluate_prompts, pass_at_k, sample_rows
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
+from rlcore.training.evaluate import evaluate, evaluate_prompts, pass_at_k, sample_rows
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def small(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="session")
 def train_small(small):
     """Train in `folder` and return the summary."""
-    from rlcore.trainer import train
+    from rlcore.training.trainer import train
 
     def run(folder: Path, *overrides: str, plugins: PluginManager | None = None) -> dict:
         plugins = plugins or PluginManager.load()
@@ -51,7 +51,7 @@ def open_small(small, tmp_path):
     """Return an open Run of the shipped model as `actor`, and the held-out prompts; closed after the test."""
     from contextlib import ExitStack
 
-    from rlcore.run import open_run
+    from rlcore.training.run import open_run
 
     with ExitStack() as stack:
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore import preflight
 from rlcore.cli import main
 from rlcore.roles import placement
+from rlcore.training import preflight
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.run import Run
+from rlcore.training.run import Run
 
 
 @pytest.fixture

@@ -14,7 +14,11 @@ def first_lines(train_small, tmp_path, capsys):
     def run(*overrides):
         train_small(tmp_path / "run", "trainer.total_steps=1", *overrides)
         records = (tmp_path / "run" / "rlcore.log").read_text().splitlines()
-        logged = [record.partition("INFO rlcore.trainer: ")[2] for record in records if "rlcore.trainer" in record]
+        logged = [
+            record.partition("INFO rlcore.training.trainer: ")[2]
+            for record in records
+            if "rlcore.training.trainer" in record
+        ]
         return logged, capsys.readouterr().out.splitlines()
 
     return run

@@ -7,8 +7,8 @@ import torch
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.errors import DataError
-from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.protocol import DataProto
+from rlcore.training.health import logprob_diff_warning, step_metrics
 
 
 def scored(scores, uid, lengths, *, prompt_length=1, finished=None, errors=None, **more) -> DataProto:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlcore import checkpoint
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
@@ -29,20 +28,21 @@ from rlcore.engine.weights.fingerprint import differences
 from rlcore.episodes.from_config import default_reward, environment_files, episode_setup
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsError, WeightsError, did_you_mean
-from rlcore.evaluate import held_out_metrics, sample_rows
 from rlcore.exits import work_begins
-from rlcore.folder import LOG, RunFolder, default_path, open_folder
-from rlcore.health import logprob_diff_warning, step_metrics
 from rlcore.model_folder import check_positions
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
-from rlcore.preflight import Preflight, preflight
 from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.roles.micro_batches import fit_micro_batches
-from rlcore.run import EndedStep, Run, open_run
-from rlcore.timeline import Trace, timeline_metrics
 from rlcore.trackers import Trackers
+from rlcore.training import checkpoint
+from rlcore.training.evaluate import held_out_metrics, sample_rows
+from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
+from rlcore.training.health import logprob_diff_warning, step_metrics
+from rlcore.training.preflight import Preflight, preflight
+from rlcore.training.run import EndedStep, Run, open_run
+from rlcore.training.timeline import Trace, timeline_metrics
 from rlcore.workers import Future
 from rlcore.workers.gpus import find_gpus
 

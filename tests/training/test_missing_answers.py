@@ -6,9 +6,9 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.errors import DataError
-from rlcore.evaluate import evaluate
 from rlcore.plugins import PluginManager
-from rlcore.trainer import train
+from rlcore.training.evaluate import evaluate
+from rlcore.training.trainer import train
 
 ROWS = [
     {"prompt": f"{i}+1=", "text": str(i + 1), "checked": {"style": "rule", "ground_truth": str(i + 1)}}

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.checkpoint import newest_whole
 from rlcore.config import Config
 from rlcore.data.chat import check_tokens, load_tokenizer
 from rlcore.data.loader import held_out_prompts
@@ -18,7 +17,6 @@ from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
-from rlcore.folder import CONFIG
 from rlcore.model_folder import check_positions
 from rlcore.ops import episodes, group_index, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
@@ -27,7 +25,9 @@ from rlcore.rewards.compose import needing_answer, resolve
 from rlcore.rewards.failures import check_failures, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
-from rlcore.run import Run, open_run
+from rlcore.training.checkpoint import newest_whole
+from rlcore.training.folder import CONFIG
+from rlcore.training.run import Run, open_run
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rlcore.plugins.specs import environment_of
 from rlcore.roles.checks import check_engines
 from rlcore.roles.placement import Placement, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, has_own_settings, resolve_roles, role_config, with_settings
-from rlcore.run import check_roles
+from rlcore.training.run import check_roles
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlcore.timeline import Trace, timeline_metrics
+from rlcore.training.timeline import Trace, timeline_metrics
 from rlcore.workers import Span
 
 

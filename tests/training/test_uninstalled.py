@@ -9,8 +9,8 @@ import pytest
 
 from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.folder import open_folder
 from rlcore.plugins import PluginManager
+from rlcore.training.folder import open_folder
 
 PARROT = Path(__file__).parents[1] / "fixtures" / "plugins" / "rlcore-plugin-parrot" / "rlcore_plugin_parrot.py"
 

@@ -17,11 +17,11 @@ from rlcore_rejection_sampling import choose
 from rlcore import DataProto
 from rlcore.engine.update.items import Numerics, UpdateItem
 from rlcore.engine.update.loss_accumulator import call_loss
-from rlcore.health import step_metrics
 from rlcore.ops import Outputs, episodes, group_advantages, leave_one_out, needs, policy_terms
 from rlcore.protocol import Ragged
 from rlcore.rewards.failures import left_alone, one_score_each
 from rlcore.roles.updates import plan_update, row_weights
+from rlcore.training.health import step_metrics
 
 NAMES = ["0:0/0"] * 3 + ["0:0/1"]
 

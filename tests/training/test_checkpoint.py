@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.checkpoint import checkpoints, faults, load, newest_whole, save, set_aside_after, step_of
 from rlcore.errors import CheckpointError
+from rlcore.training.checkpoint import checkpoints, faults, load, newest_whole, save, set_aside_after, step_of
 
 
 def write(aside: Path) -> dict:

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from rlcore.checkpoint import newest_whole, set_aside_after
 from rlcore.config import Config, from_yaml, same_run, to_yaml
 from rlcore.config.files import has_begun, run_dir_word
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
+from rlcore.training.checkpoint import newest_whole, set_aside_after
 
 log = logging.getLogger(__name__)
 
