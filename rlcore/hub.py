@@ -7,9 +7,11 @@ folder that another node lacks is never taken for a name there. The files are in
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -57,6 +59,7 @@ def is_pinned(text: str) -> bool:
 def pin_names(config: T, saved: Mapping[str, Any]) -> T:
     """Return a config whose names on the hub have their commits: those of keys declared with `option(..., hub=KIND)`.
 
+    A relative folder with a name's form gets `./` before it.
     saved: plain values of the run that has begun in the run folder; a name without a revision keeps its commit.
     Raises ConfigError naming the key for a name that the hub and the cache do not have, and for a repository without a
     model.
@@ -77,10 +80,13 @@ def _pinned(value: Any, kind: Kind | None, key: str, saved: Any) -> Any:
     if isinstance(value, Mapping):
         after = {name: _pinned(item, kind, _below(key, name), _at(saved, name)) for name, item in value.items()}
         return value if all(after[name] is item for name, item in value.items()) else after
-    if kind is None or not isinstance(value, str) or (name_parts := split_name(value)) is None or is_pinned(value):
+    if kind is None or not isinstance(value, str) or is_pinned(value):
         return value
     if kind == "dataset" and Path(value).suffix in _DATA_FILES:
         return value
+    if (name_parts := split_name(value)) is None:
+        # With `./` it stays a path in the run folder's config, wherever that is read.
+        return f"./{value}" if _NAME.fullmatch(value) and Path(value).exists() else value
     repo, revision = name_parts
     if revision is None and isinstance(saved, str) and is_pinned(saved) and saved.startswith(f"{repo}@"):
         return saved
@@ -120,7 +126,13 @@ def model_folder(name: str, need: Need, *, code: bool = False) -> Path:
     repo, _, commit = name.partition("@")
     allowed = (*_ALLOWED[need], "*.py") if code else _ALLOWED[need]
     folder = fetch(repo, commit, "model", allowed, _IGNORED)
-    _check_is_model(repo, [name for name in _files(repo, commit, "model", folder) if "/" not in name])
+    files = [name for name in _files(repo, commit, "model") if "/" not in name]
+    _check_is_model(repo, files)
+    index = folder / "model.safetensors.index.json"
+    if need == "weights" and index.is_file():
+        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        if lacking := sorted(shard for shard in shards if not (folder / shard).is_file()):
+            raise ConfigError(f"{name} lacks {lacking[0]} in the cache; run `hf download {repo} --revision {commit}`")
     return folder
 
 
@@ -131,7 +143,8 @@ def dataset_folder(name: str, subset: str | None, endings: Sequence[str]) -> Pat
     Raises ConfigError when they cannot be fetched, and for a data set without any.
     """
     repo, _, commit = name.partition("@")
-    files = _files(repo, commit, "dataset", fetch(repo, commit, "dataset", _ANY))
+    fetch(repo, commit, "dataset", _ANY)
+    files = _files(repo, commit, "dataset")
     rows = [file for file in files if file.endswith(tuple(endings)) and file not in (*_ANY, _CARD)]
     top = f"{subset}/" if subset else ""
     chosen = [file for file in rows if file.rpartition("/")[0] in (top.rstrip("/"), f"{top}data")]
@@ -173,19 +186,24 @@ def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ign
         return Path(get())
 
 
-def _files(repo: str, commit: str, kind: Kind, folder: Path) -> list[str]:
-    """Return the paths of a repository's files, or of those in the cache when there is no list."""
+def _files(repo: str, commit: str, kind: Kind) -> list[str]:
+    """Return the paths of a repository's files. Raises ConfigError when the cache has no list and the hub is away."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
         return [file.path for file in get_cached_repo_tree(repo, repo_type=kind, revision=commit)]
-    except CachedRepoTreeNotFoundError:
-        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    except CachedRepoTreeNotFoundError as error:
+        option = " --repo-type dataset" * (kind == "dataset")
+        raise ConfigError(
+            f"{repo}@{commit}: the cache does not say whether all files are there, and the hub cannot be reached; run "
+            f"`hf download {repo}{option} --revision {commit}` where there is a network"
+        ) from error
 
 
 def _check_is_model(repo: str, files: Sequence[str]) -> None:
-    has_weights = any(name.endswith(".safetensors") for name in files)
+    fetched = [name for name in files if not any(fnmatch(name, pattern) for pattern in _IGNORED)]
+    has_weights = any(name.endswith(".safetensors") for name in fetched)
     if "config.json" not in files and "adapter_config.json" in files:
         raise ConfigError(
             f"{repo} holds an adapter and no model; merge it into its base model, and give the folder of the result"
@@ -208,7 +226,10 @@ def _check_is_model(repo: str, files: Sequence[str]) -> None:
 
 @contextmanager
 def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
-    """Raise a ConfigError in one line for any failure of a download. It quotes no text of the client or the server."""
+    """Raise a ConfigError in one line for any failure of a download.
+
+    It holds no text of the client or the server, not even as its cause: a password may be in there.
+    """
     from huggingface_hub import constants, errors
 
     name, what = f"{repo}@{revision}" if revision else repo, "data set" if kind == "dataset" else "model"
@@ -216,32 +237,32 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
     command = f"`hf download {repo}{' --repo-type dataset' if kind == 'dataset' else ''}`"
     try:
         yield
-    except errors.GatedRepoError as error:
+    except errors.GatedRepoError:
         raise ConfigError(
             f"{name} is gated: ask for access at {hub}/{'datasets/' * (kind == 'dataset')}{repo}, then "
             "log in with `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
+        ) from None
+    except errors.RevisionNotFoundError:
         raise ConfigError(
             f"{name}: the {what} is on the hub, but has no revision {revision or 'main'!r}; give a branch, a tag or a "
             f"commit of it, or {repo} alone for its main branch"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
+        ) from None
+    except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"{name} is neither a folder here nor a {what} on the hub ({hub}).{_nearest(repo, kind)} "
             "Look its name up there; if it is private, log in with `hf auth login`"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
+        ) from None
+    except errors.LocalEntryNotFoundError:
         absent = f"{name} is neither a folder here nor, with all its files, in the cache {constants.HF_HUB_CACHE}"
         if constants.HF_HUB_OFFLINE:
             raise ConfigError(
                 f"{absent}, and HF_HUB_OFFLINE is set.{_nearest(repo, kind)} Unset it, or run {command} where there is "
                 "a network"
-            ) from error
+            ) from None
         raise ConfigError(
             f"{absent}, and the hub ({hub}) cannot be reached.{_nearest(repo, kind)} Run {command} "
             "where there is a network, or give a folder"
-        ) from error
+        ) from None
     except Exception as error:  # of the client, of its HTTP library, or of the disk
         cause = getattr(error, "strerror", None) or type(error).__name__
         if isinstance(error, errors.HfHubHTTPError):
@@ -250,11 +271,11 @@ def _explained(repo: str, revision: str | None, kind: Kind) -> Iterator[None]:
                 raise ConfigError(
                     f"{name}: the hub ({hub}) refuses your login ({cause}); log in anew with "
                     "`hf auth login`, and unset HF_TOKEN if it holds an old token"
-                ) from error
+                ) from None
         raise ConfigError(
             f"{name} cannot be fetched from the hub ({hub}): {cause}. Start again, which keeps the "
             f"files that are whole, or run {command} first"
-        ) from error
+        ) from None
 
 
 def _nearest(repo: str, kind: Kind) -> str:

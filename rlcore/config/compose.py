@@ -229,9 +229,11 @@ def _build(values: dict[str, Any], plugins: Installed) -> Config:
 
 
 def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:
+    own, path = choice.rpartition("/")[2], choice if "/" in choice or "." in choice else "FILE"
+    data = own if own in options else "file"  # `openai/gsm8k` is data=gsm8k with a path
     remedies = {
         "algo": ". Install its plugin, or give its file with -p FILE.py",
-        "data": f". Your own file: data=file data.path={choice if '/' in choice or '.' in choice else 'FILE'}",
+        "data": f". A file, or a name on the hub: data={data} data.path={path}",
         "model": f". A folder or a name on the hub is a value of model.path: model.path={choice}",
     }
     listed = ", ".join(options) or "none"

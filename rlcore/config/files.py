@@ -131,7 +131,7 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}", value
+            yield f"{path}{key}", value.removeprefix("./") if isinstance(value, str) else value  # the same folder
 
 
 def _mapping(text: str, where: str) -> dict[str, Any]:

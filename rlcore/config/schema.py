@@ -34,7 +34,7 @@ def option(
     incidental: a run may be resumed with another value, as the value changes nothing that is computed.
     auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
     for objects made in Python.
-    hub: the value, or each value of a dict, is a folder or such a name on the hub; composing a config pins its commit.
+    hub: the value, or each value of a dict, is a folder, or a name on the hub, whose commit composing a config pins.
     """
     metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto, "hub": hub}
     if default is ...:

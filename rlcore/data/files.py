@@ -10,8 +10,7 @@ from typing import Any
 
 from rlcore.config.schema import DataConfig
 from rlcore.data.formats import FORMATS, read_rows, require_column
-from rlcore.data.keys import value_at
-from rlcore.data.schemas import plain_rows, recognise, with_keys
+from rlcore.data.schemas import asked, plain_rows, recognise, with_keys
 from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
 from rlcore.hub import dataset_folder, is_pinned
@@ -29,12 +28,14 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     path = data_path(
         config, "a .jsonl, .json, .parquet or .arrow file, a folder with train and test files, or a name on the hub"
     )
-    files = chosen_files(path, config, split)
-    if files is not None and (split == "eval" or chosen_files(path, config, "eval") is not None):
-        return _read_checked(files, config)[0]
-    rows, prompt_key = _read_checked(files or chosen_files(path, config, "train") or [], config)
-    held_out = _held_out_prompts(rows, prompt_key)
-    chosen = [row for row in rows if (_fingerprint(value_at(row, prompt_key)) in held_out) == (split == "eval")]
+    held_out_files = chosen_files(path, config, "eval")
+    if split == "eval" and held_out_files is not None:
+        return _read_checked(held_out_files, config)[0]
+    rows, prompts = _read_checked(chosen_files(path, config, "train") or [], config)
+    if held_out_files is not None:
+        return rows
+    held_out = _held_out_prompts(prompts)
+    chosen = [row for row, prompt in zip(rows, prompts, strict=True) if (prompt in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
             f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
@@ -68,26 +69,28 @@ def chosen_files(path: Path, config: DataConfig, split: str) -> list[Path] | Non
     return [path] if split == "train" else None
 
 
-def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mapping[str, Any]], str]:
-    """Return the rows of all files, and the key of their prompts."""
+def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return the rows of all files, and a fingerprint of each one's prompt."""
     read = [(path, read_rows(path)) for path in files]
-    first = read[0][1][0]
+    first = read[0][1]
     keyed = with_keys(config, recognise(config, first), first)
     rows: list[Mapping[str, Any]] = []
+    prompts: list[str] = []
     for path, given in read:
         plain = plain_rows(given, keyed, str(path))
         require_column(plain, keyed.prompt_key, path, "data.prompt_key")
         # Some rewards need no answer, so the column is required only when the config names it.
         if config.answer_key != DataConfig.answer_key:
             require_column(plain, config.answer_key, path, "data.answer_key")
-        rows += plain
-    return rows, keyed.prompt_key
+        rows += given
+        prompts += [_fingerprint(asked(row, keyed.prompt_key)) for row in plain]
+    return rows, prompts
 
 
-def _held_out_prompts(rows: Sequence[Mapping[str, Any]], prompt_key: str) -> set[str]:
+def _held_out_prompts(prompts: Sequence[str]) -> set[str]:
     # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
-    fingerprints = sorted({_fingerprint(value_at(row, prompt_key)) for row in rows})
-    return set(fingerprints[: max(1, round(len(fingerprints) * HELD_OUT_SHARE))])
+    different = sorted({*prompts})
+    return set(different[: max(1, round(len(different) * HELD_OUT_SHARE))])
 
 
 def _fingerprint(prompt: Any) -> str:

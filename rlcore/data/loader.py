@@ -6,7 +6,7 @@ import hashlib
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from rlcore.config.schema import DataConfig
 from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
-from rlcore.data.schemas import UNLEARNED, plain_rows, recognise, with_keys
+from rlcore.data.schemas import TEMPLATE_KEYS, Schema, plain_rows, recognise, with_keys
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -60,7 +60,9 @@ class PromptSplit:
         tokenizer: PreTrainedTokenizerBase,
         split: str,
         tools: OfferedTools | None = None,
+        like: PromptSplit | None = None,
     ) -> None:
+        """`like`: the training split, whose schema and keys a held-out split has too."""
         self._has_environment, self._knows_tools = tools is not None, False
         self._taken = (*TAKEN, *EPISODES) if self._has_environment else TAKEN
         self._where = f"data={dataset.name}, split {split!r}"
@@ -69,8 +71,11 @@ class PromptSplit:
             raise DataError(f"{self._where}: the data set has no rows")
         if split == "train" and 0 < config.max_rows < len(rows):
             rows = [rows[number] for number in range(config.max_rows)]
-        self._given_keys, self.schema = (config.prompt_key, config.answer_key), recognise(config, rows[0])
-        self._config = config = with_keys(config, self.schema, rows[0])
+        self._given_keys = config.prompt_key, config.answer_key
+        self.schema: Schema | None = recognise(config, rows) if like is None else like.schema
+        keyed: DataConfig = with_keys(config, self.schema, rows) if like is None else like._config
+        self._config: DataConfig = replace(config, prompt_key=keyed.prompt_key, answer_key=keyed.answer_key)
+        config = self._config
         self.rows = plain_rows(rows, config, self._where)
         self.overlong = 0
         self._has_messages = False
@@ -156,7 +161,7 @@ class PromptSplit:
             return None
         if messages[-1].get("tool_calls"):
             raise DataError("the last message calls tools, so it is no answer; end the conversation before or after it")
-        if beyond := [key for key in UNLEARNED if messages[-1].get(key)]:
+        if beyond := [key for key in TEMPLATE_KEYS if messages[-1].get(key)]:
             raise DataError(
                 f"the last message has {beyond[0]!r} besides its content, which the answer would lack; write it into "
                 "the content as the model does, or drop it"
@@ -254,7 +259,7 @@ class PromptLoader:
         self._config = config
         self._seed = seed
         self._train = PromptSplit(config, dataset, tokenizer, "train", tools)
-        self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools)
+        self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools, like=self._train)
         # Compared as rendered: two rows may differ and still be the same prompt for the model.
         held_out = {prompt.chat for prompt in self._eval.prompts}
         self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in held_out]
@@ -289,7 +294,7 @@ class PromptLoader:
         if self._train.schema is None or not self._train.has_other_keys:
             return None
         prompt, answer = self._train.keys
-        has_answer = value_at(self._train.rows[0], answer) is not None
+        has_answer = any(value_at(row, answer) is not None for row in self._train.rows)
         return f"columns of {self._train.schema.name}, prompt in {prompt!r}{f', answer in {answer!r}' * has_answer}"
 
     @property

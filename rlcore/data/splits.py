@@ -10,10 +10,10 @@ from rlcore.config.schema import DataConfig
 from rlcore.data.formats import FORMATS, read_json, remedy
 from rlcore.errors import ConfigError, DataError, did_you_mean
 
-HELD_OUT = ("test", "eval", "validation")
-"""Splits of held-out prompts, of which a data set has one."""
+HELD_OUT = ("test", "eval", "validation", "valid", "val", "dev")
+"""Names of splits of held-out prompts, of which a data set has one."""
 SAVED = ("dataset_info.json", "state.json")
-_SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<hash>-[0-9a-f]+)?")
+_SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?")
 
 Splits = Mapping[str, list[Path]]
 
@@ -21,29 +21,36 @@ Splits = Mapping[str, list[Path]]
 def split_files(folder: Path, config: DataConfig, split: str) -> list[Path] | None:
     """Return the files of a folder's split ("train" or "eval") in order; None where it has no held-out split.
 
-    `data.train_split`, `data.eval_split` and `data.subset` choose. Raises ConfigError for a split or subset that is not
-    there, or for several held-out splits, and DataError for a missing shard.
+    `data.train_split`, `data.eval_split` and `data.subset` choose; an eval_split that is the training split means none.
+    Raises ConfigError for a split or subset that is not there, for several held-out splits, and for further splits none
+    of which is held out by its name; DataError for a missing shard and an empty split.
     """
     place = _subset_folder(folder, config.subset)
     splits = find_splits(place)
-    key = "train_split" if split == "train" else "eval_split"
-    name = config.train_split if split == "train" else config.eval_split
-    if name is not None:
-        if name not in splits:
+    shown = f"data.path={config.path}" + (f", data.subset={config.subset}," if config.subset else "")
+    for key in ("train_split", "eval_split"):
+        if (name := getattr(config, key)) is not None and name not in splits:
             raise ConfigError(
-                f"data.{key}={name}: data.path={place} has no such split, only {', '.join(splits) or 'none'}."
+                f"data.{key}={name}: {shown} has no such split, only {', '.join(splits) or 'none'}."
                 f"{did_you_mean(name, splits)}"
             )
-        return _whole(name, splits[name])
-    found = [each for each in (("train",) if split == "train" else HELD_OUT) if each in splits]
-    if len(found) > 1:
-        names = ", ".join(splits[each][0].name for each in found)
+    train = config.train_split or "train"
+    if split == "train":
+        if train not in splits:
+            raise ConfigError(_no_train_split(place, splits, shown))
+        return _whole(train, splits[train])
+    others = [name for name in splits if name != train]
+    held_out = [config.eval_split] if config.eval_split else [name for name in HELD_OUT if name in others]
+    if len(held_out) > 1:
         raise ConfigError(
-            f"data.path={place} has several files for the {split} split: {names}; choose one, as data.{key}={found[0]}"
+            f"{shown} has several held-out splits: {', '.join(held_out)}; choose one, as data.eval_split={held_out[0]}"
         )
-    if not found and split == "train":
-        raise ConfigError(_no_train_split(place, splits))
-    return _whole(found[0], splits[found[0]]) if found else None
+    if not held_out and others and train in splits:
+        raise ConfigError(
+            f"{shown} has the splits {', '.join([train, *others])}; say which is held out, as "
+            f"data.eval_split={others[0]}, or hold a tenth of the training split out with data.eval_split={train}"
+        )
+    return None if held_out in ([], [train]) else _whole(held_out[0], splits[held_out[0]])
 
 
 def find_splits(folder: Path) -> Splits:
@@ -71,14 +78,17 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def _whole(name: str, files: list[Path]) -> list[Path]:
     """Return the files of a split; raise where they are neither one file nor all shards of one."""
+    if not files:
+        raise DataError(f"the split {name!r} has no rows; choose another, or drop it")
     if is_saved_dataset(files[0].parent):
         return files
     shards = [_SHARD.fullmatch(path.stem) for path in files]
     forms = {
-        (path.parent, path.suffix, shard and (shard["count"], shard["hash"]))
+        (path.parent, path.suffix, shard and shard["count"])  # datasets once wrote a hash of its own into each name
         for path, shard in zip(files, shards, strict=True)
     }
-    if len(forms) > 1:
+    numbers = [shard["number"] for shard in shards if shard]
+    if len(forms) > 1 or len(numbers) > len({*numbers}):
         names = ", ".join(path.name for path in files)
         raise ConfigError(
             f"data.path={files[0].parent} has several files for the split {name!r}: {names}; "
@@ -87,10 +97,9 @@ def _whole(name: str, files: list[Path]) -> list[Path]:
     first = shards[0]
     if first is None:
         return files
-    there = {shard["number"] for shard in shards if shard}
     for number in range(int(first["count"])):
-        if f"{number:05d}" not in there:
-            lacking = f"{name}-{number:05d}-of-{first['count']}{first['hash'] or ''}{files[0].suffix}"
+        if f"{number:05d}" not in numbers:
+            lacking = f"{name}-{number:05d}-of-{first['count']}{files[0].suffix}"
             raise DataError(
                 f"{files[0].parent} has {len(files)} of the {int(first['count'])} shards of the split {name!r}: "
                 f"{lacking} is missing; fetch it, or rename the files if they are whole"
@@ -127,7 +136,7 @@ def _subsets(folder: Path) -> list[str]:
     return [path.name for path in folders if find_splits(path)]
 
 
-def _no_train_split(folder: Path, splits: Splits) -> str:
+def _no_train_split(folder: Path, splits: Splits, shown: str) -> str:
     names = sorted(path.name for path in folder.iterdir())
     there = ", ".join(names[:10]) or "nothing"
     if splits:
@@ -138,6 +147,6 @@ def _no_train_split(folder: Path, splits: Splits) -> str:
         tables = [name for name in names if name.endswith((".csv", ".tsv"))]
         advice = remedy(folder / tables[0]) if tables else "put train.jsonl there, or shards of it"
     return (
-        f"data.path={folder} has no file for the train split: looked for train with the ending {', '.join(FORMATS)}; "
+        f"{shown} has no file for the train split: looked for train with the ending {', '.join(FORMATS)}; "
         f"the folder holds {there}; {advice}"
     )

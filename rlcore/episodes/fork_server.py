@@ -18,7 +18,7 @@ from rlcore.episodes.child import COMMAND, FORK, GRACE, KILL, MOST_REPLY, NOTICE
 from rlcore.episodes.packing import PackedEnvironment
 from rlcore.errors import ConfigError
 from rlcore.processes.ends import how_it_ended, kill_group
-from rlcore.processes.frames import FrameBuffer
+from rlcore.processes.frames import FrameBuffer, FrameError
 from rlcore.processes.pipe import Pipe
 from rlcore.sandbox.variables import python_variables
 
@@ -137,6 +137,8 @@ class ForkServer:
             _, body = Pipe(self._process, control, control, FrameBuffer(MOST_REPLY), deadline).receive()
             reply: dict[str, str] = json.loads(body)
             return reply
+        except (FrameError, ValueError):  # ValueError: not JSON
+            raise ConfigError("the environment wrote to its own connection while it was loaded") from None
         except TimeoutError:
             raise ConfigError(f"the environment was not loaded within {_START_TIMEOUT:g} s") from None
         except EOFError:

@@ -296,8 +296,8 @@ class EnvironmentPool:
                 self._selector.unregister(slot.connection)
                 slot.ended, slot.deadline = True, time.monotonic() + _STATUS_TIMEOUT
                 return
-            slot.incoming.add(part)
             try:
+                slot.incoming.add(part)
                 message = slot.incoming.take()
                 if message is None and slot.call:
                     continue

@@ -12,7 +12,7 @@ HEADER = struct.Struct("!QQ")
 
 
 class FrameError(Exception):
-    """The bytes that came are no frame of an allowed length."""
+    """The header of a frame names a body longer than the limit, or far more bytes came than one frame may have."""
 
 
 def frame(body: bytes, number: int = 0) -> bytes:
@@ -38,8 +38,10 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def add(self, part: bytes) -> None:
-        """Append bytes that came."""
+        """Append bytes that came. Raises FrameError when more than two of the longest frames wait to be taken."""
         self._bytes += part
+        if len(self._bytes) > 2 * (HEADER.size + self._max_bytes):
+            raise FrameError(f"{len(self._bytes)} bytes came; the most in a message are {self._max_bytes}")
 
     def take(self) -> tuple[int, bytes] | None:
         """Remove the first frame and return its number and body; None while it is not whole.

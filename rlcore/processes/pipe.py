@@ -25,7 +25,10 @@ class Pipe:
         os.set_blocking(from_, False)
 
     def send(self, body: bytes, number: int = 0) -> None:
-        """Write a frame. If the process has closed its end, the rest is dropped: receiving says why."""
+        """Write a frame. If the process has closed its end, the rest is dropped: receiving says why.
+
+        Raises FrameError for too many bytes that the process sends meanwhile.
+        """
         rest = memoryview(frame(body, number))
         with contextlib.suppress(BrokenPipeError):
             while rest:
@@ -37,7 +40,7 @@ class Pipe:
                         rest = rest[os.write(self._to, rest) :]
 
     def receive(self) -> tuple[int, bytes]:
-        """Return the number and the body of the next frame. Raises FrameError when the bytes are none."""
+        """Return the number and the body of the next frame. Raises FrameError for too long a body."""
         while (message := self._received.take()) is None:
             self._wait((self._from, select.POLLIN))
             self._read()

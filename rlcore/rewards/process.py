@@ -167,6 +167,9 @@ class RewardProcess:
             raise RewardFailure(f"gave no answer within {timeout:g} s") from None
         except EOFError:
             raise self._how_it_ended() from None
+        except FrameError:
+            self.close()
+            raise RewardFailure("sent no proper reply") from None
 
     def _ask(self, pipe: Pipe, request: tuple[Any, ...]) -> None:
         self._sent += 1
@@ -192,7 +195,7 @@ class RewardProcess:
         try:
             number, body = pipe.receive()
             reply = json.loads(body) if number == self._answered else None
-        except (FrameError, ValueError):  # ValueError: not JSON
+        except ValueError:  # not JSON
             reply = None
         if not isinstance(reply, dict):
             self.close()

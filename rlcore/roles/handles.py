@@ -114,7 +114,7 @@ class RoleHandle:
         `batch` is one batch with its `loss`, or several `(batch, loss, weight)` that share every optimizer step. The
         losses get its tensor columns (`prompts` and `responses` are required), `uid` and `keep_together`.
         Rows with equal values in column `keep_together` are in one mini-batch, on one rank and in one micro-batch.
-        `constants`: numbers that the losses read as `batch[NAME]`; no column may have such a name.
+        `constants`: numbers that the losses read as `batch[NAME]`; no tensor column may have such a name.
         Mini-batches are consecutive runs of rows; empty ones are skipped and counted. Raises DataError for a frozen
         role, for a loss that needs an output which this kind of role does not give, for a constant that is a column or
         no number, and for a loss or gradient that is not finite.

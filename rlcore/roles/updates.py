@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, tensor
@@ -36,11 +37,11 @@ def check_update(name: str, role: Role, losses: Sequence[Loss], epochs: int, min
 
 
 def check_constants(constants: Mapping[str, float], batches: Sequence[DataProto]) -> None:
-    """Raise DataError for a constant that is a column of a batch, or no finite number."""
+    """Raise DataError for a constant that is a tensor column of a batch, or no finite number."""
     for name, value in constants.items():
-        if any(name in rows for rows in batches):
+        if any(name in rows.batch for rows in batches):
             raise DataError(f"update(constants={{{name!r}: ...}}): the batch has a column of this name; rename one")
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
             raise DataError(f"update(constants={{{name!r}: {value!r}}}): it must be a finite number")
 
 

@@ -131,6 +131,9 @@ def _date(flight: Preflight) -> None:
 
 def _data(flight: Preflight) -> None:
     data = flight.config.data
+    for key in ("subset", "train_split", "eval_split"):
+        if data.path is None and (value := getattr(data, key)) is not None:
+            raise ConfigError(f"data.{key}={value} chooses in data.path, which is not set; set it, or drop the key")
     if data.prompt_key in data.rendered and (data.system_prompt or environment_of(flight.config)):
         what = "data.system_prompt" if data.system_prompt else f"env={environment_of(flight.config)}"
         raise ConfigError(

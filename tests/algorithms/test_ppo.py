@@ -364,6 +364,8 @@ def test_the_adaptive_controller_end_to_end(take_steps, updates, kl_in):
     kl = batch["ppo_kl"].values
     assert metrics[1]["ppo/kl"] == pytest.approx(float(kl.sum()) / 4, rel=1e-5)
     assert ("loss/kl_penalty" in metrics[1]) == (kl_in == "loss")
+    if kl_in == "loss":
+        assert metrics[1]["loss/kl_penalty"] == pytest.approx(0.09 * metrics[1]["loss/kl"], rel=1e-5)
     last = torch.zeros_like(kl)
     last[batch["response_length"].cumsum(0) - 1] = batch["scores"]
     charged = 0.09 if kl_in == "reward" else 0.0

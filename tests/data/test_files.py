@@ -112,5 +112,5 @@ def test_missing_paths(tmp_path: Path) -> None:
 def test_two_files_for_one_split(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "test.jsonl", ROWS)
     write_jsonl(tmp_path / "eval.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"several files for the eval split: test\.jsonl, eval\.jsonl"):
+    with pytest.raises(ConfigError, match=r"several held-out splits: test, eval; choose one, as data\.eval_split=test"):
         load(config(tmp_path), "eval")

@@ -38,7 +38,8 @@ def made(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return the loader of rows."""
 
     def make(*rows: Row, held_out: Row | None = None, **config: Any) -> PromptLoader:
-        other = [held_out or {config.get("prompt_key", "prompt"): "9+9="}]
+        renamed = json.loads(json.dumps(rows[0]).replace("1+2=", "9+9="))
+        other = [held_out or (renamed if renamed != rows[0] else {config.get("prompt_key", "prompt"): "9+9="})]
         dataset = DatasetSpec("own", lambda _, split: list(rows) if split == "train" else other, reward="gsm8k")
         return PromptLoader(DataConfig(name="own", **{"batch_size": 1, **config}), dataset, tokenizer, seed=0)
 
@@ -125,7 +126,7 @@ def test_files_are_recognised_before_a_tenth_is_held_out(tmp_path: Path) -> None
         path.write_text("".join(json.dumps(keyed(i)) + "\n" for i in range(20)))
         config = DataConfig(name="file", path=str(path))
         assert (len(load(config, "train")), len(load(config, "eval"))) == (18, 2)
-    path.write_text('{"input": "x"}\n{"prompt": "y"}\n')
+    path.write_text('{"input": "x"}\n{"text": "y"}\n')
     with pytest.raises(DataError, match=r"rlhf\.jsonl, row 2: nothing in column 'input'"):
         load(config, "train")
 
@@ -186,9 +187,9 @@ def test_a_text_prompt_that_the_pair_repeats_is_taken_off(made: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": "a", "rejected": "b"}, "row 2: there is no prompt"),
-        ({"chosen": [ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}, "row 2: there is no prompt"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "row 2: there is no prompt"),
+        ({"chosen": "a", "rejected": "b"}, "row 2: there is nothing in column 'prompt'; set data"),
+        ({"chosen": [ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}, "row 2: there is nothing in column 'prompt'"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "row 2: there is nothing in column 'prompt'; set data"),
         (
             {"prompt": "x", "chosen": [{**GOOD, "content": [{"type": "image"}]}], "rejected": [BAD]},
             "row 2: a message's content has the part",
@@ -212,3 +213,62 @@ def test_what_would_not_be_learned_is_no_text(made: Any, key: str) -> None:
 def test_several_messages_stay_messages(made: Any) -> None:
     kept = made({"prompt": [ASK], "completion": [GOOD, ASK, GOOD]}).next_batch()["completion"].tolist()
     assert kept == [[GOOD, ASK, GOOD]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Translate.", "input": "1+2=", "output": "3"},
+        {"question": "Which?", "choices": ["3", "4"], "answer": "3"},
+        {"context": "A text.", "question": "1+2=", "answer": "3"},
+        {"input": "1+2=", "hypothesis": "3", "label": "0"},
+    ],
+)
+def test_a_question_in_several_columns_is_not_guessed(made: Any, row: Row) -> None:
+    with pytest.raises(DataError, match=r"nothing in column 'prompt'; its columns are .*Set data\.prompt_key"):
+        made(row)
+
+
+def test_a_held_out_split_is_read_as_the_training_rows(made: Any) -> None:
+    loader = made(
+        {"input": "1+2=", "label": None}, {"input": "1+3=", "label": "4"}, held_out={"input": "9+9=", "label": "18"}
+    )
+    assert loader.schema_line == "columns of OpenRLHF, prompt in 'input', answer in 'label'"
+    assert loader.held_out()["answer"].tolist() == ["18"]
+    assert loader.schema_line.endswith("'label'")
+
+
+def test_answers_to_one_question_are_held_out_together(tmp_path: Path, made: Any) -> None:
+    """A conversation's prompt is without its last message, as a training prompt that is held out is dropped."""
+    asked = [{"role": "user", "content": f"question {number}"} for number in range(20)]
+    rows = [{"messages": [ask, {"role": "assistant", "content": str(i)}]} for ask in asked for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(name="file", path=str(tmp_path / "rows.jsonl"))
+    train, held_out = load(config, "train"), load(config, "eval")
+    assert (len(train), len(held_out)) == (90, 10)
+    assert not {row["messages"][0]["content"] for row in train} & {row["messages"][0]["content"] for row in held_out}
+
+
+def test_a_repeated_prompt_is_taken_off_once(tmp_path: Path, made: Any) -> None:
+    rows = [{"prompt": [ASK], "completion": [ASK, ASK, GOOD]}] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(name="file", path=str(tmp_path))
+    (tmp_path / "train.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+    (tmp_path / "rows.jsonl").unlink()
+    assert made(*load(config, "eval")).next_batch()["completion"].tolist() == [[ASK, GOOD]]
+
+
+def test_responses_as_json_of_messages_and_with_other_keys(made: Any) -> None:
+    assert made({"prompt": "1+2=", "completion": json.dumps([GOOD])}).next_batch()["completion"].tolist() == ["3"]
+    called = {**GOOD, "function_call": {"name": "add"}}
+    assert made({"prompt": "1+2=", "completion": [called]}).next_batch()["completion"].tolist() == [[called]]
+    with pytest.raises(DataError, match="the last message has 'reasoning' besides its content"):
+        made({"messages": [ASK, {**GOOD, "reasoning": "Add."}]})
+
+
+def test_pairs_of_texts_need_a_prompt_and_labels_are_no_answers(made: Any) -> None:
+    with pytest.raises(DataError, match=r"nothing in column 'prompt'; set data\.prompt_key to the prompt's column"):
+        made({"question": "1+2=", "chosen": "3", "rejected": "4"})
+    batch = made({"input": "1+2=", "chosen": "3", "rejected": "4"}).next_batch()
+    assert batch["prompt_text"].tolist() == ["1+2="]
+    assert made({"input": "1+2=", "output": "3", "label": True}).next_batch()["answer"].tolist() == ["3"]

@@ -28,12 +28,13 @@ def write_jsonl(path: Path, rows: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_shards(folder: Path, split: str, rows: Rows, count: int, ending: str = "") -> list[Path]:
+def write_shards(folder: Path, split: str, rows: Rows, count: int, hashed: bool = False) -> list[Path]:
     import pyarrow as pa
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{split}-{number:05d}-of-{count:05d}{ending}.parquet" for number in range(count)]
+    hashes = [f"-{number + 10:x}5a8b1c" if hashed else "" for number in range(count)]
+    paths = [folder / f"{split}-{number:05d}-of-{count:05d}{each}.parquet" for number, each in enumerate(hashes)]
     size = len(rows) // count
     for number, path in enumerate(paths):
         parquet.write_table(pa.Table.from_pylist(rows[number * size : (number + 1) * size]), path)
@@ -122,31 +123,68 @@ def test_a_saved_dict_of_data_sets_names_its_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".", "data"])
-@pytest.mark.parametrize("ending", ["", "-5a8b1c"])
-def test_shards_are_read_in_order(tmp_path: Path, place: str, ending: str) -> None:
-    shards = write_shards(tmp_path / place, "train", ROWS, 4, ending)
-    write_shards(tmp_path / place, "test", HELD, 1, ending)
+@pytest.mark.parametrize("hashed", [False, True])
+def test_shards_are_read_in_order(tmp_path: Path, place: str, hashed: bool) -> None:
+    """Earlier versions of datasets wrote another hash into the name of each shard."""
+    shards = write_shards(tmp_path / place, "train", ROWS, 4, hashed)
+    write_shards(tmp_path / place, "test", HELD, 1, hashed)
     (tmp_path / "README.md").write_text("a card")
     assert load(tmp_path, "train") == ROWS
     assert load(tmp_path, "eval") == HELD
     shards[2].unlink()
-    with pytest.raises(DataError, match=rf"has 3 of the 4 shards of the split 'train': {shards[2].name} is missing"):
+    lacking = "train-00002-of-00004.parquet"
+    with pytest.raises(DataError, match=rf"has 3 of the 4 shards of the split 'train': {lacking} is missing"):
         load(tmp_path, "train")
     assert load(tmp_path, "eval") == HELD
 
 
 def test_a_folder_without_a_held_out_split_holds_out_a_tenth(tmp_path: Path) -> None:
-    write_shards(tmp_path, "train", ROWS, 4)
+    folder = tmp_path / "shards"
+    write_shards(folder, "train", ROWS, 4)
     write_jsonl(tmp_path / "one.jsonl", ROWS)
     for split in ("train", "eval"):
-        assert load(tmp_path, split, train_split="train") == load(tmp_path / "one.jsonl", split)
-    assert len(load(tmp_path, "eval")) == 2
+        assert load(folder, split, train_split="train") == load(tmp_path / "one.jsonl", split)
+    assert len(load(folder, "eval")) == 2
+
+
+@pytest.mark.parametrize("name", ["test", "validation", "rows"])
+def test_the_only_split_can_be_trained_on(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
+    parts = [load(tmp_path, split, train_split=name) for split in ("train", "eval")]
+    assert [len(part) for part in parts] == [18, 2]
+
+
+@pytest.mark.parametrize("name", ["val", "dev", "valid"])
+def test_other_names_of_held_out_splits(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / f"{name}.jsonl", HELD)
+    assert (load(tmp_path, "train"), load(tmp_path, "eval")) == (ROWS, HELD)
+
+
+def test_a_further_split_is_never_passed_over(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "test_set.jsonl", HELD)
+    for split in ("train", "eval"):
+        with pytest.raises(
+            ConfigError, match=r"train, test_set; say which is held out, as data\.eval_split=test_set, or"
+        ):
+            load(tmp_path, split)
+    assert load(tmp_path, "eval", eval_split="test_set") == HELD
+    assert [len(load(tmp_path, split, eval_split="train")) for split in ("train", "eval")] == [18, 2]
+
+
+def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_dict({})}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=r"the split 'test' has no rows"):
+        load(tmp_path / "saved", "eval")
 
 
 def test_splits_by_name(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS), ("test", HELD), ("validation", HELD[:1]), ("extra", ROWS[:5])):
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"test\.jsonl, validation\.jsonl; choose one, as data\.eval_split=test"):
+    with pytest.raises(ConfigError, match=r"held-out splits: test, validation; choose one, as data\.eval_split=test"):
         load(tmp_path, "eval")
     assert load(tmp_path, "eval", eval_split="validation") == HELD[:1]
     assert load(tmp_path, "train", train_split="extra", eval_split="test") == ROWS[:5]

@@ -8,16 +8,18 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import enable_progress_bars
 
 from rlcore.assets import TINY
 from rlcore.config import ModelConfig
 from rlcore.data.chat import check_model_folder, load_tokenizer
 from rlcore.errors import ConfigError
-from rlcore.hub import fetch, is_pinned, pin, split_name
+from rlcore.hub import dataset_folder, fetch, is_pinned, pin, split_name
 from rlcore.model_folder import load_model_config, model_path
 from rlcore.plugins import PluginManager
 from rlcore.training.preflight import preflight
@@ -63,7 +65,7 @@ def test_a_folder_wins_and_a_missing_one_is_missing(hub, tiny, composed, tmp_pat
     ):
         check_model_folder(missing.model)
     Path("models/tiny").symlink_to(TINY)
-    assert composed("model.path=models/tiny").model.path == "models/tiny"
+    assert composed("model.path=models/tiny").model.path == "./models/tiny"  # a path wherever its config is read
     assert load_tokenizer(missing.model)
     assert hub.requests == []
 
@@ -212,7 +214,35 @@ def test_offline(hub, tiny, composed, monkeypatch):
 
 def test_a_password_of_the_endpoint_is_not_shown(hub, composed, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("//", "//me:hf_secret@"))
-    assert f"on the hub ({hub.url})" in fault(composed, "model.path=acme/absent")
+    with pytest.raises(ConfigError) as caught:
+        composed("model.path=acme/absent")
+    assert f"on the hub ({hub.url})" in str(caught.value)
+    assert "hf_secret" not in "".join(traceback.format_exception(caught.value))  # as a worker's error is sent
+
+
+def test_a_cache_without_a_list_of_files_is_not_taken_for_whole(hub, tiny, composed, monkeypatch):
+    """As other programs leave it, which fetch single files."""
+    commit = hub.push("acme/tiny", tiny)
+    rows = hub.push("acme/sums", {"train.jsonl": b"{}\n", "test.jsonl": b"{}\n"}, kind="dataset")
+    hf_hub_download("acme/tiny", "config.json", revision=commit)
+    hf_hub_download("acme/sums", "train.jsonl", revision=rows, repo_type="dataset")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"cache|HF_HUB_OFFLINE") as caught:
+        model_path(f"acme/tiny@{commit}")
+    assert "hf download acme/tiny" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cache|HF_HUB_OFFLINE") as caught:
+        dataset_folder(f"acme/sums@{rows}", None, [".jsonl"])
+    assert "hf download acme/sums --repo-type dataset" in str(caught.value)
+
+
+def test_a_shard_that_the_repository_lacks(hub, tiny):
+    index = json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    )
+    files = {**tiny, "model.safetensors.index.json": index.encode(), "model-00001-of-00002.safetensors": b"x"}
+    commit = hub.push("acme/half", files)
+    with pytest.raises(ConfigError, match=r"acme/half@\w+ lacks model-00002-of-00002\.safetensors in the cache"):
+        model_path(f"acme/half@{commit}")
 
 
 def test_a_server_error_and_a_refused_login(hub, tiny, composed):
@@ -236,6 +266,7 @@ def test_a_server_error_and_a_refused_login(hub, tiny, composed):
         ([], ["adapter_config.json", "adapter_model.safetensors"], "holds an adapter and no model; merge it"),
         ([], ["weights.safetensors"], r"has no config\.json"),
         (["config.json"], [], "holds no weights in safetensors"),
+        (["config.json"], ["consolidated.safetensors", "pytorch_model.bin"], "holds its weights as pickles only"),
     ],
 )
 def test_repositories_without_a_model(hub, tiny, composed, kept, added, expected):

@@ -1,12 +1,15 @@
 """A run on a model of the hub: its commit is kept, whatever its branch does; commands on names. About 12 s."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 
+from rlcore.assets import TINY
 from rlcore.cli import main
-from rlcore.config import compose
+from rlcore.config import DataConfig, ModelConfig, compose
+from rlcore.config.files import same_run
 from rlcore.errors import ConfigError
 from rlcore.model_folder import model_path
 from rlcore.plugins import PluginManager
@@ -79,6 +82,40 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(hub, branches, tmp_pa
     assert written["max_position_embeddings"] != 999
 
 
+@pytest.mark.e2e
+def test_a_relative_folder_is_no_name_in_another_directory(hub, tiny, tmp_path, monkeypatch, capsys):
+    """A run on folders here, evaluated from elsewhere, asks nobody for models and rows of the same name."""
+    hub.push("acme/tiny", tiny)
+    hub.push("acme/sums", {"train.jsonl": b"{}\n"}, kind="dataset")
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    (home / "acme" / "sums").mkdir(parents=True)
+    elsewhere.mkdir()
+    (home / "acme" / "tiny").symlink_to(TINY)
+    for name in ("train", "test"):
+        rows = [{"prompt": f"{len(name)}+{n}=", "answer": str(len(name) + n)} for n in range(4)]
+        (home / "acme" / "sums" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(home)
+    files = ["data=file", "data.path=acme/sums", "reward=arithmetic", "trainer.total_steps=1"]
+    run_in(home / "run", *files)
+    saved = yaml.safe_load((home / "run" / "config.yaml").read_text())
+    assert (saved["model"]["path"], saved["data"]["path"]) == ("./acme/tiny", "./acme/sums")
+    assert same_run(compose([*SMALL, *files], PluginManager.load()), build_saved(home / "run")) == []
+    monkeypatch.chdir(elsewhere)
+    assert main(["eval", str(home / "run"), "cluster=in_process"]) == 2
+    assert "data.path=./acme/sums: there is no such file or folder" in capsys.readouterr().err
+    assert hub.requests == []
+
+
+def build_saved(folder):
+    """Return the config of a run folder, with folders as they were written before they got `./`."""
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    return replace(
+        compose([*SMALL, "data=file", "reward=arithmetic", "trainer.total_steps=1"], PluginManager.load()),
+        model=ModelConfig(**{**values["model"], "path": "acme/tiny"}),
+        data=DataConfig(**{**values["data"], "path": "acme/sums"}),
+    )
+
+
 def test_nothing_starts_when_the_weights_break_off(hub, branches, tmp_path):
     hub.breaks = "model.safetensors", 500
     with pytest.raises(ConfigError, match=r"cannot be fetched from the hub .*: HTTP 500\. Start again, which keeps"):
@@ -108,7 +145,8 @@ def test_commands_take_names(hub, branches, capsys):
     ("words", "meant"),
     [
         (["model=Qwen/Qwen3-0.6B"], "is a value of model.path: model.path=Qwen/Qwen3-0.6B"),
-        (["data=openai/gsm8k"], "Your own file: data=file data.path=openai/gsm8k"),
+        (["data=openai/gsm8k"], "a name on the hub: data=gsm8k data.path=openai/gsm8k"),
+        (["data=acme/sums"], "a name on the hub: data=file data.path=acme/sums"),
         (["lr=1e-5"], "Did you mean 'engine.lr'?"),
         (["group_size=4"], "Did you mean 'algo.group_size'?"),
         (["engine.learning_rate=1e-5"], "Did you mean 'engine.lr'?"),

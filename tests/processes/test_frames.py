@@ -41,6 +41,13 @@ def test_a_long_frame_is_refused_by_its_header():
         buffer.take()
 
 
+def test_a_buffer_holds_no_more_than_two_frames():
+    buffer = FrameBuffer(max_bytes=40)
+    buffer.add(bytes(112))
+    with pytest.raises(FrameError, match=r"113 bytes came; the most in a message are 40"):
+        buffer.add(b"x")
+
+
 @pytest.fixture
 def speaks():
     """Return a function that starts SLOW with bytes and a pause, and gives a pipe with a deadline in seconds."""

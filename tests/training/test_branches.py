@@ -117,7 +117,7 @@ def test_metrics_count_episodes():
 
 @needs("log_probs", "entropy")
 def a_loss(out, batch, config):
-    loss = -out.log_probs * batch["advantages"][:, None]
+    loss = -out.log_probs * batch["advantages"][:, None] * batch["scale"]
     batch = {"response_mask": batch["response_mask"], "old_log_probs": out.log_probs.detach()}
     return policy_terms(out, batch, loss=loss, mean=config, kl_coef=0.0, kl_estimator="k3", kl_unbiased=False)
 
@@ -134,7 +134,8 @@ def test_an_episode_has_the_weight_of_one_in_the_loss(mean, total, count):
     batch["row_weight"] = row_weights(batch)
     log_probs = torch.full((4, 6), -1.0, requires_grad=True)
     out = Outputs({"log_probs": log_probs, "entropy": torch.zeros(4, 6)})
-    term = call_loss(UpdateItem(batch, [4], a_loss, mean), out, batch, torch.device("cpu"))["policy"]
+    item = UpdateItem(batch, [4], a_loss, mean, constants={"scale": 1.0})
+    term = call_loss(item, out, batch, torch.device("cpu"))["policy"]
     assert (float(term.total.detach()), float(term.count)) == pytest.approx((total, count))
     term.total.backward()
     gradient = log_probs.grad.sum(1).tolist()

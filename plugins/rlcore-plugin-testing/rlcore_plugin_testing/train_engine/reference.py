@@ -52,7 +52,8 @@ class Reference:
         for row in range(len(batch)):
             one = batch[row : row + 1]
             out = Outputs(self.outputs(one["prompts"][0], one["responses"][0]))
-            for name, term in item.loss(out, LossBatch(one, torch.device("cpu")), item.config).items():
+            columns = LossBatch(one, torch.device("cpu"), constants=item.constants)
+            for name, term in item.loss(out, columns, item.config).items():
                 total, count, _ = found.get(name, (torch.zeros(()), 0.0, 0.0))
                 found[name] = (total + term.total, count + float(term.count), term.weight or 0.0)
         return found
