@@ -102,7 +102,7 @@ def test_a_pair_of_whole_conversations_is_none(tmp_path, capsys):
     ]
     rows[1]["chosen"].append({"role": "user", "content": "sure?"})
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert train(tmp_path / "run", f"data.path={tmp_path}", "data.train_split=train", "data.batch_size=2") == 1
+    assert train(tmp_path / "run", f"data.path={tmp_path}", "data.eval_split=train", "data.batch_size=2") == 1
     assert not (tmp_path / "run").exists()
     assert re.search(r"row \d+: column 'chosen' holds \[{'role'.* or one message of the ass", capsys.readouterr().err)
 
