@@ -66,6 +66,9 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "arguments for the chat template, as {enable_thinking: false}; rows of the data may override them"
+    )
     date: str | None = option(
         None,
         "today for chat templates that write the date, as 2026-11-28; `auto`: the day of the run's start",
@@ -187,6 +190,9 @@ class RoleConfig:
     engine: str | None = option(None, "the role's own train engine (default: engine.name)")
     rollout: dict[str, Any] = option(
         {}, "the role's own rollout settings, as {temperature: 0.7}; the others come from `rollout`"
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "arguments for the chat template of a reward model with a tokenizer of its own"
     )
 
 

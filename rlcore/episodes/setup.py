@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, load_tokenizer
+from rlcore.data.template_kwargs import row_template_kwargs
 from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
@@ -61,6 +62,18 @@ class EpisodeSetup:
             template=self.env.template,
             end_ids=end_tokens(self.model, tokenizer),
         )
+
+    def row_check(self) -> Callable[[Mapping[str, Any]], None]:
+        """Return a function that checks the chat template, as `check`, with the arguments of a data row."""
+        renderer, checked = self.renderer(), set[TurnRenderer]()
+
+        def check(row: Mapping[str, Any]) -> None:
+            own = renderer.with_kwargs(row_template_kwargs(row))
+            if own is not renderer and own not in checked:
+                own.check()
+                checked.add(own)
+
+        return check
 
     def pool(self, processes: int) -> EnvironmentPool:
         """Return a pool of this many environment processes, not started."""
