@@ -9,12 +9,13 @@ from typing import Any
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, load_tokenizer
-from rlcore.data.template_kwargs import row_template_kwargs
+from rlcore.data.template_kwargs import COLUMN, row_template_kwargs
 from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.tool_calls import ToolFormat
+from rlcore.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,22 @@ class EpisodeSetup:
         )
 
     def row_check(self) -> Callable[[Mapping[str, Any]], None]:
-        """Return a function that checks the chat template, as `check`, with the arguments of a data row."""
+        """Return a function that checks the chat template, as `check`, with the arguments of a data row.
+
+        It raises DataError.
+        """
         renderer, checked = self.renderer(), set[TurnRenderer]()
 
         def check(row: Mapping[str, Any]) -> None:
-            own = renderer.with_kwargs(row_template_kwargs(row))
-            if own is not renderer and own not in checked:
+            given = row_template_kwargs(row)
+            own = renderer.with_kwargs(given)
+            if own is renderer or own in checked:
+                return
+            try:
                 own.check()
-                checked.add(own)
+            except ConfigError as error:
+                raise DataError(f"with {COLUMN}={given}: {error}") from error
+            checked.add(own)
 
         return check
 
