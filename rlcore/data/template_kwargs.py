@@ -67,7 +67,7 @@ def _names_read(template: str) -> frozenset[str]:
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"the chat template has a syntax error in line {error.lineno}: {error}") from error
     parsed = environment.parse(template)
-    return frozenset((jinja2.meta.find_undeclared_variables(parsed) & _loaded_first(parsed)) - set(environment.globals))
+    return frozenset(jinja2.meta.find_undeclared_variables(parsed) & _loaded_first(parsed))
 
 
 def _loaded_first(template: Node) -> set[str]:

@@ -199,15 +199,17 @@ def test_arguments_for_a_template_without_any_and_for_a_broken_one(tmp_path: Pat
         load_tokenizer(ModelConfig(chat_template=str(tmp_path / "broken.jinja"), chat_template_kwargs={"x": 1}))
 
 
-def test_an_argument_may_be_read_by_one_of_several_templates(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+    """`c` is its own, and set before it is read; `range` and `namespace` are Jinja's."""
     both = copy.deepcopy(tokenizer)
     both.chat_template = {
-        "default": "{% if not a is defined %}{% set a = 1 %}{% endif %}{{ a }}",
-        "tool_use": "{{ b }}",
+        "default": "{% if not a is defined %}{% set a = 1 %}{% endif %}{{ a }}{{ eos_token }}{{ namespace(x=1).x }}",
+        "tool_use": "{% set b = b | default(2) %}{% if tools %}{% set c = b %}{% endif %}{{ c, range(b) }}",
     }
     check_template_kwargs(both, {"a": 1, "b": 2}, "they")
-    with pytest.raises(DataError, match="it reads a, b"):
-        check_template_kwargs(both, {"range": 2}, "they")
+    for name in ("c", "range", "x"):
+        with pytest.raises(DataError, match=rf"^they has '{name}': the chat template never reads it; it reads a, b\. "):
+            check_template_kwargs(both, {"a": 1, name: 2}, "they")
 
 
 def test_a_turn_may_end_by_an_argument(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

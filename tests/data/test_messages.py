@@ -177,3 +177,10 @@ def test_arguments_of_a_row_that_the_template_does_not_read(chats: Any, with_eff
     )
     with pytest.raises(DataError, match=fault):
         chats([{"prompt": "1", "chat_template_kwargs": {"thinking": True}}])
+
+
+def test_arguments_do_not_hide_that_a_template_leaves_tools_out(
+    chats: Any, with_effort: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r"row 1: it has tools .*which the chat template leaves out"):
+        chats([{"prompt": "1", "tools": [TOOL], "chat_template_kwargs": {"effort": "high"}}])
