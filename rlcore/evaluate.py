@@ -14,7 +14,6 @@ from rlcore.checkpoint import newest_whole
 from rlcore.config import Config
 from rlcore.data.chat import check_tokens, load_tokenizer
 from rlcore.data.loader import held_out_prompts
-from rlcore.data.template_kwargs import COLUMN
 from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
@@ -146,9 +145,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     check_tokens(size, tokenizer, [int(prompts["prompts"].values.max())], "prompts")
     if episodes is not None:
         episodes.check()
-        check = episodes.row_check()
-        for given in prompts.non_tensor_batch.get(COLUMN, ()):
-            check({COLUMN: given})
+        episodes.check_batch(prompts)
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
         metrics = held_out_metrics(run, algorithm, prompts)

@@ -31,6 +31,7 @@ WEIGHT_FILES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 Messages = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 def check_role_folder(setting: str, role: Role, model: ModelConfig) -> None:
@@ -176,7 +177,7 @@ class OfferedTools:
     `instructions`: a text about them, added to the system message, for a template that ignores `tools`; else "".
     """
 
-    schemas: Sequence[Mapping[str, Any]] = ()
+    schemas: Tools = ()
     instructions: str = ""
 
 
@@ -196,10 +197,7 @@ class PromptEncoder:
     rendered: bool = False
 
     def render(
-        self,
-        prompt: str | Messages,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, prompt: str | Messages, tools: Tools = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
 
@@ -426,8 +424,8 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
             f"{source}: the chat template uses {by_chance.group()!r}, which differs at each rendering, so that no run "
             "could be resumed; take it out"
         )
+    check_template_kwargs(tokenizer, model.chat_template_kwargs, f"{source}: model.chat_template_kwargs")
     try:
-        check_template_kwargs(tokenizer, model.chat_template_kwargs, "model.chat_template_kwargs")
         PromptEncoder(tokenizer).render("Hello")
     except DataError as error:
         raise ConfigError(f"{source}: {error}") from error

@@ -185,7 +185,7 @@ class PromptSplit:
                         f"to the right one.{nearest(row, key)}"
                     )
                 chats.append(self._render(encoder, prompt, row))
-            except DataError as error:
+            except (ConfigError, DataError) as error:
                 raise DataError(f"{self._where}, row {number + 1}: {error}") from error
             plain = isinstance(prompt, str)
             self._has_messages |= not plain

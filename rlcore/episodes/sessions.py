@@ -172,7 +172,7 @@ class Session:
         given = {**self._template_kwargs, **call.template_kwargs}
         try:
             check_template_kwargs(self._renderers.tokenizer, call.template_kwargs, "chat_template_kwargs")
-        except DataError as error:
+        except ConfigError as error:
             raise RequestError(400, str(error), param="chat_template_kwargs", code="invalid_value") from error
         try:
             renderer, instructions = self._renderers.of(call.tools, given)

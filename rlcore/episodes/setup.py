@@ -16,6 +16,7 @@ from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.tool_calls import ToolFormat
 from rlcore.errors import ConfigError, DataError
+from rlcore.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,12 @@ class EpisodeSetup:
             checked.add(own)
 
         return check
+
+    def check_batch(self, prompts: DataProto) -> None:
+        """Check the chat template with the arguments of each row of a batch. Raises DataError."""
+        check = self.row_check()
+        for given in prompts.non_tensor_batch.get(COLUMN, ()):
+            check({COLUMN: given})
 
     def pool(self, processes: int) -> EnvironmentPool:
         """Return a pool of this many environment processes, not started."""

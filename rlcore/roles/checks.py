@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlcore.config import Config
 from rlcore.data.chat import check_role_folder, load_any_tokenizer
 from rlcore.data.template_kwargs import check_template_kwargs
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import ConfigError
 from rlcore.plugins import KINDS, Role, RoleKind
 from rlcore.roles.settings import REWARD_MODEL, reads_text, role_config
 
@@ -112,18 +112,14 @@ def _check_engine_holds(name: str, role: Role, config: Config, plugins: PluginMa
 
 def _check_template_kwargs(name: str, role: Role, config: Config) -> None:
     given = config.roles[name].chat_template_kwargs if name in config.roles else {}
-    if not given:
-        return
     where = f"roles.{name}.chat_template_kwargs={given}"
-    if not reads_text(role, config):
+    if given and not reads_text(role, config):
         raise ConfigError(
             f"{where}: this role reads the actor's token ids and renders no chats; leave it out, and set "
             "model.chat_template_kwargs for the prompts"
         )
-    try:
+    if given:
         check_template_kwargs(load_any_tokenizer(role_config(config, name, role).model), given, where)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _setting_of_folder(name: str, role: Role, config: Config) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlcore.config import Config, RolloutConfig, build
+from rlcore.config import Config, RoleConfig, RolloutConfig, build
 from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
@@ -82,8 +82,7 @@ def role_config(config: Config, name: str, role: Role) -> Config:
         rollout = build(RolloutConfig, {**to_plain(rollout), **role.rollout}, f"roles.{name}.rollout")
     model = replace(config.model, path=role.model or config.model.path, dtype=role.dtype or config.model.dtype)
     if role.kind.reads_text and role.model is not None:
-        own = config.roles.get(name)
-        model = replace(model, chat_template_kwargs={} if own is None else own.chat_template_kwargs)
+        model = replace(model, chat_template_kwargs=config.roles.get(name, RoleConfig()).chat_template_kwargs)
     return replace(
         config,
         model=model,

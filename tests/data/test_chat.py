@@ -208,7 +208,9 @@ def test_what_a_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
     }
     check_template_kwargs(both, {"a": 1, "b": 2}, "they")
     for name in ("c", "range", "x"):
-        with pytest.raises(DataError, match=rf"^they has '{name}': the chat template never reads it; it reads a, b\. "):
+        with pytest.raises(
+            ConfigError, match=rf"^they has '{name}': the chat template never reads it; it reads a, b\. "
+        ):
             check_template_kwargs(both, {"a": 1, name: 2}, "they")
 
 
