@@ -121,7 +121,8 @@ def check_positions(config: Config, longest: int) -> None:
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model's folder. Raises the errors of transformers, such as OSError.
 
-    Its chat template reads `model.date` as today, so that a resumed run has the same prompts. For prompts use
+    Its chat template gets `model.chat_template_kwargs` in each rendering; arguments of `apply_chat_template` override
+    them. It reads `model.date` as today, so that a resumed run has the same prompts. For prompts use
     `rlcore.data.chat.load_tokenizer`, which checks it.
     """
     from transformers import AutoTokenizer
@@ -130,11 +131,12 @@ def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder, **loading_options(model))
     own = model.chat_template and Path(model.chat_template).expanduser()
     template = own.read_text(encoding="utf-8") if own and own.is_file() else str(tokenizer.chat_template)
+    given = dict(model.chat_template_kwargs)
     if model.date is not None and "strftime_now" in template:
-        today = datetime.datetime.fromisoformat(model.date)
         # A variable of the rendering hides transformers' function of this name, which reads the clock.
-        dated = partial(tokenizer.apply_chat_template, strftime_now=today.strftime)
-        tokenizer.apply_chat_template = dated  # type: ignore[method-assign]
+        given["strftime_now"] = datetime.datetime.fromisoformat(model.date).strftime
+    if given:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)  # type: ignore[method-assign]
     return tokenizer
 
 

@@ -66,6 +66,7 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
+    chat_template_kwargs: dict[str, Any] = option({}, "arguments for the chat template, as {enable_thinking: false}")
     date: str | None = option(
         None,
         "today for chat templates that write the date, as 2026-11-28; `auto`: the day of the run's start",
@@ -190,6 +191,7 @@ class RoleConfig:
     rollout: dict[str, Any] = option(
         {}, "the role's own rollout settings, as {temperature: 0.7}; the others come from `rollout`"
     )
+    chat_template_kwargs: dict[str, Any] = option({}, "template arguments of a reward model with its own tokenizer")
 
 
 @dataclass(frozen=True)

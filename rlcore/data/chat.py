@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ModelConfig
+from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.end_tokens import EndTokens, special_tokens
 from rlcore.errors import ConfigError, DataError
 from rlcore.hub import is_pinned, split_name
@@ -30,6 +31,7 @@ WEIGHT_FILES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 Messages = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 def check_role_folder(setting: str, role: Role, model: ModelConfig) -> None:
@@ -175,7 +177,7 @@ class OfferedTools:
     `instructions`: a text about them, added to the system message, for a template that ignores `tools`; else "".
     """
 
-    schemas: Sequence[Mapping[str, Any]] = ()
+    schemas: Tools = ()
     instructions: str = ""
 
 
@@ -194,11 +196,14 @@ class PromptEncoder:
     tools: OfferedTools = NO_TOOLS
     rendered: bool = False
 
-    def render(self, prompt: str | Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self, prompt: str | Messages, tools: Tools = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
 
         A last message of the assistant is the answer's beginning, which the model continues. `tools`: those of the
-        prompt's own row, besides the encoder's. Raises DataError for a prompt that is neither a string nor messages, or
+        prompt's own row, besides the encoder's. `template_kwargs`: the row's arguments for the chat template, which
+        override `model.chat_template_kwargs`. Raises DataError for a prompt that is neither a string nor messages, or
         on which the chat template fails.
         """
         if self.rendered and isinstance(prompt, str):
@@ -212,6 +217,7 @@ class PromptEncoder:
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 tokenize=False,
+                **(template_kwargs or {}),
             )
         except Exception as error:  # a template may raise any
             # transformers raises ValueError where the template changes the text that is to be continued.
@@ -418,6 +424,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> N
             f"{source}: the chat template uses {by_chance.group()!r}, which differs at each rendering, so that no run "
             "could be resumed; take it out"
         )
+    check_template_kwargs(tokenizer, model.chat_template_kwargs, f"{source}: model.chat_template_kwargs")
     try:
         PromptEncoder(tokenizer).render("Hello")
     except DataError as error:

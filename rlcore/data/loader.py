@@ -18,6 +18,7 @@ from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
 from rlcore.data.schemas import TEMPLATE_KEYS, Schema, plain_rows, recognise, with_keys
+from rlcore.data.template_kwargs import COLUMN, check_template_kwargs, row_template_kwargs
 from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
@@ -194,7 +195,7 @@ class PromptSplit:
                         f"to the right one.{nearest(row, key)}"
                     )
                 chats.append(self._render(encoder, prompt, row))
-            except DataError as error:
+            except (ConfigError, DataError) as error:
                 raise DataError(f"{self._where}, row {number + 1}: {error}") from error
             plain = isinstance(prompt, str)
             self._has_messages |= not plain
@@ -220,15 +221,16 @@ class PromptSplit:
         return prompts
 
     def _render(self, encoder: PromptEncoder, prompt: Any, row: Mapping[str, Any]) -> str:
-        """Return the rendered prompt, with the tools of its row."""
+        """Return the rendered prompt, with the tools and the template arguments of its row."""
         if encoder.rendered and isinstance(prompt, str):
             return prompt  # no template reads the row's tools
-        tools = plain_tools(row.get("tools"))
-        chat = encoder.render(prompt, tools)
+        tools, given = plain_tools(row.get("tools")), row_template_kwargs(row)
+        check_template_kwargs(encoder.tokenizer, given, f"column {COLUMN!r}")
+        chat = encoder.render(prompt, tools, given)
         if tools and self._has_environment:
             raise DataError("it has tools of its own (column 'tools'), and so has the environment; drop one of the two")
         if tools and not self._knows_tools:
-            self._knows_tools = chat != encoder.render(prompt)
+            self._knows_tools = chat != encoder.render(prompt, (), given)
             if not self._knows_tools:
                 raise DataError(
                     "it has tools (column 'tools'), which the chat template leaves out; set model.chat_template to one "

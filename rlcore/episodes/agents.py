@@ -130,7 +130,14 @@ class _Batch:
         """Play an episode, again if it fails, and return its rows."""
         own, key = self._prompts.conversation(row, None), self._prompts.key(row, self._limits.sampling)
         for attempt in range(1, self._env.retries + 2):
-            session = Session(secrets.token_hex(16), key, self._limits, self._server.renderers, own.prompt)
+            session = Session(
+                secrets.token_hex(16),
+                key,
+                self._limits,
+                self._server.renderers,
+                own.prompt,
+                self._prompts.template_kwargs(row),
+            )
             self._server.store.add(session)
             try:
                 await self._run_agent(session, self._task_of(row, own.messages))

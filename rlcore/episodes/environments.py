@@ -286,7 +286,8 @@ class _Batch:
             return
         conversation = episode.conversations[seat]
         episode.seat = seat
-        tokens = self._renderer.continuation(conversation.messages, messages, ended=conversation.ended)
+        renderer = self._prompts.renderer(episode.row)
+        tokens = renderer.continuation(conversation.messages, messages, ended=conversation.ended)
         if conversation.length + len(tokens) >= self._sampling.max_tokens:
             conversation.extend((), messages)
             self._stop(episode, "length")

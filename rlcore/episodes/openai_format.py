@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlcore.episodes.conversation import Message
@@ -44,13 +44,15 @@ class Call:
     """A checked request for answers.
 
     `messages`: of a chat, with plain text as `content` and the arguments of tool calls as objects; None: a completion
-    of `prompt`, text or token ids. `tools`: OpenAI function JSON. `max_tokens`, `temperature`, `top_p`, `seed`: None
+    of `prompt`, text or token ids. `tools`: OpenAI function JSON. `template_kwargs`: arguments for the chat template,
+    which override the run's. `max_tokens`, `temperature`, `top_p`, `seed`: None
     where the client does not give them.
     """
 
     messages: list[Message] | None = None
     prompt: str | tuple[int, ...] = ""
     tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reads_tool_calls: bool = True
     choices: int = 1
     max_tokens: int | None = None
@@ -92,6 +94,7 @@ def read_chat(body: Mapping[str, Any]) -> Call:
     return Call(
         messages=_named_results([read_message(each, f"messages[{at}]") for at, each in enumerate(messages)]),
         tools=tools,
+        template_kwargs=_optional(body, "chat_template_kwargs", dict, "an object") or {},
         reads_tool_calls=bool(tools) and body.get("tool_choice") != "none",
         max_tokens=tokens,
         log_probs=_optional(body, "logprobs", bool, "a boolean") or False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import PromptEncoder
+from rlcore.data.template_kwargs import COLUMN, row_template_kwargs
 from rlcore.engine.rollout import Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.rendering import TurnRenderer
@@ -58,6 +59,15 @@ class Prompts:
         uid, index = self._names[row]
         return f"{uid}, sample {index}"
 
+    def renderer(self, row: int) -> TurnRenderer:
+        """Return the renderer with the row's template arguments."""
+        return self._renderer.with_kwargs(self.template_kwargs(row))
+
+    def template_kwargs(self, row: int) -> dict[str, Any]:
+        """Return the row's arguments for the chat template."""
+        given = self._columns.get(COLUMN)
+        return {} if given is None else row_template_kwargs({COLUMN: given[row]})
+
     def columns(self, row: int) -> dict[str, Any]:
         """Return the data row for the environment: its object columns, and its text as `prompt`."""
         found = {name: values[row] for name, values in self._columns.items()}
@@ -98,7 +108,7 @@ class Prompts:
         else:
             own = [{**each, "content": plain_text(each["content"] or "", self._special)} for each in opening]
             messages = self._encoder.messages(own)  # with the tools' instructions, as the row's own prompt
-        tokens = self._renderer.prompt(messages)
+        tokens = self.renderer(row).prompt(messages)
         if len(tokens) > self._prompt_len:
             raise DataError(
                 f"the environment made a prompt of {len(tokens)} tokens, more than data.prompt_len={self._prompt_len}; "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,8 @@ ANSWER = "~answer-7c1d9b~"
 """The stand-in for an answer in renderings that are cut after it."""
 CACHED = 4096
 """Continuations kept; the cache is emptied when it is full."""
+VARIANTS = 32
+"""Renderers with other template arguments kept; they are dropped when there are more."""
 AROUND = 40
 """Characters shown before and after a difference."""
 
@@ -65,6 +68,9 @@ class TurnRenderer:
     each result as "<tool_response>\\n...\\n</tool_response>"; consecutive results and a user message after them are
     joined by newlines into one user message.
 
+    `template_kwargs` are arguments for the template, which override `model.chat_template_kwargs`; `with_kwargs` adds a
+    row's or a request's.
+
     Attributes: `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if not, put
     `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template strips
     whitespace around answers, so that a fresh rendering may differ from the sampled tokens in it.
@@ -79,11 +85,14 @@ class TurnRenderer:
         tools: Sequence[dict[str, Any]] = (),
         template: Literal["exact", "incremental"] = "exact",
         end_ids: Collection[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tools = list(tools) or None
         self.template = template
         self.end_ids = frozenset([tokenizer.eos_token_id] if end_ids is None else end_ids)
+        self.template_kwargs = dict(template_kwargs or {})
+        self._variants: dict[str, TurnRenderer] = {}
         self.trims_answers = False
         self.has_tool_role = True
         self.has_tool_role = self._reads_tool_messages()
@@ -93,6 +102,23 @@ class TurnRenderer:
         self._checked = False
         self._context: _Context | None = None  # None: each continuation needs the whole conversation
         self._cache: dict[tuple[str, bool], list[int]] = {}
+
+    def with_kwargs(self, given: Mapping[str, Any] | None) -> TurnRenderer:
+        """Return the renderer with these template arguments besides its own; itself if there are none."""
+        if not given:
+            return self
+        name = json.dumps(given, sort_keys=True, default=repr)
+        if name not in self._variants:
+            if len(self._variants) >= VARIANTS:
+                self._variants.clear()
+            self._variants[name] = TurnRenderer(
+                self.tokenizer,
+                tools=self.tools or (),
+                template=self.template,
+                end_ids=self.end_ids,
+                template_kwargs={**self.template_kwargs, **given},
+            )
+        return self._variants[name]
 
     def prompt(self, messages: Messages) -> list[int]:
         """Return the ids of the first prompt with the tools' schemas, up to the start of the answer.
@@ -145,10 +171,11 @@ class TurnRenderer:
         """Raise ConfigError unless the template keeps earlier turns as they were; call it before a run.
 
         Renders probe conversations: with and without a system message, tool calls, one and two tool results, a user
-        message after tool results, and reasoning if the template mentions <think>. In exact mode every prompt must be
-        the earlier prompt, the answer, and the continuation, as text and in tokens. In incremental mode the
-        continuations must hold the new messages. What the template refuses (a system role, a user message after tool
-        results) is not probed; it is a DataError where a conversation has it.
+        message after tool results, and reasoning if the template mentions <think> and its generation prompt does not
+        end it, as with thinking turned off. In exact mode every prompt must be the earlier prompt, the answer, and the
+        continuation, as text and in tokens. In incremental mode the continuations must hold the new messages. What the
+        template refuses (a system role, a user message after tool results) is not probed; it is a DataError where a
+        conversation has it.
         """
         try:
             self._context = self._incremental_context() if self.template == "incremental" else self._exact_context()
@@ -166,7 +193,7 @@ class TurnRenderer:
         readable = messages if self.has_tool_role else _tool_results_as_user(messages)
         try:
             text = self.tokenizer.apply_chat_template(
-                readable, tools=tools, add_generation_prompt=prompt, tokenize=False
+                readable, tools=tools, add_generation_prompt=prompt, tokenize=False, **self.template_kwargs
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             shown = f"roles {_roles(messages)}, last message {messages[-1:]!r:.200}"
@@ -270,7 +297,8 @@ class TurnRenderer:
         yield [USER, _answer(f"I add.\n{CALL}"), *RESULTS, _answer(LLAMA_CALL), RESULTS[0], _answer("3"), NEXT]
         if self._takes([USER, _answer(CALL), *RESULTS, NEXT]):
             yield [USER, _answer(CALL), *RESULTS, NEXT, _answer("6"), USER]
-        if "think" in self.tokenizer.get_chat_template(tools=self.tools):
+        is_off = self._render([USER], prompt=True).rstrip().endswith("</think>")
+        if "think" in self.tokenizer.get_chat_template(tools=self.tools) and not is_off:
             yield [USER, _answer(f"{THOUGHT}3"), NEXT, _answer(f"{THOUGHT}6"), USER]
             yield [USER, _answer(THOUGHT + CALL), *RESULTS, _answer(f"{THOUGHT}3"), NEXT]
 

@@ -7,11 +7,12 @@ import json
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlcore.data.chat import OfferedTools, PromptEncoder
+from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.engine.rollout import Finished, Request, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.openai_format import Call, Choice, RequestError, read_message
@@ -60,10 +61,13 @@ class Renderers:
         self._shows_tools = setup.env.tools != "off"
         self._made: OrderedDict[str, tuple[TurnRenderer, str]] = OrderedDict()
 
-    def of(self, tools: Sequence[dict[str, Any]]) -> tuple[TurnRenderer, str]:
-        """Return the renderer, and instructions about the tools for a template that does not write them."""
+    def of(self, tools: Sequence[dict[str, Any]], given: Mapping[str, Any] | None = None) -> tuple[TurnRenderer, str]:
+        """Return the renderer, and instructions about the tools for a template that does not write them.
+
+        `given`: arguments for the template, which override the run's.
+        """
         if not tools or not self._shows_tools:
-            return self.plain, ""
+            return self.plain.with_kwargs(given), ""
         name = json.dumps(tools)
         if name not in self._made:
             plain = self.plain
@@ -73,7 +77,8 @@ class Renderers:
             if len(self._made) > MOST_RENDERERS:
                 self._made.popitem(last=False)
         self._made.move_to_end(name)
-        return self._made[name]
+        renderer, instructions = self._made[name]
+        return renderer.with_kwargs(given), instructions
 
 
 @dataclass(eq=False)
@@ -118,12 +123,19 @@ class Session:
     `key` determines the noise of all its answers. An answer's noise is named by its whole prompt in tokens and by its
     number among the answers to that prompt, so it does not depend on the order of calls that run at the same time. The
     first answer to `own_prompt`, with the run's sampling, draws the noise of `key` itself, as `generate` does.
+    `template_kwargs`: arguments of all chats for the template, which a call's override.
 
     `kept`: requests of which the engine may keep keys and values; only in a run, where sessions end soon.
     """
 
     def __init__(
-        self, id: str, key: int, limits: Limits, renderers: Renderers, own_prompt: tuple[int, ...] | None = None
+        self,
+        id: str,
+        key: int,
+        limits: Limits,
+        renderers: Renderers,
+        own_prompt: tuple[int, ...] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.id, self.key, self.limits = id, key, limits
         self.reward: float | None = None
@@ -135,6 +147,7 @@ class Session:
         self.held = 0
         self.keeps, self.kept = limits.fixed and limits.max_turns > 1, list[str]()
         self._renderers, self._own_prompt = renderers, own_prompt
+        self._template_kwargs = template_kwargs or {}
         self._answers: list[Answer] = []
         self._known: dict[bytes, Answer] = {}
         self._asked: dict[str, int] = {}
@@ -156,8 +169,13 @@ class Session:
     def _begin(self, call: Call) -> Pending:
         self._check_open()
         self.active = time.monotonic()
+        given = {**self._template_kwargs, **call.template_kwargs}
         try:
-            renderer, instructions = self._renderers.of(call.tools)
+            check_template_kwargs(self._renderers.tokenizer, call.template_kwargs, "chat_template_kwargs")
+        except ConfigError as error:
+            raise RequestError(400, str(error), param="chat_template_kwargs", code="invalid_value") from error
+        try:
+            renderer, instructions = self._renderers.of(call.tools, given)
             if call.messages is None:
                 parent, branch, digest = self._completion(call.prompt)
             else:
@@ -224,7 +242,9 @@ class Session:
     def _chat(self, call: Call, renderer: TurnRenderer, instructions: str) -> tuple[Answer | None, Conversation, bytes]:
         messages = call.messages
         assert messages is not None
-        digests = [_digest(b"", json.dumps(call.tools))]
+        # With other arguments the template may render earlier turns otherwise.
+        given = json.dumps(call.template_kwargs, sort_keys=True) if call.template_kwargs else ""
+        digests = [_digest(b"", json.dumps(call.tools) + given)]
         for message in messages:
             digests.append(_digest(digests[-1], _written(message)))
         # A client's text cannot end a turn or begin another.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlcore.config import ModelConfig
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, load_tokenizer
+from rlcore.data.template_kwargs import COLUMN, row_template_kwargs
 from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.processes import EnvironmentPool, PackedEnvironment
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.tool_calls import ToolFormat
+from rlcore.errors import ConfigError, DataError
+from rlcore.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,32 @@ class EpisodeSetup:
             template=self.env.template,
             end_ids=end_tokens(self.model, tokenizer),
         )
+
+    def row_check(self) -> Callable[[Mapping[str, Any]], None]:
+        """Return a function that checks the chat template, as `check`, with the arguments of a data row.
+
+        It raises DataError.
+        """
+        renderer, checked = self.renderer(), set[TurnRenderer]()
+
+        def check(row: Mapping[str, Any]) -> None:
+            given = row_template_kwargs(row)
+            own = renderer.with_kwargs(given)
+            if own is renderer or own in checked:
+                return
+            try:
+                own.check()
+            except ConfigError as error:
+                raise DataError(f"with {COLUMN}={given}: {error}") from error
+            checked.add(own)
+
+        return check
+
+    def check_batch(self, prompts: DataProto) -> None:
+        """Check the chat template with the arguments of each row of a batch. Raises DataError."""
+        check = self.row_check()
+        for given in prompts.non_tensor_batch.get(COLUMN, ()):
+            check({COLUMN: given})
 
     def pool(self, processes: int) -> EnvironmentPool:
         """Return a pool of this many environment processes, not started."""

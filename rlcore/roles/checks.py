@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
-from rlcore.data.chat import check_role_folder
+from rlcore.data.chat import check_role_folder, load_any_tokenizer
+from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.errors import ConfigError
 from rlcore.plugins import KINDS, Role, RoleKind
-from rlcore.roles.settings import REWARD_MODEL, role_config
+from rlcore.roles.settings import REWARD_MODEL, reads_text, role_config
 
 if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
@@ -33,6 +34,7 @@ def check_roles(
     for name, role in roles.items():
         if role.model is not None:
             check_role_folder(_setting_of_folder(name, role, config), role, config.model)
+        _check_template_kwargs(name, role, config)
 
 
 def check_engines(config: Config, plugins: PluginManager) -> None:
@@ -106,6 +108,18 @@ def _check_engine_holds(name: str, role: Role, config: Config, plugins: PluginMa
             f"role {name!r} is a {role.kind}, which engine={own.engine.name} does not support; it supports a "
             f"{' or a '.join(map(str, kinds))}. Choose another engine for this role: roles.{name}.engine=NAME"
         )
+
+
+def _check_template_kwargs(name: str, role: Role, config: Config) -> None:
+    given = config.roles[name].chat_template_kwargs if name in config.roles else {}
+    where = f"roles.{name}.chat_template_kwargs={given}"
+    if given and not reads_text(role, config):
+        raise ConfigError(
+            f"{where}: this role reads the actor's token ids and renders no chats; leave it out, and set "
+            "model.chat_template_kwargs for the prompts"
+        )
+    if given:
+        check_template_kwargs(load_any_tokenizer(role_config(config, name, role).model), given, where)
 
 
 def _setting_of_folder(name: str, role: Role, config: Config) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlcore.config import Config, RolloutConfig, build
+from rlcore.config import Config, RoleConfig, RolloutConfig, build
 from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
@@ -72,6 +72,7 @@ def evaluated_roles(algorithm: Algorithm | None) -> dict[str, Role]:
 def role_config(config: Config, name: str, role: Role) -> Config:
     """Return the config for one role, with its own model folder, dtype, learning rate, engine and rollout keys.
 
+    A reward model that has a folder has its own arguments for its chat template; the run's are for the actor's.
     Raises ConfigError for an unknown rollout key, an invalid value, and a layout in `engine.layouts` that is not two
     numbers from 1.
     """
@@ -79,9 +80,12 @@ def role_config(config: Config, name: str, role: Role) -> Config:
     rollout = config.rollout
     if role.rollout:
         rollout = build(RolloutConfig, {**to_plain(rollout), **role.rollout}, f"roles.{name}.rollout")
+    model = replace(config.model, path=role.model or config.model.path, dtype=role.dtype or config.model.dtype)
+    if role.kind.reads_text and role.model is not None:
+        model = replace(model, chat_template_kwargs=config.roles.get(name, RoleConfig()).chat_template_kwargs)
     return replace(
         config,
-        model=replace(config.model, path=role.model or config.model.path, dtype=role.dtype or config.model.dtype),
+        model=model,
         engine=replace(engine, name=role.engine or engine.name, lr=engine.lr if role.lr is None else role.lr),
         rollout=rollout,
     )

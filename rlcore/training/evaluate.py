@@ -145,6 +145,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     check_tokens(size, tokenizer, [int(prompts["prompts"].values.max())], "prompts")
     if episodes is not None:
         episodes.check()
+        episodes.check_batch(prompts)
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
         metrics = held_out_metrics(run, algorithm, prompts)

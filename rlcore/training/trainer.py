@@ -116,6 +116,7 @@ class _Preparation(ExitStack):
         check_rewards(rewards, config.reward)
         if episodes is not None:
             episodes.check()
+            self.loaders["train"].check_rows(episodes.row_check())
         self.trackers = Trackers(config, path, plugins.trackers())
         self.folder = open_folder(path, config, plugins)
         self.callback(self.folder.close)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +10,8 @@ import pytest
 
 from rlcore.config.schema import ModelConfig
 from rlcore.data.chat import PromptEncoder, check_model_folder, load_tokenizer
+from rlcore.data.template_kwargs import check_template_kwargs
+from rlcore.end_tokens import find_end_tokens
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -126,6 +130,99 @@ def test_bad_chat_template_files(model_folder: Path, tmp_path: Path) -> None:
     template.write_text("Q\n{% for m in messages %}")
     with pytest.raises(ConfigError, match=r"template\.jinja: the chat template cannot .*TemplateSyntaxError in line 2"):
         load_tokenizer(ModelConfig(str(model_folder), chat_template=str(template)))
+
+
+THINKS = (
+    "{% set thinks = enable_thinking if enable_thinking is defined else true %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if effort is defined %}{{ effort }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' if thinks else '<|assistant|><think></think>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def thinks(tmp_path: Path) -> str:
+    (tmp_path / "thinks.jinja").write_text(THINKS)
+    return str(tmp_path / "thinks.jinja")
+
+
+def test_arguments_of_the_config_reach_the_template(thinks: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    asked = [{"role": "user", "content": "1+1="}]
+
+    def want(**given: object) -> str:
+        options = {"chat_template": THINKS, "tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(asked, **options, **given))
+
+    model = ModelConfig(chat_template=thinks, chat_template_kwargs={"enable_thinking": False})
+    encoder = PromptEncoder(load_tokenizer(model))
+    assert encoder.render("1+1=") == want(enable_thinking=False) != want()
+    assert encoder.render("1+1=", (), {"enable_thinking": True}) == want(enable_thinking=True) == want()
+    assert encoder.render("1+1=", (), {"effort": 3}) == want(enable_thinking=False, effort=3)
+    assert PromptEncoder(load_tokenizer(replace(model, chat_template_kwargs={}))).render("1+1=") == want()
+
+
+def test_arguments_and_the_date_reach_the_template_together(tmp_path: Path) -> None:
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y') }}{{ place }}{{ messages[0].content }}")
+    given = ModelConfig(
+        chat_template=str(tmp_path / "dated.jinja"), date="2001-02-03", chat_template_kwargs={"place": "X"}
+    )
+    assert PromptEncoder(load_tokenizer(given)).render("1") == "2001X1"
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (
+            {"enable_thinkin": False},
+            r"has 'enable_thinkin': the chat template never reads it; it reads effort, "
+            r"enable_thinking\. Leave it out\. Did you mean 'enable_thinking'\?",
+        ),
+        ({"effort": 1, "thinks": False}, "has 'thinks': the chat template never reads it"),  # it sets it itself
+        ({"messages": []}, "has 'messages': rlcore sets this name itself; it reads effort, enable_thinking"),
+        ({"tools": []}, "has 'tools': rlcore sets"),
+        ({"add_generation_prompt": True}, "has 'add_generation_prompt': rlcore sets"),
+        ({"chat_template": "x"}, "has 'chat_template': rlcore sets"),
+        ({"tokenize": True}, "has 'tokenize': rlcore sets"),
+        ({"bos_token": "x"}, "has 'bos_token': rlcore sets"),
+    ],
+)
+def test_arguments_that_the_template_does_not_read(thinks: str, given: dict[str, object], fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.chat_template={thinks}: model\.chat_template_kwargs {fault}"):
+        load_tokenizer(ModelConfig(chat_template=thinks, chat_template_kwargs=given))
+
+
+def test_arguments_for_a_template_without_any_and_for_a_broken_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 'x': the chat template never reads it; it reads no arguments"):
+        load_tokenizer(ModelConfig(chat_template_kwargs={"x": 1}))
+    (tmp_path / "broken.jinja").write_text("{{ messages[0].content }}\n{% if %}")
+    with pytest.raises(ConfigError, match="the chat template has a syntax error in line 2"):
+        load_tokenizer(ModelConfig(chat_template=str(tmp_path / "broken.jinja"), chat_template_kwargs={"x": 1}))
+
+
+def test_what_a_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+    """`c` is its own, and set before it is read; `range` and `namespace` are Jinja's."""
+    both = copy.deepcopy(tokenizer)
+    both.chat_template = {
+        "default": "{% if not a is defined %}{% set a = 1 %}{% endif %}{{ a }}{{ eos_token }}{{ namespace(x=1).x }}",
+        "tool_use": "{% set b = b | default(2) %}{% if tools %}{% set c = b %}{% endif %}{{ c, range(b) }}",
+    }
+    check_template_kwargs(both, {"a": 1, "b": 2}, "they")
+    for name in ("c", "range", "x"):
+        with pytest.raises(
+            ConfigError, match=rf"^they has '{name}': the chat template never reads it; it reads a, b\. "
+        ):
+            check_template_kwargs(both, {"a": 1, name: 2}, "they")
+
+
+def test_a_turn_may_end_by_an_argument(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "ends.jinja").write_text(
+        "{% for m in messages %}{{ m.content + end | default('<|end|>') }}{% endfor %}"
+    )
+    model = ModelConfig(chat_template=str(tmp_path / "ends.jinja"), chat_template_kwargs={"end": "<|reserved_5|>"})
+    found = find_end_tokens(model, load_tokenizer(model))
+    assert found.answer == tokenizer.convert_tokens_to_ids("<|reserved_5|>")
+    plain = replace(model, chat_template_kwargs={})
+    assert find_end_tokens(plain, load_tokenizer(plain)).answer == tokenizer.eos_token_id
 
 
 def test_no_end_of_text_token(model_folder: Path, edit_json: EditJson) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,3 +146,41 @@ def test_blank_tools_are_none_and_a_call_is_no_answer(chats: Any, strict: PreTra
     dataset = DatasetSpec("own", lambda _, split: rows[split], reward="gsm8k")
     with pytest.raises(DataError, match="row 1: the last message calls tools, so it is no answer"):
         PromptLoader(DataConfig(name="own", batch_size=1, prompt_key="messages"), dataset, strict, seed=0)
+
+
+EFFORT = "{{ effort | default('low') }}{{ style }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def with_effort(strict: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    strict.chat_template = EFFORT
+    strict.apply_chat_template = partial(strict.apply_chat_template, effort="run")  # type: ignore[method-assign]
+    return strict
+
+
+def test_arguments_of_a_row_override_the_runs(chats: Any, with_effort: PreTrainedTokenizerBase) -> None:
+    given = [{"effort": "high"}, {"effort": None, "style": "-"}, '{"effort": "json"}', None, "", {}]
+    rows = [{"prompt": "1", "chat_template_kwargs": each} for each in given]
+    assert chats(rows) == ["high1", "run-1", "json1", "run1", "run1", "run1"]
+
+
+@pytest.mark.parametrize("wrong", ["{", "[1]", [1], 3])
+def test_arguments_of_a_row_that_are_no_object(chats: Any, with_effort: PreTrainedTokenizerBase, wrong: Any) -> None:
+    fault = "row 2: column 'chat_template_kwargs' holds .*; it must be an object, or JSON of one"
+    with pytest.raises(DataError, match=fault):
+        chats([{"prompt": "1"}, {"prompt": "1", "chat_template_kwargs": wrong}])
+
+
+def test_arguments_of_a_row_that_the_template_does_not_read(chats: Any, with_effort: PreTrainedTokenizerBase) -> None:
+    fault = (
+        "row 1: column 'chat_template_kwargs' has 'thinking': the chat template never reads it; it reads effort, style"
+    )
+    with pytest.raises(DataError, match=fault):
+        chats([{"prompt": "1", "chat_template_kwargs": {"thinking": True}}])
+
+
+def test_arguments_do_not_hide_that_a_template_leaves_tools_out(
+    chats: Any, with_effort: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r"row 1: it has tools .*which the chat template leaves out"):
+        chats([{"prompt": "1", "tools": [TOOL], "chat_template_kwargs": {"effort": "high"}}])

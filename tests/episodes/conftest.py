@@ -85,7 +85,9 @@ def add_schema() -> dict[str, Any]:
 class Serving:
     """A server over the tiny model, whose engine decodes in a thread of its own."""
 
-    def __init__(self, engine: Any, *, env: dict[str, Any] | None = None, limits: dict[str, Any], **options: Any):
+    def __init__(
+        self, engine: Any, *, config: ModelConfig, env: dict[str, Any] | None = None, limits: Any, **options: Any
+    ):
         from rlcore.config.environment import EnvConfig
         from rlcore.data.chat import OfferedTools
         from rlcore.engine.rollout import Sampling
@@ -96,7 +98,7 @@ class Serving:
         from rlcore.episodes.tool_calls import FORMATS
 
         keys = EnvConfig(**(env or {}))
-        setup = EpisodeSetup(keys, ModelConfig(), None, (), FORMATS["hermes"], OfferedTools(), play=None)
+        setup = EpisodeSetup(keys, config, None, (), FORMATS["hermes"], OfferedTools(), play=None)
         self.engine, self.calls = engine, CallQueue(engine)
         sampling = Sampling(**{"max_tokens": 120, "seed": 3, **limits.pop("sampling", {})})
         given = Limits(**{"sampling": sampling, "prompt_len": 1000, "fixed": False, **limits})
@@ -166,6 +168,8 @@ def tiny_engine() -> Iterator[Any]:
 
 @pytest.fixture
 def serving(tiny_engine: Any) -> Iterator[Callable[..., Serving]]:
-    """A function that starts a server; keywords are those of ServerOptions, `limits` and `env`."""
+    """A function that starts a server; keywords are those of ServerOptions, `limits`, `env` and `config`."""
     with ExitStack() as stack:
-        yield lambda limits=None, **options: stack.enter_context(Serving(tiny_engine, limits=limits or {}, **options))
+        yield lambda limits=None, config=None, **options: stack.enter_context(
+            Serving(tiny_engine, config=config or ModelConfig(), limits=limits or {}, **options)
+        )

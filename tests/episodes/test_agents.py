@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,13 +51,13 @@ def play(tiny_engine, tmp_path, monkeypatch):
     monkeypatch.setenv("FLAKY", f"{tmp_path}/")
     opened = []
 
-    def run(how, batch, *, sampling=SAMPLING, prompt_len=100, **keys):
+    def run(how, batch, *, sampling=SAMPLING, prompt_len=100, model=MODEL, **keys):
         env = EnvConfig(
             name="agent",
             **{"command": f"python {AGENT} {how}", "timeout": 60.0, "keep_env": ["FLAKY"], "concurrency": 4, **keys},
         )
         forms = FORMATS["hermes"]
-        setup = EpisodeSetup(env, MODEL, None, (), forms, OfferedTools(), AgentEpisodes, prompt_len=prompt_len)
+        setup = EpisodeSetup(env, model, None, (), forms, OfferedTools(), AgentEpisodes, prompt_len=prompt_len)
         source = setup.open(tiny_engine)
         opened.append(source)
         out = source.play(batch, sampling)
@@ -72,6 +74,14 @@ def play(tiny_engine, tmp_path, monkeypatch):
 
 def tokens(out, name="responses"):
     return [row.tolist() for row in out[name].to_list()]
+
+
+def test_a_rows_template_arguments_hold_in_its_agents_calls(play):
+    template = AGENT.parent / "templates" / "thinking.jinja"
+    model, batch = replace(MODEL, chat_template=str(template)), batch_of(2, 1)
+    batch.non_tensor_batch["chat_template_kwargs"] = np.array([{"enable_thinking": False}, None], dtype=object)
+    prompts = map(load_tokenizer(model).decode, tokens(play("once", batch, model=model), "prompts"))
+    assert [each.rpartition("<|assistant|>")[2] for each in prompts] == ["<think></think>", "<think>\n"]
 
 
 def test_an_agent_of_one_call_samples_what_generate_does(tiny_engine, play):

@@ -18,11 +18,13 @@ from rlcore.engine.rollout import Sampling
 from rlcore.engines.hf.rollout import HFRollout
 from rlcore.episodes.builtin import SingleTurn
 from rlcore.episodes.environments import EnvironmentEpisodes
+from rlcore.episodes.from_config import episode_setup
 from rlcore.episodes.mcp import load_tools
 from rlcore.episodes.processes import load_from_file, pack
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.episodes.tool_calls import BadCall, ToolCall, Turn
 from rlcore.episodes.tool_schema import schemas_of
+from rlcore.errors import DataError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto, Ragged
 
@@ -66,6 +68,7 @@ def play(engine):
         offered=NO_TOOLS,
         needs_score=False,
         prompt_len=512,
+        model=MODEL,
         **keys,
     ):
         env = EnvConfig(name="test", **{"concurrency": 8, "timeout": 20.0, "memory_mb": 0, **keys})
@@ -74,7 +77,7 @@ def play(engine):
         has = [hasattr(target, name) for name in ("reset", "step")]
         setup = EpisodeSetup(
             env,
-            MODEL,
+            model,
             pack("test", target),
             tools,
             EveryAnswer(),
@@ -128,6 +131,48 @@ def test_a_single_turn_is_what_generate_gives_to_the_last_bit(engine, play):
     assert got["turns"].tolist() == [1] * 8
     assert set(got["stop_reason"]) == {"end"}
     assert got["episode_row"].tolist() == list(range(8))
+
+
+THINKING = replace(MODEL, chat_template=str(WORLDS.parent / "templates" / "thinking.jinja"))
+
+
+def test_a_rows_template_arguments_hold_in_all_its_turns(play):
+    tokenizer, batch = load_tokenizer(THINKING), batch_of(2, 1)
+    given = [{"enable_thinking": False}, None]
+    batch.non_tensor_batch["chat_template_kwargs"] = DataProto.from_dict({}, {"it": given})["it"]
+    out = play("Rounds", batch, model=THINKING, template="incremental")
+    for row, end in enumerate(("<think></think>", "<think>\n")):
+        prompt, response, mask = (out[name][row] for name in ("prompts", "responses", "response_mask"))
+        asked, _, game = tokenizer.decode(prompt).partition(" (game")
+        asked = [{"role": "user", "content": f"{batch['prompt_text'][row]} (game{game.partition('<')[0]}"}]
+        want = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, **(given[row] or {}))
+        assert tokenizer.decode(prompt) == want
+        assert want.endswith(end)
+        assert tokenizer.decode(response[~mask.bool()]).count(f"<|assistant|>{end}") == 2
+
+
+def test_rows_that_turn_thinking_on_are_refused_before_the_run():
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
+    off = compose(
+        [
+            "algo=grpo",
+            "env=file",
+            f"env.path={WORLDS}:Rounds",
+            f"model.chat_template={THINKING.chat_template}",
+            "model.chat_template_kwargs={enable_thinking: false}",
+        ],
+        PluginManager.load(),
+    )
+    setup = episode_setup(off, PluginManager.load())
+    setup.check()
+    check = setup.row_check()
+    for row in rows:
+        check({**row, "chat_template_kwargs": {"enable_thinking": False}})
+        check(row)
+    with pytest.raises(
+        DataError, match=r"with chat_template_kwargs={'enable_thinking': True}: .* not prefix-preserving"
+    ):
+        check({**rows[0], "chat_template_kwargs": '{"enable_thinking": true}'})
 
 
 def test_only_sampled_tokens_are_masked_and_their_log_probs_are_those_of_one_forward(play):

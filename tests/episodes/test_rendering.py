@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlcore.episodes.rendering import TurnRenderer
+from rlcore.config import ModelConfig
+from rlcore.data.chat import load_tokenizer
+from rlcore.episodes.rendering import VARIANTS, TurnRenderer
 from rlcore.errors import ConfigError, DataError
 
+TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ["tiny", "chatml", "qwen2_5", "llama3", "mistral"]
 USER = {"role": "user", "content": "Add 1 and 2."}
 MORE = {"role": "user", "content": "And 4?"}
@@ -93,6 +97,45 @@ def test_qwen3_is_refused_in_exact_mode(tokenizer_of: TokenizerOf) -> None:
     assert r"then '<think>\nOne plus two.\n</think>\n\n3<|im_en' becomes '3<|im_end|>" in message
     assert "env.template=incremental" in message
     assert "model.chat_template=FILE" in message
+
+
+def thinking(**given: Any) -> Any:
+    """The tiny model's tokenizer with a template that drops reasoning from earlier turns."""
+    return load_tokenizer(ModelConfig(chat_template=str(TEMPLATES / "thinking.jinja"), chat_template_kwargs=given))
+
+
+def test_with_thinking_off_a_template_that_drops_reasoning_is_exact() -> None:
+    renderer, plain = TurnRenderer(thinking(enable_thinking=False)), thinking()
+    renderer.check()
+    row, messages = play(renderer, [("3", [MORE]), ("7", [result("8")]), ("9", [USER])])
+    want = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    assert plain.decode(row) == want
+    assert want.count("<think></think>") == 4
+    by_row = TurnRenderer(plain).with_kwargs({"enable_thinking": False})
+    by_row.check()
+    assert play(by_row, [("3", [MORE]), ("7", [result("8")]), ("9", [USER])]) == (row, messages)
+
+
+def test_with_thinking_on_it_is_refused() -> None:
+    for given in ({}, {"enable_thinking": True}):
+        with pytest.raises(
+            ConfigError, match=r"the chat template is not prefix-preserving(.|\n)*env.template=incremental"
+        ):
+            TurnRenderer(thinking(**given)).check()
+        TurnRenderer(thinking(**given), template="incremental").check()
+
+
+def test_renderers_with_other_arguments_are_made_once() -> None:
+    renderer = TurnRenderer(thinking(enable_thinking=False))
+    assert renderer.with_kwargs({}) is renderer is renderer.with_kwargs(None)
+    on = renderer.with_kwargs({"enable_thinking": True})
+    assert on is renderer.with_kwargs({"enable_thinking": True})
+    assert renderer.raw_text(on.prompt([USER])).endswith("<think>\n")
+    assert renderer.raw_text(renderer.prompt([USER])).endswith("<think></think>")
+    for number in range(VARIANTS):
+        renderer.with_kwargs({"enable_thinking": number})
+    assert len(renderer._variants) <= VARIANTS
+    assert on is not renderer.with_kwargs({"enable_thinking": True})
 
 
 @pytest.mark.parametrize("with_tools", [False, True], ids=["plain", "tools"])

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.assets import TINY
 from rlcore.config import compose
-from rlcore.errors import ConfigError, EpisodesError
+from rlcore.errors import ConfigError, DataError, EpisodesError
 from rlcore.plugins import PluginManager
 from rlcore.training.evaluate import evaluate
 from rlcore.training.preflight import preflight
@@ -164,6 +165,27 @@ def test_an_evaluation_plays_episodes_too(rounds, capsys):
     found = evaluate(folder, config, plugins)
     assert found["eval/score"] == 3.0
     assert metrics[-1]["eval/score"] == 3.0
+
+
+def test_rows_whose_arguments_no_episode_can_have_are_found_before_anything_starts(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "chat_template_kwargs": {"enable_thinking": True}} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [
+        "model.chat_template_kwargs={enable_thinking: false}",
+        f"model.chat_template={WORLDS.parent / 'templates' / 'thinking.jinja'}",
+    ]
+    data = ["data=file", f"data.path={tmp_path / 'rows.jsonl'}", "env=file", f"env.path={WORLDS}:Rounds"]
+    plugins = PluginManager.load()
+    config = compose([*HERE, *given, *data, f"run.dir={tmp_path / 'run'}"], plugins)
+    with pytest.raises(
+        DataError, match=r"split 'train', row \d+: with chat_template_kwargs={'enable_thinking': True}: "
+    ):
+        train(config, plugins)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        DataError, match=r"^with chat_template_kwargs={'enable_thinking': True}: the chat template is not"
+    ):
+        evaluate(TINY, config, plugins)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,14 @@ import json
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from rlcore.config import ModelConfig
+from rlcore.data.chat import load_tokenizer
 
 QUESTION = [{"role": "user", "content": "12+34="}]
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -236,6 +240,32 @@ def test_too_many_sessions_are_refused(serving):
     assert "2 sessions" in error(server.post("/sessions"), 429, "too_many_sessions")
     server.post(f"/sessions/{kept[0]}/end")
     assert server.session()
+
+
+# Arguments of the chat template
+
+
+def test_a_requests_arguments_override_the_models(serving):
+    file = Path(__file__).parent / "templates" / "thinking.jinja"
+    off = ModelConfig(chat_template=str(file), chat_template_kwargs={"enable_thinking": False})
+    server, tokenizer = serving(config=off), load_tokenizer(ModelConfig())
+    client = server.client()
+
+    def prompt(**given):
+        body = {"return_token_ids": True, **({"chat_template_kwargs": given} if given else {})}
+        answer = client.chat.completions.create(model="any", messages=QUESTION, max_tokens=2, extra_body=body)
+        return tokenizer.decode(answer.prompt_token_ids)
+
+    for given in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        used = {"enable_thinking": False, **given}
+        options = {"chat_template": file.read_text(), "tokenize": False, "add_generation_prompt": True}
+        assert prompt(**given) == tokenizer.apply_chat_template(QUESTION, **options, **used)
+    bodies = {"enable_thinkin": True}, {"messages": []}, "on"
+    faults = "never reads it; it reads enable_thinking. ", "rlcore sets this name itself", "has to be an object"
+    for given, fault in zip(bodies, faults, strict=True):
+        response = server.post("/v1/chat/completions", {"messages": QUESTION, "chat_template_kwargs": given})
+        assert fault in error(response, 400, "invalid_value")
+        assert response.json()["error"]["param"] == "chat_template_kwargs"
 
 
 # Errors

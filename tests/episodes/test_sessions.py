@@ -7,6 +7,7 @@ import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,6 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.assets import TINY
+from rlcore.config import ModelConfig
+from rlcore.config.environment import EnvConfig
+from rlcore.data.chat import OfferedTools
+from rlcore.engine.rollout import Sampling
+from rlcore.episodes.openai_format import Call
+from rlcore.episodes.sessions import Limits, Renderers, Session
+from rlcore.episodes.setup import EpisodeSetup
+from rlcore.episodes.tool_calls import FORMATS
 
 QUESTION = {"role": "user", "content": "12+34="}
 NEXT = {"role": "user", "content": "and 5+6="}
@@ -79,6 +88,34 @@ def test_a_conversation_is_continued_in_tokens(serving):
     assert whole(row) == answers[-1]["prompt_token_ids"] + answers[-1]["choices"][0]["token_ids"]
     log_probs = [value for value, mask in zip(row["log_probs"], row["response_mask"], strict=True) if mask]
     assert log_probs == [each["logprob"] for answer in answers for each in answer["choices"][0]["logprobs"]["content"]]
+
+
+def test_other_arguments_of_the_template_begin_another_conversation(serving):
+    file = Path(__file__).parent / "templates" / "thinking.jinja"
+    server = serving(config=ModelConfig(chat_template=str(file), chat_template_kwargs={"enable_thinking": False}))
+    agent = Agent(server)
+    messages = [QUESTION, agent.says([QUESTION]), NEXT]
+    same = agent.ask(messages)
+    assert len(agent.rows()) == 1
+    on = agent.ask(messages, chat_template_kwargs={"enable_thinking": True})
+    assert len(agent.rows()) == 2
+    tokenizer = server.server.renderers.tokenizer
+    texts = [tokenizer.decode(each["prompt_token_ids"]) for each in (same, on)]
+    assert [each.rpartition("<|assistant|>")[2] for each in texts] == ["<think></think>", "<think>\n"]
+
+
+def test_a_rows_arguments_count_in_its_session_and_a_calls_override_them():
+    file = Path(__file__).parent / "templates" / "thinking.jinja"
+    setup = EpisodeSetup(
+        EnvConfig(), ModelConfig(chat_template=str(file)), None, (), FORMATS["hermes"], OfferedTools(), play=None
+    )
+    renderers, limits = Renderers(setup), Limits(Sampling(max_tokens=8), 100)
+    for row, asked, end in [({}, {}, "\n"), ({"enable_thinking": False}, {}, "</think>")]:
+        session = Session("s", 1, limits, renderers, None, row)
+        call = Call([QUESTION], template_kwargs=asked)
+        assert renderers.tokenizer.decode(session.begin(call).prompt).endswith(f"<think>{end}")
+        call = Call([QUESTION], template_kwargs={"enable_thinking": True})
+        assert renderers.tokenizer.decode(session.begin(call).prompt).endswith("<think>\n")
 
 
 def test_in_a_run_each_call_continues_a_kept_row_and_says_how_long_it_may_become(serving, tiny_engine, monkeypatch):

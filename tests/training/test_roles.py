@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlcore.assets import TINY
-from rlcore.config import ModelConfig, compose
+from rlcore.config import ModelConfig, RoleConfig, compose
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.errors import ConfigError, DataError, NoRoleError, PluginError
 from rlcore.ops import masked_sum, needs, objective
 from rlcore.plugins import CRITIC, REWARD, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.roles.handles import CriticHandle, RewardHandle
-from rlcore.roles.settings import resolve_roles
+from rlcore.roles.settings import resolve_roles, role_config, with_settings
 from rlcore.training.run import check_roles, open_run
 from rlcore.training.trainer import train
 
@@ -306,6 +306,35 @@ def test_a_chat_template_of_its_own_or_plain_text(foreign, tmp_path):
     encoder.tokenizer.chat_template = "{{ raise_exception('only poems') }}"
     with pytest.raises(DataError, match=r"the reward model's chat template refuses .*3\+4=.*: only poems"):
         characters(encoder, "3+4=", "7")
+
+
+def test_a_reward_model_with_another_tokenizer_has_its_own_template_arguments(config, foreign, scorer, tmp_path):
+    shutil.copytree(foreign, tmp_path / "toned")
+    (tmp_path / "toned" / "chat_template.jinja").write_text("{{ tone }}" + CHAT)
+    roles = {"cost": Role(kind=REWARD, model=str(tmp_path / "toned")), "own": Role(kind=REWARD, model=str(scorer()))}
+    # The run's arguments are for the actor's template, and the reward model's may not know them.
+    config = replace(config, model=replace(config.model, chat_template_kwargs={"tone": "run"}))
+
+    def chosen(name, **given):
+        asked = replace(config, roles={name: RoleConfig(chat_template_kwargs=given)})
+        check_roles(with_settings(roles, asked), asked, PluginManager.load())
+        return role_config(asked, name, roles[name]).model
+
+    batch = DataProto.from_single_dict({"prompt_text": ["3+4="], "response_text": ["7"]})
+    for given in ({"tone": "mild"}, {}):
+        encoder = TextEncoder.of(chosen("cost", **given))
+        ids = encoder.encode(batch)["prompts"].to_list()[0]
+        text = "".join(encoder.tokenizer.convert_ids_to_tokens(ids))
+        assert text == f"{given.get('tone', '')}[user]3+4=;[assistant]7;"
+    assert role_config(config, "actor", Role()).model.chat_template_kwargs == {"tone": "run"}
+    with pytest.raises(
+        ConfigError, match=r"^roles\.cost\.chat_template_kwargs=.* has 'x': .* never reads it; it reads tone"
+    ):
+        chosen("cost", x=1)
+    with pytest.raises(
+        ConfigError, match=r"^roles\.own\.chat_template_kwargs=.*: this role reads the actor's token ids"
+    ):
+        chosen("own", tone=1)
 
 
 def test_a_reward_model_with_another_tokenizer_reads_the_texts(open_roles, foreign, scorer):

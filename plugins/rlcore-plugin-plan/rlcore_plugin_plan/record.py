@@ -66,7 +66,8 @@ def _small(config: Config, plugins: PluginManager) -> Config:
     own = {} if stand_in.config_class is None else {f"rollout.{stand_in.name}": stand_in.config_class()}
     settings = plugins.train_engines()[config.engine.name].capabilities.settings
     small = {
-        **{"model.path": "tiny", "model.attention": "auto", "model.chat_template": None},
+        **{"model.path": "tiny", "model.attention": "auto"},
+        **{"model.chat_template": None, "model.chat_template_kwargs": {}},
         **{"data.batch_size": PROMPTS, "data.prompt_len": 512, "data.path": None, "data.system_prompt": None},
         **{"data.shuffle": False, "reward.workers": 1, "trainer.rollouts_ahead": 0},
         **{"rollout.name": stand_in.name, "rollout.response_len": TOKENS, "rollout.tp": 1},

@@ -49,6 +49,11 @@ def test_rows_mini_batches_and_epochs(plugins):
     assert (calls["actor.update"].rows, calls["actor.update"].epochs, calls["actor.update"].mini_batches) == (6, 3, 2)
 
 
+def test_arguments_for_the_models_template_are_not_for_the_tiny_one(plugins):
+    given = "model.chat_template_kwargs={enable_thinking: false}"
+    assert record(compose(["algo=grpo", given], plugins), plugins) == record(compose(["algo=grpo"], plugins), plugins)
+
+
 def test_pairs_wait_for_the_scores_and_have_fewer_rows(plugins):
     flow = record(compose(["algo=online_dpo", "algo.group_size=4", "algo.reference=averaged"], plugins), plugins)
     assert stages(flow) == [["actor.generate"], ["ref.log_probs"], ["actor.update"], ["ref.follow"]]
