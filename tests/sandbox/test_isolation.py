@@ -135,7 +135,7 @@ def _copy_for_all() -> Path:
     """Copy what rlcore.sandbox imports to a place that all users can read."""
     folder = Path("/var/tmp") / f"rlcore-{os.getpid()}"
     (folder / "rlcore").mkdir(parents=True)
-    for name in ("__init__.py", "errors.py", "sandbox"):
+    for name in ("__init__.py", "errors.py", "processes", "sandbox"):
         source = SANDBOX / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / "rlcore" / name)
     subprocess.run(["chmod", "-R", "a+rX", str(folder)], check=True)

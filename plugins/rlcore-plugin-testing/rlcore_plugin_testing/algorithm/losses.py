@@ -27,13 +27,13 @@ Leaves = Mapping[str, Tensor]
 class WiderBatch(LossBatch):
     """The batch that a loss sees, with ragged columns padded by `extra` more positions than necessary."""
 
-    def __init__(self, batch: DataProto, extra: int) -> None:
-        super().__init__(batch, torch.device("cpu"))
+    def __init__(self, batch: DataProto, extra: int, constants: Mapping[str, float]) -> None:
+        super().__init__(batch, torch.device("cpu"), constants=constants)
         self._extra = extra
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if self._extra and isinstance(self._batch.view(name), Ragged):
+        if self._extra and name in self._batch and isinstance(self._batch.view(name), Ragged):
             return _wider(value, self._extra)
         return value
 
@@ -104,7 +104,8 @@ class LossProbe:
         counts: dict[str, float] = {}
         weights: dict[str, float | None] = {}
         for rows in parts or [list(chain.from_iterable(self.units))]:
-            terms = self.item.loss(self._outputs(given, rows, extra), WiderBatch(batch[list(rows)], extra), self.config)
+            columns = WiderBatch(batch[list(rows)], extra, self.item.constants)
+            terms = self.item.loss(self._outputs(given, rows, extra), columns, self.config)
             for name, term in terms.items():
                 totals[name] = totals.get(name, torch.zeros(())) + term.total
                 counts[name] = counts.get(name, 0.0) + float(term.count)

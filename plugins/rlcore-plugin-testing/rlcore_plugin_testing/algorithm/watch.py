@@ -40,6 +40,7 @@ class Item:
     loss: Loss
     weight: float
     keep_together: str | None
+    constants: Mapping[str, float]
 
     @property
     def title(self) -> str:
@@ -155,10 +156,12 @@ class RecordingHandle(RoleHandle):
         epochs: int = 1,
         mini_batches: int = 1,
         keep_together: str | None = None,
+        constants: Mapping[str, float] | None = None,
     ) -> Metrics:
         """See RoleHandle."""
         self._record.asked.add(self.name)
         options: dict[str, Any] = {"epochs": epochs, "mini_batches": mini_batches, "keep_together": keep_together}
+        options["constants"] = constants
         if not isinstance(batch, DataProto):
             items = list(batch)
         elif loss is not None:
@@ -169,7 +172,8 @@ class RecordingHandle(RoleHandle):
             names = ("uid", "sample_index", keep_together)
             objects = [name for name in names if name is not None and name in rows.non_tensor_batch]
             sent = rows.select(list(rows.batch.keys()), objects, [])
-            item = Item(self._run.step, self.name, self.role.kind, sent, function, weight, keep_together)
+            given = dict(constants or {})
+            item = Item(self._run.step, self.name, self.role.kind, sent, function, weight, keep_together, given)
             self._record.items.append(item)
         return super().update([(rows, self._changed(function), weight) for rows, function, weight in items], **options)
 
