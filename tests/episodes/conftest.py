@@ -173,3 +173,4 @@ def serving(tiny_engine: Any) -> Iterator[Callable[..., Serving]]:
         yield lambda limits=None, config=None, **options: stack.enter_context(
             Serving(tiny_engine, config=config or ModelConfig(), limits=limits or {}, **options)
         )
+    tiny_engine.forget(list(tiny_engine._kept))  # the next user of the engine finds it as it was
