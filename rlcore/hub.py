@@ -69,24 +69,29 @@ def pin_names(config: T, saved: Mapping[str, Any]) -> T:
 
 
 def _pinned(value: Any, kind: Kind | None, key: str, saved: Any) -> Any:
+    """Return a config object, a mapping or a value with names pinned; the same object where none is."""
+    if isinstance(value, str) and kind is not None:
+        return _pinned_text(value, kind, key, saved)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kinds = {field.name: field.metadata.get("hub") for field in dataclasses.fields(value)}
-        changed = {}
-        for name, own in kinds.items():
-            before = getattr(value, name)
-            if (after := _pinned(before, own, _below(key, name), _at(saved, name))) is not before:
-                changed[name] = after
-        return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping):
-        after = {name: _pinned(item, kind, _below(key, name), _at(saved, name)) for name, item in value.items()}
-        return value if all(after[name] is item for name, item in value.items()) else after
-    if kind is None or not isinstance(value, str) or is_pinned(value):
+        fields = dataclasses.fields(value)
+        parts = {field.name: (getattr(value, field.name), field.metadata.get("hub")) for field in fields}
+    elif isinstance(value, Mapping):
+        parts = {name: (item, kind) for name, item in value.items()}
+    else:
         return value
-    if kind == "dataset" and Path(value).suffix in _DATA_FILES:
+    pinned = {name: _pinned(part, own, _below(key, name), _at(saved, name)) for name, (part, own) in parts.items()}
+    changed = {name: part for name, part in pinned.items() if part is not parts[name][0]}
+    if not changed:
         return value
-    if (name_parts := split_name(value)) is None:
+    return {**value, **changed} if isinstance(value, Mapping) else dataclasses.replace(value, **changed)
+
+
+def _pinned_text(text: str, kind: Kind, key: str, saved: Any) -> str:
+    if is_pinned(text) or (kind == "dataset" and Path(text).suffix in _DATA_FILES):
+        return text
+    if (name_parts := split_name(text)) is None:
         # With `./` it stays a path in the run folder's config, wherever that is read.
-        return f"./{value}" if _NAME.fullmatch(value) and Path(value).exists() else value
+        return f"./{text}" if _NAME.fullmatch(text) and Path(text).exists() else text
     repo, revision = name_parts
     if revision is None and isinstance(saved, str) and is_pinned(saved) and saved.startswith(f"{repo}@"):
         return saved
@@ -101,7 +106,10 @@ def _below(key: str, name: Any) -> str:
 
 
 def _at(saved: Any, name: str) -> Any:
-    """Return the saved value below a name, which for a plugin's section is dotted; `sections` is no level of a file."""
+    """Return the value of a key in saved values, None without one.
+
+    A plugin's section has a dotted name, as `rollout.hf`. Config.sections is no level of a saved file.
+    """
     for part in [] if name == "sections" else str(name).split("."):
         saved = saved.get(part) if isinstance(saved, Mapping) else None
     return saved
@@ -168,7 +176,7 @@ def _no_rows(name: str, subset: str | None, files: Sequence[str], rows: Sequence
 
 
 def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ignore: Sequence[str] = ()) -> Path:
-    """Return the folder of a repository's files in the cache, named after its commit; fetches what is missing.
+    """Fetch the files of a repository that the cache lacks; return their folder there, whose name is the commit.
 
     allow, ignore: patterns of files, as in huggingface_hub's snapshot_download, whose progress bar shows. Files of a
     commit that are all in the cache need no network. Raises ConfigError with the command that helps.

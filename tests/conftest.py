@@ -27,22 +27,22 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def engine_models() -> ModuleType:
     """The module tests/engine_models.py, imported only by tests that use it: it needs torch."""
-    spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).with_name("engine_models.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return _module("engine_models")
 
 
 @pytest.fixture(scope="session")
 def hub_server() -> ModuleType:
     """The module tests/hub_server.py."""
-    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
+    return _module("hub_server")
+
+
+def _module(name: str) -> ModuleType:
+    """Import a program that lies beside this file."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["hub_server"] = module  # its dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -94,12 +94,16 @@ def _check_keys(values: Mapping[str, Any], sections: Mapping[str, type]) -> None
         if name:
             allowed[top].append(name)
     for path, names in allowed.items():
-        holder: Any = values
-        for part in path.split(".") if path else ():
-            holder = holder.get(part) if isinstance(holder, Mapping) else None
-        for key in holder if isinstance(holder, Mapping) else ():
+        for key in _keys_at(values, path):
             if key not in names:
                 raise ConfigError(_unknown(str(key), names, path, keys))
+
+
+def _keys_at(values: Any, path: str) -> list[Any]:
+    """Return the keys of the values at a dotted path, "" for the top; [] where there are none."""
+    for part in path.split(".") if path else ():
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return [*values] if isinstance(values, Mapping) else []
 
 
 def _taken(plain: dict[str, Any], path: str) -> Any:

@@ -85,7 +85,9 @@ class DataConfig:
     subset: str | None = option(None, "folder inside data.path that holds the splits, as `main` of openai/gsm8k")
     train_split: str | None = option(None, "split of data.path to train on; null: train")
     eval_split: str | None = option(
-        None, "split of held-out prompts; null: test, eval or validation, else a tenth of the training split"
+        None,
+        "split of held-out prompts; null: test, eval, validation, valid, val or dev, else a tenth of the training "
+        "split; the training split's name: a tenth of it",
     )
     max_rows: int = option(0, "training rows to read, the first ones in the data set's order; 0 for all", min=0)
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")

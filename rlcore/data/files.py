@@ -34,8 +34,9 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     rows, prompts = _read_checked(chosen_files(path, config, "train") or [], config)
     if held_out_files is not None:
         return rows
-    held_out = _held_out_prompts(prompts)
-    chosen = [row for row, prompt in zip(rows, prompts, strict=True) if (prompt in held_out) == (split == "eval")]
+    hashes = [_fingerprint(prompt) for prompt in prompts]
+    held_out = _held_out_share(hashes)
+    chosen = [row for row, each in zip(rows, hashes, strict=True) if (each in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
             f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
@@ -69,13 +70,13 @@ def chosen_files(path: Path, config: DataConfig, split: str) -> list[Path] | Non
     return [path] if split == "train" else None
 
 
-def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the rows of all files, and a fingerprint of each one's prompt."""
+def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """Return the rows of all files, and each one's prompt."""
     read = [(path, read_rows(path)) for path in files]
     first = read[0][1]
     keyed = with_keys(config, recognise(config, first), first)
     rows: list[Mapping[str, Any]] = []
-    prompts: list[str] = []
+    prompts: list[Any] = []
     for path, given in read:
         plain = plain_rows(given, keyed, str(path))
         require_column(plain, keyed.prompt_key, path, "data.prompt_key")
@@ -83,13 +84,13 @@ def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mappi
         if config.answer_key != DataConfig.answer_key:
             require_column(plain, config.answer_key, path, "data.answer_key")
         rows += given
-        prompts += [_fingerprint(asked(row, keyed.prompt_key)) for row in plain]
+        prompts += [asked(row, keyed.prompt_key) for row in plain]
     return rows, prompts
 
 
-def _held_out_prompts(prompts: Sequence[str]) -> set[str]:
+def _held_out_share(hashes: Sequence[str]) -> set[str]:
     # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
-    different = sorted({*prompts})
+    different = sorted({*hashes})
     return set(different[: max(1, round(len(different) * HELD_OUT_SHARE))])
 
 

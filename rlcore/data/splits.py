@@ -11,7 +11,7 @@ from rlcore.data.formats import FORMATS, read_json, remedy
 from rlcore.errors import ConfigError, DataError, did_you_mean
 
 HELD_OUT = ("test", "eval", "validation", "valid", "val", "dev")
-"""Names of splits of held-out prompts, of which a data set has one."""
+"""The names by which a held-out split is recognised. A data set may have one of them."""
 SAVED = ("dataset_info.json", "state.json")
 _SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?")
 
@@ -21,9 +21,8 @@ Splits = Mapping[str, list[Path]]
 def split_files(folder: Path, config: DataConfig, split: str) -> list[Path] | None:
     """Return the files of a folder's split ("train" or "eval") in order; None where it has no held-out split.
 
-    `data.train_split`, `data.eval_split` and `data.subset` choose; an eval_split that is the training split means none.
-    Raises ConfigError for a split or subset that is not there, for several held-out splits, and for further splits none
-    of which is held out by its name; DataError for a missing shard and an empty split.
+    `data.train_split`, `data.eval_split` and `data.subset` choose. Raises ConfigError for a split or subset that is not
+    there and as `_held_out_split` does, DataError for a missing shard and an empty split.
     """
     place = _subset_folder(folder, config.subset)
     splits = find_splits(place)
@@ -39,8 +38,17 @@ def split_files(folder: Path, config: DataConfig, split: str) -> list[Path] | No
         if train not in splits:
             raise ConfigError(_no_train_split(place, splits, shown))
         return _whole(train, splits[train])
+    held_out = config.eval_split or _held_out_split(splits, train, shown)
+    return None if held_out in (None, train) else _whole(held_out, splits[held_out])
+
+
+def _held_out_split(splits: Splits, train: str, shown: str) -> str | None:
+    """Return the split that is held out by its name, None for a data set with a training split alone.
+
+    Raises ConfigError where several splits have such a name, and where other splits are there and none has.
+    """
     others = [name for name in splits if name != train]
-    held_out = [config.eval_split] if config.eval_split else [name for name in HELD_OUT if name in others]
+    held_out = [name for name in HELD_OUT if name in others]
     if len(held_out) > 1:
         raise ConfigError(
             f"{shown} has several held-out splits: {', '.join(held_out)}; choose one, as data.eval_split={held_out[0]}"
@@ -50,7 +58,7 @@ def split_files(folder: Path, config: DataConfig, split: str) -> list[Path] | No
             f"{shown} has the splits {', '.join([train, *others])}; say which is held out, as "
             f"data.eval_split={others[0]}, or hold a tenth of the training split out with data.eval_split={train}"
         )
-    return None if held_out in ([], [train]) else _whole(held_out[0], splits[held_out[0]])
+    return held_out[0] if held_out else None
 
 
 def find_splits(folder: Path) -> Splits:

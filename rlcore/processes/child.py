@@ -1,4 +1,4 @@
-"""What a child process does to itself when it starts. Only Linux has most of it; elsewhere a call does nothing.
+"""Calls with which a child process prepares itself. Most of them act on Linux alone.
 
 It imports little and no torch: each process pays for it.
 """

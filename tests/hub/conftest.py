@@ -1,4 +1,4 @@
-"""Models on the hub of these tests."""
+"""Models on the hub of these tests, and a run that stops."""
 
 from collections.abc import Callable
 
@@ -19,3 +19,17 @@ def tiny(hub_server) -> dict[str, bytes]:
 def composed() -> Callable[..., Config]:
     """Compose the config of these overrides, as a command does."""
     return lambda *overrides: compose(["algo=grpo", "cluster=in_process", *overrides], PluginManager.load())
+
+
+class StoppingAfterOne(PluginManager):
+    """Stops a run at the end of its first step."""
+
+    def step_end(self, run, step, metrics):
+        super().step_end(run, step, metrics)
+        raise RuntimeError("stop here")
+
+
+@pytest.fixture
+def stopping() -> type[PluginManager]:
+    """The manager whose plugins stop a run after its first step."""
+    return StoppingAfterOne

@@ -90,23 +90,15 @@ def test_without_a_held_out_split_a_tenth_is_held_out(hub, composed, folder):
     assert "extra.jsonl" not in hub.downloads()
 
 
-class StoppingAfterOne(PluginManager):
-    """Stops a run at the end of its first step."""
-
-    def step_end(self, run, step, metrics):
-        super().step_end(run, step, metrics)
-        raise RuntimeError("stop here")
-
-
 @pytest.mark.e2e
-def test_a_run_keeps_its_rows_when_the_branch_moves(hub, gsm8k, tmp_path):
+def test_a_run_keeps_its_rows_when_the_branch_moves(hub, gsm8k, stopping, tmp_path):
     def run(plugins):
         config = compose([*SMALL, "data=gsm8k", "data.path=openai/gsm8k", f"run.dir={tmp_path / 'run'}"], plugins)
         train(config, plugins)
         return config
 
     with pytest.raises(RuntimeError, match="stop here"):
-        run(StoppingAfterOne.load())
+        run(stopping.load())
     second = hub.push("openai/gsm8k", {"main/train.jsonl": as_jsonl(ROWS[:2])}, kind="dataset")
     downloads = hub.downloads()
     assert run(PluginManager.load()).data.path == f"openai/gsm8k@{gsm8k}"

@@ -22,14 +22,6 @@ SMALL = [
 ]
 
 
-class StoppingAfterOne(PluginManager):
-    """Stops a run at the end of its first step."""
-
-    def step_end(self, run, step, metrics):
-        super().step_end(run, step, metrics)
-        raise RuntimeError("stop here")
-
-
 def run_in(folder, *overrides, plugins=None):
     plugins = plugins or PluginManager.load()
     return train(compose([*SMALL, f"run.dir={folder}", *overrides], plugins), plugins)
@@ -61,12 +53,12 @@ def branches(hub, tiny):
 
 
 @pytest.mark.e2e
-def test_a_resumed_run_reads_the_commit_that_it_began_with(hub, branches, tmp_path):
+def test_a_resumed_run_reads_the_commit_that_it_began_with(hub, branches, stopping, tmp_path):
     first, move = branches
     frozen = "roles.ref.model=acme/tiny"
     run_in(tmp_path / "straight", frozen, "algo.kl_coef=0.1")
     with pytest.raises(RuntimeError, match="stop here"):
-        run_in(tmp_path / "run", frozen, "algo.kl_coef=0.1", plugins=StoppingAfterOne.load())
+        run_in(tmp_path / "run", frozen, "algo.kl_coef=0.1", plugins=stopping.load())
     second = move()
     assert compose(SMALL, PluginManager.load()).model.path == f"acme/tiny@{second}"
     with pytest.raises(ConfigError, match=r"another config; differing: model\.path"):

@@ -13,7 +13,7 @@ ASKS = {
     "on_policy_distill": r"needs a teacher: give either algo\.teacher",
     "safe_rlhf": r"needs the cost of a response",
 }
-"""Algorithms that cannot begin without a choice of the user's, and what they say."""
+"""Algorithms that need a teacher or a cost from the user, with the beginning of their message."""
 
 
 def test_every_algorithm_takes_the_place_of_the_quickstarts(algorithm, plugins_of):
