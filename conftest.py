@@ -1,5 +1,7 @@
 """For the tests of rlcore and of its plugins: a test that takes too long fails, and shows where every process is.
 
+The Ray that tests share is here too.
+
 It is here because pytest reads a conftest.py for the folders below it: tests/conftest.py does not reach
 plugins/*/tests, and a plugin in `addopts` must be importable before pytest has set any path.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.util
 import os
 import re
 import shutil
@@ -115,6 +118,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         if limit is not None and limit.expired and CALLED in item.stash:
             kill([pid for pid in descendants() if _started(pid) >= item.stash[CALLED] - TICK])
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray for all tests of the session: an executor that finds this process connected uses it as it is."""
+    from rlcore.config import ClusterConfig
+    from rlcore.workers import make_executor
+
+    spec = importlib.util.spec_from_file_location("ray_forks", Path(__file__).parent / "tests" / "ray_forks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    ray_forks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ray_forks)
+    with ray_forks.forked_workers(), make_executor(ClusterConfig(executor="ray")):
+        yield
 
 
 @cache

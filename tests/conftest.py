@@ -15,16 +15,6 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One local Ray for all tests of the session: an executor that finds this process connected uses it as it is."""
-    from rlcore.config.schema import ClusterConfig
-    from rlcore.workers import make_executor
-
-    with make_executor(ClusterConfig(executor="ray")):
-        yield
-
-
-@pytest.fixture(scope="session")
 def engine_models() -> ModuleType:
     """The module tests/engine_models.py, imported only by tests that use it: it needs torch."""
     return _module("engine_models")

@@ -95,16 +95,6 @@ BROKEN = {
 }
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One local Ray for all suites of the session."""
-    from rlcore.config import ClusterConfig
-    from rlcore.workers import make_executor
-
-    with make_executor(ClusterConfig(executor="ray")):
-        yield
-
-
 @pytest.fixture(params=list(BROKEN))
 def broken(request, tmp_path) -> tuple[Break, str]:
     """A break, and the file of the algorithm that has it."""
