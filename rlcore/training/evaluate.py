@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlcore.config import Config
@@ -18,16 +19,19 @@ from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
 from rlcore.model_folder import check_positions
-from rlcore.ops import episodes, group_index, one_row_each
+from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import needing_answer, resolve
-from rlcore.rewards.failures import check_failures, one_score_each
+from rlcore.rewards.failures import check_failures, first_failure, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.training.checkpoint import newest_whole
+from rlcore.training.estimates import Estimate, maj_at_k, pass_at_k, share_with_interval
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,45 +42,40 @@ class Evaluation:
     batch: DataProto
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the probability that k out of `samples` responses, `correct` of them right, include a right one.
-
-    The unbiased estimator of arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k).
-    """
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
 def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     """Sample `trainer.eval_samples` responses for each prompt at `trainer.eval_temperature` and score them.
 
     Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
-    2, 4, ... up to the number of samples per prompt if that is above 1, the mean score, the mean response length, the
-    share of truncated responses, and the numbers of samples and of reward errors. Samples without a reward are neither
-    right nor wrong: accuracy, pass@k and score leave them out. An episode with several branches is one sample; the
-    length and the share of truncated responses are means over rows.
+    2, 4, ... up to the number of samples per prompt if that is above 1, maj@k for the same k from 2 on if a reward
+    extracts the answers and no episode has several branches, the mean score, the mean response length, the share of
+    truncated responses, and the numbers of samples and of reward errors. NAME_low and NAME_high are the bounds of the
+    95 % intervals of accuracy, pass@k and maj@k. Samples without a reward are neither right nor wrong: accuracy,
+    pass@k, maj@k and score leave them out. An episode with several branches is one sample; the length and the share of
+    truncated responses are means over rows.
 
     Raises RewardsError when more than the share `reward.max_failures` of the samples have no reward.
     """
     config = run.config
     samples = config.trainer.eval_samples
     batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
-    scored = run.score_by_functions(batch)
+    scored = run.score_by_functions(batch, extract=samples > 1)
     check_failures(batch, scored, config.reward.max_failures)
+    if failed := int(scored.view("reward_error").sum()):
+        log.warning(
+            "the evaluation leaves out %d of %d samples, which have no reward; %s",
+            failed,
+            len(scored),
+            first_failure(batch, scored),
+        )
     batch = batch.union(one_score_each(batch, scored))
     # Beside a reward model, functions may apply to no part of a sample; an evaluation counts functions only.
     named = [scored[name] for name in scored.keys() if name.startswith("score/")]  # noqa: SIM118 (not a dict)
     unscored = torch.stack([values.isnan() for values in named]).all(0) if named else torch.zeros(len(batch)).bool()
     rewarded = batch[~(scored.view("reward_error") | unscored)]
+    branched = len(set(episodes(rewarded))) < len(rewarded)
     rewarded = rewarded[one_row_each(episodes(rewarded))[0]]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
-    names = list(rewarded["uid"])
-    if "seat" in rewarded:  # the seats of a game count apart
-        names = [f"{uid} {seat}" for uid, seat in zip(names, rewarded["seat"].tolist(), strict=True)]
-    prompt = group_index(names).numpy()
-    correct = np.bincount(prompt, weights=right).astype(int)
-    # Fewer than `eval_samples` where an episode or a reward failed.
-    sampled = np.bincount(prompt)
     metrics = {
         "eval/accuracy": float(right.mean()),
         "eval/score": float(scores.mean()),
@@ -87,13 +86,48 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     }
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
-    k = 1
-    while samples > 1 and k <= samples:
-        found = [pass_at_k(int(n), int(c), k) for n, c in zip(sampled, correct, strict=True) if n >= k]
-        if found:
-            metrics[f"eval/pass@{k}"] = float(np.mean(found))
-        k *= 2
+    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
+    for name, estimate in _estimates(rewarded, right.tolist(), answers, samples).items():
+        metrics[f"eval/{name}"] = estimate.value
+        metrics[f"eval/{name}_low"] = estimate.low
+        metrics[f"eval/{name}_high"] = estimate.high
     return Evaluation(metrics, batch)
+
+
+def _estimates(
+    rewarded: DataProto, right: Sequence[bool], answers: Sequence[str | None] | None, samples: int
+) -> dict[str, Estimate]:
+    """Return accuracy, pass@k and maj@k with their intervals, by name.
+
+    rewarded: one row per sample, with `uid` and perhaps `seat`. right: whether each is right. answers: each one's
+    extracted answer; None if no reward extracts them. samples: samples per prompt, fewer where one has no reward.
+    """
+    uids = list(rewarded["uid"])
+    seats = rewarded["seat"].tolist() if "seat" in rewarded else [0] * len(uids)
+    rows: dict[tuple[str, int], list[int]] = {}  # the seats of a game count apart
+    for row, prompt in enumerate(zip(uids, seats, strict=True)):
+        rows.setdefault(prompt, []).append(row)
+    estimates = {"accuracy": share_with_interval(right, uids, len(right))}
+    for k in sample_counts(samples):
+        enough = {prompt: members for prompt, members in rows.items() if len(members) >= k}
+        if not enough:
+            continue
+        clusters = [uid for uid, _ in enough]
+        passed = [pass_at_k(len(members), sum(right[row] for row in members), k) for members in enough.values()]
+        used = sum(len(members) for members in enough.values())
+        estimates[f"pass@{k}"] = share_with_interval(passed, clusters, used)
+        if answers is not None and k > 1:
+            voted = [
+                maj_at_k([answers[row] for row in members], [right[row] for row in members], k)
+                for members in enough.values()
+            ]
+            estimates[f"maj@{k}"] = share_with_interval(voted, clusters, used)
+    return estimates
+
+
+def sample_counts(samples: int) -> list[int]:
+    """Return the k of pass@k: 1, 2, 4, ... up to the samples per prompt; none for a single sample."""
+    return [2**power for power in range(samples.bit_length())] if samples > 1 else []
 
 
 def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> dict[str, float]:
@@ -149,9 +183,22 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
         metrics = held_out_metrics(run, algorithm, prompts)
-    for name, value in metrics.items():
-        print(f"{name.removeprefix('eval/'):<16} {value:.4g}")
+    for line in metric_lines(metrics):
+        print(line)
     return metrics
+
+
+def metric_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics as lines of text, without `eval/`; a metric with an interval has it in its line."""
+    lines = []
+    for name, value in metrics.items():
+        if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
+            continue
+        line = f"{name.removeprefix('eval/'):<16} {value:.4g}"
+        if f"{name}_low" in metrics:
+            line = f"{line:<26} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
+        lines.append(line)
+    return lines
 
 
 def _as_saved(role: Role, folder: Path) -> Role:
