@@ -13,14 +13,15 @@ RLCORE_API = 1
 
 
 def run(line: CommandLine) -> int:
-    """Evaluate the run or model folder given as the first word."""
+    """Evaluate the run, checkpoint or model folder given as the first word."""
     if not line.overrides or "=" in line.overrides[0]:
         raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
     target, *overrides = line.overrides
+    from rlcore.training.checkpoint import split_target
     from rlcore.training.folder import require_plugins
     from rlcore.training.preflight import preflight
 
-    require_plugins(Path(target), line.plugins)
+    require_plugins(split_target(Path(target))[0], line.plugins)
     config = line.compose(overrides, base={**(line.saved() or {}), **target_values(target)})
     preflight(config, line.plugins, "evaluate")
     from rlcore.training.evaluate import evaluate
@@ -30,11 +31,12 @@ def run(line: CommandLine) -> int:
 
 
 def target_values(target: str) -> dict[str, Any]:
-    """Return the saved config of a run folder, or for a model's folder or name a config with that model."""
+    """Return the saved config of a run folder or of a checkpoint's run, or for a model a config with that model."""
     from rlcore.config.files import read_values
     from rlcore.hub import split_name
+    from rlcore.training.checkpoint import split_target
 
-    folder = Path(target)
+    folder, _ = split_target(Path(target))
     if (folder / "config.yaml").is_file():
         return read_values(folder / "config.yaml")
     if (folder / "config.json").is_file() or target == "tiny" or split_name(target) is not None:

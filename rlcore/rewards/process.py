@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from rlcore.processes.ends import how_it_ended, kill_group
 from rlcore.processes.frames import FrameBuffer, FrameError
@@ -223,7 +223,7 @@ class RewardProcess:
         return RewardFailure(how_it_ended(status), may_pass=status < 0)
 
 
-def _are(values: Any, rows: int, kind: type) -> bool:
+def _are(values: Any, rows: int, kind: type) -> TypeGuard[list[Any]]:
     """Whether a reply's values are a list of `rows` values, each of this kind or None."""
     return isinstance(values, list) and len(values) == rows and all(v is None or isinstance(v, kind) for v in values)
 

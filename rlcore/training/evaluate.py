@@ -21,12 +21,13 @@ from rlcore.exits import work_begins
 from rlcore.model_folder import check_positions
 from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
+from rlcore.plugins.specs import environment_of
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import needing_answer, resolve
 from rlcore.rewards.failures import check_failures, first_failure, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
-from rlcore.training.checkpoint import newest_whole
+from rlcore.training.checkpoint import chosen_whole, split_target
 from rlcore.training.estimates import Estimate, maj_at_k, pass_at_k, share_with_interval
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
@@ -125,6 +126,17 @@ def _estimates(
     return estimates
 
 
+def metric_names(config: Config, extracts: bool) -> list[str]:
+    """Return the names of all metrics that `evaluate_prompts` can give; extracts: a reward extracts answers."""
+    counts = sample_counts(config.trainer.eval_samples)
+    shares = ["accuracy", *(f"pass@{k}" for k in counts), *(f"maj@{k}" for k in counts if extracts and k > 1)]
+    names = [f"{share}{bound}" for share in shares for bound in ("", "_low", "_high")]
+    names += ["score", "response_length", "truncated", "reward_errors", "samples"]
+    if environment_of(config):
+        names.append("failed_episodes")
+    return [f"eval/{name}" for name in names]
+
+
 def sample_counts(samples: int) -> list[int]:
     """Return the k of pass@k: 1, 2, 4, ... up to the samples per prompt; none for a single sample."""
     return [2**power for power in range(samples.bit_length())] if samples > 1 else []
@@ -140,15 +152,16 @@ def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto)
 def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
     """Evaluate a run's newest checkpoint or a model folder on held-out prompts, print and return the metrics.
 
-    `target` is a run folder or a model folder; for a model folder, `config.model.path` names it too. Raises
-    CheckpointError for a run without a checkpoint, and the errors of `open_run`.
+    `target` is a run folder, one of its checkpoints (RUN/checkpoints/best) or a model folder; for a model folder,
+    `config.model.path` names it too. Raises CheckpointError for a run without a checkpoint and for a damaged one, and
+    the errors of `open_run`.
     """
     algorithm: Algorithm | None = None
     saved: Path | None = None
-    if (target / CONFIG).is_file():
+    if (split_target(target)[0] / CONFIG).is_file():
         algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
         only_actor = algorithm is None or not algorithm.evaluates
-        saved = newest_whole(target / "checkpoints", "actor/model" if only_actor else "")
+        saved = chosen_whole(target, "actor/model" if only_actor else "")
         if saved is None:
             raise CheckpointError(
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
@@ -180,7 +193,8 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     if episodes is not None:
         episodes.check()
         episodes.check_batch(prompts)
-    with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
+    folder = split_target(target)[0].resolve()
+    with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
         metrics = held_out_metrics(run, algorithm, prompts)
     for line in metric_lines(metrics):

@@ -90,7 +90,8 @@ def test_replies_to_rows_that_nobody_waits_for_reach_nobody_else(make):
 
     with pytest.raises(KeyboardInterrupt):
         process.scores(0, rows, rows, rows, Interrupted(), 5.0)
-    assert process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0) == list(map(float, range(20, 40)))
+    scores = process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0)
+    assert [score.value for score in scores] == list(map(float, range(20, 40)))
 
 
 def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbours(make):

@@ -15,7 +15,7 @@ from rlcore.config import compose
 from rlcore.errors import CheckpointError, RewardsError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
-from rlcore.training.evaluate import evaluate, evaluate_prompts, sample_rows
+from rlcore.training.evaluate import evaluate, evaluate_prompts, metric_names, sample_rows
 
 
 def test_greedy_evaluation_is_the_same_each_time(open_small):
@@ -45,6 +45,7 @@ def test_sampled_evaluation_gives_pass_at_powers_of_two(open_small):
     for k in (1, 2, 4):
         shares = [sum(map(any, itertools.combinations(right, k))) / math.comb(4, k) for right in by_prompt.values()]
         assert metrics[f"eval/pass@{k}"] == pytest.approx(sum(shares) / 6)
+    assert set(metrics) == set(metric_names(run.config, extracts=True))
     assert not {"eval/pass@3", "eval/pass@8"} & set(metrics)
     assert metrics["eval/accuracy"] == pytest.approx(metrics["eval/pass@1"])
     assert 0 < metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
@@ -185,6 +186,13 @@ def test_a_model_folder_is_evaluated_with_its_own_weights(trained, small, metric
     assert evaluate(TINY, config, plugins) == before
     model = trained / "checkpoints" / "step_00000001" / "actor" / "model"
     assert evaluate(model, replace(config, model=replace(config.model, path=str(model))), plugins) == between
+
+
+def test_a_checkpoint_of_a_run_is_evaluated_by_its_path(trained, small, metrics_of):
+    plugins = PluginManager.load()
+    between = {k: v for k, v in metrics_of(trained)[1].items() if k.startswith("eval/")}
+    config = compose([*small, *GREEDY], plugins)
+    assert evaluate(trained / "checkpoints" / "step_00000001", config, plugins) == between
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(trained, small, tmp_path):
