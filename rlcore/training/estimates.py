@@ -16,7 +16,7 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share of 0 to 1 with the bounds of its 95 % interval."""
+    """A mean, such as a share of 0 to 1, with the bounds of its 95 % interval."""
 
     value: float
     low: float
@@ -103,6 +103,13 @@ def share_with_interval(values: Sequence[float], clusters: Sequence[str], sample
     centre = (mean * count + Z95**2 / 2) / (count + Z95**2)
     half = Z95 / (count + Z95**2) * math.sqrt(count * variance + Z95**2 / 4)
     return Estimate(mean, max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean)))
+
+
+def mean_with_interval(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
+    """Return the mean of values of any size, such as differences, with its 95 % interval of 1.96 clustered errors."""
+    mean = float(np.mean(values))
+    half = Z95 * clustered_error(values, clusters)
+    return Estimate(mean, mean - half, mean + half)
 
 
 def clustered_error(values: Sequence[float], clusters: Sequence[str]) -> float:

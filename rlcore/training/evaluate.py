@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,19 +28,27 @@ from rlcore.rewards.failures import check_failures, first_failure, one_score_eac
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.training.checkpoint import chosen_whole, split_target
-from rlcore.training.estimates import Estimate, maj_at_k, pass_at_k, share_with_interval
+from rlcore.training.estimates import maj_at_k, pass_at_k, share_with_interval
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
 
 log = logging.getLogger(__name__)
 
+Prompt: TypeAlias = tuple[str, int, str]
+"""A held-out prompt: its uid, the player's seat (0 without seats), and its text."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample."""
+    """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample.
+
+    by_prompt: accuracy, score, pass@k and maj@k of each prompt, by name and then by prompt: (uid, seat, prompt's text).
+    For an algorithm with an evaluation of its own it is empty, and `batch` has the held-out rows.
+    """
 
     metrics: dict[str, float]
     batch: DataProto
+    by_prompt: dict[str, dict[Prompt, float]]
 
 
 def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
@@ -88,42 +96,52 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
     answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
-    for name, estimate in _estimates(rewarded, right.tolist(), answers, samples).items():
+    rows = _rows_by_prompt(rewarded)
+    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
+    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
+    for name, values in by_prompt.items():
+        used = sum(len(rows[prompt]) for prompt in values)
+        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
+    for name, estimate in estimates.items():
         metrics[f"eval/{name}"] = estimate.value
         metrics[f"eval/{name}_low"] = estimate.low
         metrics[f"eval/{name}_high"] = estimate.high
-    return Evaluation(metrics, batch)
+    means = {
+        "accuracy": {prompt: float(right[members].mean()) for prompt, members in rows.items()},
+        "score": {prompt: float(scores[members].mean()) for prompt, members in rows.items()},
+    }
+    return Evaluation(metrics, batch, {**means, **by_prompt})
 
 
-def _estimates(
-    rewarded: DataProto, right: Sequence[bool], answers: Sequence[str | None] | None, samples: int
-) -> dict[str, Estimate]:
-    """Return accuracy, pass@k and maj@k with their intervals, by name.
-
-    rewarded: one row per sample, with `uid` and perhaps `seat`. right: whether each is right. answers: each one's
-    extracted answer; None if no reward extracts them. samples: samples per prompt, fewer where one has no reward.
-    """
+def _rows_by_prompt(rewarded: DataProto) -> dict[Prompt, list[int]]:
+    """Return the rows of each prompt; the seats of a game count apart."""
     uids = list(rewarded["uid"])
     seats = rewarded["seat"].tolist() if "seat" in rewarded else [0] * len(uids)
-    rows: dict[tuple[str, int], list[int]] = {}  # the seats of a game count apart
-    for row, prompt in enumerate(zip(uids, seats, strict=True)):
+    rows: dict[Prompt, list[int]] = {}
+    for row, prompt in enumerate(zip(uids, seats, rewarded["prompt_text"], strict=True)):
         rows.setdefault(prompt, []).append(row)
-    estimates = {"accuracy": share_with_interval(right, uids, len(right))}
+    return rows
+
+
+def _by_prompt(
+    rows: Mapping[Prompt, list[int]], right: Sequence[bool], answers: Sequence[str | None] | None, samples: int
+) -> dict[str, dict[Prompt, float]]:
+    """Return pass@k and maj@k of each prompt with at least k samples, by name; a name that no prompt has is left out.
+
+    rows: one row per sample. right: whether each is right. answers: each one's extracted answer; None if no reward
+    extracts them. samples: samples per prompt, fewer where one has no reward.
+    """
+    values: dict[str, dict[Prompt, float]] = {}
     for k in sample_counts(samples):
-        enough = {prompt: members for prompt, members in rows.items() if len(members) >= k}
-        if not enough:
-            continue
-        clusters = [uid for uid, _ in enough]
-        passed = [pass_at_k(len(members), sum(right[row] for row in members), k) for members in enough.values()]
-        used = sum(len(members) for members in enough.values())
-        estimates[f"pass@{k}"] = share_with_interval(passed, clusters, used)
-        if answers is not None and k > 1:
-            voted = [
-                maj_at_k([answers[row] for row in members], [right[row] for row in members], k)
-                for members in enough.values()
-            ]
-            estimates[f"maj@{k}"] = share_with_interval(voted, clusters, used)
-    return estimates
+        for prompt, members in rows.items():
+            if len(members) < k:
+                continue
+            correct = [right[row] for row in members]
+            values.setdefault(f"pass@{k}", {})[prompt] = pass_at_k(len(members), sum(correct), k)
+            if answers is not None and k > 1:
+                votes = [answers[row] for row in members]
+                values.setdefault(f"maj@{k}", {})[prompt] = maj_at_k(votes, correct, k)
+    return values
 
 
 def metric_names(config: Config, extracts: bool) -> list[str]:
@@ -142,15 +160,24 @@ def sample_counts(samples: int) -> list[int]:
     return [2**power for power in range(samples.bit_length())] if samples > 1 else []
 
 
-def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> dict[str, float]:
-    """Return the metrics eval/NAME of the algorithm's own `evaluate`, or of `evaluate_prompts` if it has none."""
+def held_out_evaluation(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> Evaluation:
+    """Return the evaluation by the algorithm's own `evaluate`, or by `evaluate_prompts` if it has none."""
     if algorithm is None or not algorithm.evaluates:
-        return evaluate_prompts(run, held_out).metrics
-    return {f"eval/{name}": float(value) for name, value in algorithm.evaluate(run, held_out).items()}
+        return evaluate_prompts(run, held_out)
+    metrics = {f"eval/{name}": float(value) for name, value in algorithm.evaluate(run, held_out).items()}
+    return Evaluation(metrics, held_out, {})
 
 
 def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint or a model folder on held-out prompts, print and return the metrics.
+    """Evaluate as `evaluate_target` does, print and return the metrics."""
+    metrics = evaluate_target(target, config, plugins).metrics
+    for line in metric_lines(metrics):
+        print(line)
+    return metrics
+
+
+def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> Evaluation:
+    """Evaluate a run's newest checkpoint, one of its checkpoints, or a model folder on held-out prompts.
 
     `target` is a run folder, one of its checkpoints (RUN/checkpoints/best) or a model folder; for a model folder,
     `config.model.path` names it too. Raises CheckpointError for a run without a checkpoint and for a damaged one, and
@@ -196,10 +223,7 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     folder = split_target(target)[0].resolve()
     with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
-        metrics = held_out_metrics(run, algorithm, prompts)
-    for line in metric_lines(metrics):
-        print(line)
-    return metrics
+        return held_out_evaluation(run, algorithm, prompts)
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:

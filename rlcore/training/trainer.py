@@ -38,7 +38,7 @@ from rlcore.rewards.worker import extracts_answers
 from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
-from rlcore.training.evaluate import held_out_metrics, sample_rows
+from rlcore.training.evaluate import held_out_evaluation, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import logprob_diff_warning, step_metrics
@@ -398,7 +398,7 @@ class Trainer:
         if self.held_out is None:
             return
         self._sync()
-        metrics = held_out_metrics(self.run_, self.algorithm, self.held_out)
+        metrics = held_out_evaluation(self.run_, self.algorithm, self.held_out).metrics
         self.run_.end_step()
         metrics.update(self._seconds("eval_")())
         self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from rlcore.assets import TINY
+from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.errors import CheckpointError, RewardsError
+from rlcore.errors import CheckpointError, ConfigError, RewardsError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
+from rlcore.training.compare import compare
 from rlcore.training.evaluate import evaluate, evaluate_prompts, metric_names, sample_rows
 
 
@@ -193,6 +195,25 @@ def test_a_checkpoint_of_a_run_is_evaluated_by_its_path(trained, small, metrics_
     between = {k: v for k, v in metrics_of(trained)[1].items() if k.startswith("eval/")}
     config = compose([*small, *GREEDY], plugins)
     assert evaluate(trained / "checkpoints" / "step_00000001", config, plugins) == between
+
+
+def test_two_checkpoints_are_compared_on_the_same_prompts(trained, small, metrics_of, capsys):
+    before, between, _ = metrics_of(trained)
+    options = [*small, *GREEDY, "algo=grpo"]
+    model = trained / "checkpoints" / "step_00000001"
+    assert main(["eval", str(TINY), str(model), *options]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("score "))
+    one, two, difference = (float(number) for number in re.findall(r"[AB] ([-+]?[0-9][.0-9]*) ", line))
+    assert (one, two) == pytest.approx((before["eval/score"], between["eval/score"]), abs=1e-4)
+    assert difference == pytest.approx(two - one, abs=2e-4)
+    assert "6 prompts" in line
+
+
+def test_an_evaluation_of_its_own_cannot_be_compared(trained, small):
+    plugins = PluginManager.load()
+    config = compose([*small, "algo=dpo"], plugins)
+    with pytest.raises(ConfigError, match=r"is a run of algo=dpo, whose own evaluation has no values by prompt"):
+        compare([trained, trained], [config, config], plugins)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(trained, small, tmp_path):
