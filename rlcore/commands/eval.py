@@ -74,4 +74,4 @@ def target_values(target: str) -> dict[str, Any]:
 @hookimpl
 def rlcore_commands() -> CommandSpec:
     """Register `rlcore eval`."""
-    return CommandSpec("eval", SUMMARIES["eval"], run=run, usage="RUN_OR_MODEL [RUN_OR_MODEL]")
+    return CommandSpec("eval", SUMMARIES["eval"], run=run, usage="RUN_OR_MODEL")
