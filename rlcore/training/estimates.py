@@ -88,8 +88,10 @@ def share_with_interval(values: Sequence[float], clusters: Sequence[str], sample
     The standard error is clustered (arXiv 2411.00640, times sqrt(G / (G - 1)) for G prompts). The interval is Wilson's
     score interval with the number of independent samples that would have this standard error: at most `samples`, and
     the number of prompts where all values are 0 or all are 1. So it stays within 0 and 1, and its width is never 0.
-    With one prompt it says nothing: 0 to 1.
+    With one prompt it says nothing: 0 to 1. Without values all three are NaN.
     """
+    if not len(values):
+        return Estimate(math.nan, math.nan, math.nan)
     mean = float(np.mean(values))
     error = clustered_error(values, clusters)
     prompts = len(set(clusters))

@@ -130,6 +130,13 @@ def test_one_prompt_says_nothing_about_others():
     assert (found.value, found.low, found.high) == (pytest.approx(2 / 3), 0.0, 1.0)
 
 
+def test_an_evaluation_without_a_scored_sample_has_no_numbers():
+    found = share_with_interval([], [], 0)
+    assert math.isnan(found.value)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+
+
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     """Prompts of different difficulty with 4 samples each: 95 % within 3 standard errors of 1,000 draws."""
     draw = random.Random(1)
