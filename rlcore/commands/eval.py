@@ -1,40 +1,64 @@
-"""`rlcore eval`: accuracy of a run's newest checkpoint, or of a model folder."""
+"""`rlcore eval`: accuracy of a run's newest checkpoint or of a model folder, or the difference of two."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore import CommandSpec, ConfigError, hookimpl
 from rlcore.commands import SUMMARIES
 from rlcore.commands.line import CommandLine
 
+if TYPE_CHECKING:
+    from rlcore.config import Config
+
 RLCORE_API = 1
 
 
 def run(line: CommandLine) -> int:
-    """Evaluate the run or model folder given as the first word."""
-    if not line.overrides or "=" in line.overrides[0]:
-        raise ConfigError("the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]")
-    target, *overrides = line.overrides
-    from rlcore.training.folder import require_plugins
-    from rlcore.training.preflight import preflight
-
-    require_plugins(Path(target), line.plugins)
-    config = line.compose(overrides, base={**(line.saved() or {}), **target_values(target)})
-    preflight(config, line.plugins, "evaluate")
+    """Evaluate the run, checkpoint or model folder given as the first word, or compare the first two."""
+    targets = list(itertools.takewhile(_is_target, line.overrides))
+    if len(targets) not in (1, 2):
+        raise ConfigError(
+            "the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]; two are compared: "
+            "rlcore eval RUN_OR_MODEL RUN_OR_MODEL [OVERRIDE ...]"
+        )
+    configs = [_checked_config(line, target, line.overrides[len(targets) :]) for target in targets]
+    from rlcore.training.compare import compare
     from rlcore.training.evaluate import evaluate
 
-    evaluate(Path(target), config, line.plugins)
+    if len(targets) == 1:
+        evaluate(Path(targets[0]), configs[0], line.plugins)
+    else:
+        compare([Path(target) for target in targets], configs, line.plugins)
     return 0
 
 
+def _is_target(word: str) -> bool:
+    """Whether a word names a run or model, and not an override as `key=value` or `~key`."""
+    return "=" not in word and not word.startswith("~")
+
+
+def _checked_config(line: CommandLine, target: str, overrides: list[str]) -> Config:
+    """Return the config of an evaluation of the target, after the checks that need no data."""
+    from rlcore.training.checkpoint import split_target
+    from rlcore.training.folder import require_plugins
+    from rlcore.training.preflight import preflight
+
+    require_plugins(split_target(Path(target))[0], line.plugins)
+    config = line.compose(overrides, base={**(line.saved() or {}), **target_values(target)})
+    preflight(config, line.plugins, "evaluate")
+    return config
+
+
 def target_values(target: str) -> dict[str, Any]:
-    """Return the saved config of a run folder, or for a model's folder or name a config with that model."""
+    """Return the saved config of a run folder or of a checkpoint's run, or for a model a config with that model."""
     from rlcore.config.files import read_values
     from rlcore.hub import split_name
+    from rlcore.training.checkpoint import split_target
 
-    folder = Path(target)
+    folder, _ = split_target(Path(target))
     if (folder / "config.yaml").is_file():
         return read_values(folder / "config.yaml")
     if (folder / "config.json").is_file() or target == "tiny" or split_name(target) is not None:

@@ -26,10 +26,11 @@ def run(line: CommandLine) -> int:
     target, *overrides = line.overrides
     options = server_options(line.options, target)
     from rlcore.config.environment import EnvConfig
+    from rlcore.training.checkpoint import split_target
     from rlcore.training.folder import require_plugins
     from rlcore.training.preflight import preflight
 
-    require_plugins(Path(target), line.plugins)
+    require_plugins(split_target(Path(target))[0], line.plugins)
     # The server's thread and the engine share one process, whatever the run had.
     base = {**(line.saved() or {}), **target_values(target)}
     config = line.compose(["cluster=in_process", *overrides], base=base)
@@ -43,14 +44,14 @@ def run(line: CommandLine) -> int:
 
 
 def _weights(config: Config, target: Path) -> str:
-    """Return the folder of the weights: a model folder's own, or those of the run's newest checkpoint."""
+    """Return the folder of the weights: a model folder's own, a checkpoint's, or those of the run's newest one."""
     from rlcore.errors import CheckpointError
-    from rlcore.training.checkpoint import newest_whole
+    from rlcore.training.checkpoint import chosen_whole, split_target
     from rlcore.training.folder import CONFIG
 
-    if not (target / CONFIG).is_file():
+    if not (split_target(target)[0] / CONFIG).is_file():
         return config.model.path
-    if found := newest_whole(target / "checkpoints", "actor/model"):
+    if found := chosen_whole(target, "actor/model"):
         return str((found / "actor" / "model").resolve())
     raise CheckpointError(f"the run {target} has no checkpoint to serve; train longer, or give a model folder")
 

@@ -71,7 +71,9 @@ class RewardSpec:
     by `imports` before the first call: list the modules that `score` imports when called, or their import counts as a
     sample's time. `on_start()` is called once in the controller at a run's start, for an installed reward; it logs what
     users should know, such as limits that this machine cannot enforce. `needs_answer`: it reads the reference answer,
-    so a run refuses rows without one before it starts.
+    so a run refuses rows without one before it starts. `extract(response: str) -> str | None` returns the response's
+    final answer as text, equal for responses that answer alike, or None for a response without one: evaluations then
+    report maj@k. It runs in the same subprocess and under the same limits, after `score`.
     """
 
     name: str
@@ -80,6 +82,7 @@ class RewardSpec:
     imports: tuple[str, ...] = ()
     on_start: Callable[[], None] | None = None
     needs_answer: bool = False
+    extract: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,13 @@ _FIELDS = (
         "for a sample without a reward: uid, sample_index, function, cause and traceback",
     ),
     Field(
+        "extracted_answer",
+        _OBJECT,
+        None,
+        "str or None",
+        "in evaluations: the response's final answer, if a reward function extracts it; None where it finds none",
+    ),
+    Field(
         "score/NAME", _DENSE, torch.float32, "reward", "the unweighted score of the reward NAME, in runs with several"
     ),
     Field(

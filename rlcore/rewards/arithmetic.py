@@ -13,3 +13,8 @@ def arithmetic(prompt: str, response: str, answer: Any) -> float:
     Raises ValueError without an answer.
     """
     return float(response.strip() == reference_text(answer).strip())
+
+
+def arithmetic_answer(response: str) -> str | None:
+    """Return the response without surrounding white space; None for an empty one."""
+    return response.strip() or None

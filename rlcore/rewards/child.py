@@ -3,8 +3,9 @@
 It reads request frames (`rlcore.processes.frames`) of the parent's pickle from standard input. It answers each with a
 frame of JSON, with the request's number, on its original standard output:
 
-    ("load", function, batched, modules)                        -> {}    function: cloudpickle bytes
-    ("call", number, prompts, responses, answers, columns)      -> {"values": [...]}    number: in the order of loading
+    ("load", function, batched, modules, extract)               -> {}    function, extract: cloudpickle bytes, or None
+    ("call", number, extracts, prompts, responses, answers, columns)
+        -> {"values": [...]}, and with `extracts` "extracted": [...], texts and None    number: in the order of loading
 
 A reply may instead be {"error": ..., "traceback": ..., "may_pass": ...}. After an out-of-memory error the process ends.
 Replies are JSON because the parent must not unpickle bytes from a process that ran model output. Nothing here imports
@@ -40,6 +41,7 @@ class _Function(NamedTuple):
     batched: bool
     columns: frozenset[str] | None  # names of the columns it accepts; None for any
     taken: frozenset[str]  # names of its first three parameters, already filled by prompt, response and answer
+    extract: Callable[[str], Any] | None
 
 
 def main() -> None:
@@ -60,7 +62,11 @@ def main() -> None:
             if kind == "load":
                 functions.append(_load(*arguments))
             else:
-                reply["values"] = _values(functions[arguments[0]], *arguments[1:])
+                position, extracts, prompts, responses, answers, columns = arguments
+                function = functions[position]
+                reply["values"] = _values(function, prompts, responses, answers, columns)
+                if extracts:
+                    reply["extracted"] = _extracted(function, responses)
         except BaseException as error:  # user code's exceptions (SystemExit too) go to the parent
             reply = _failure(error)
         replies.write(frame(json.dumps(reply).encode(), number))
@@ -78,7 +84,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
+def _load(data: bytes, batched: bool, modules: tuple[str, ...], extract: bytes | None) -> _Function:
     for module in modules:
         importlib.import_module(module)
     call = pickle.loads(data)
@@ -89,6 +95,7 @@ def _load(data: bytes, batched: bool, modules: tuple[str, ...]) -> _Function:
         batched,
         None if any_column else frozenset(parameter.name for parameter in parameters[3:]),
         frozenset(parameter.name for parameter in parameters[:3]),
+        None if extract is None else pickle.loads(extract),
     )
 
 
@@ -110,6 +117,16 @@ def _values(
     if len(values) != len(prompts):
         raise _WrongAnswer(f"returned {len(values)} values for {len(prompts)} samples")
     return [_number(value) for value in values]
+
+
+def _extracted(function: _Function, responses: list[str]) -> list[str | None]:
+    """Return the final answer of each response; None where the function finds none."""
+    assert function.extract is not None
+    texts = [function.extract(response) for response in responses]
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise _WrongAnswer(f"extracted {_shown(text)}, neither text nor None")
+    return texts
 
 
 def _number(value: Any) -> float | None:

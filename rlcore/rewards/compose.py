@@ -27,7 +27,8 @@ class WeightedReward:
     """A reward function ready to be sent to reward processes.
 
     `data` is the cloudpickled function: by value if it came from a file, else by its module's name. `imports` are
-    modules that the process loads before the first call. `needs_answer`: see RewardSpec. A sample's total is the sum of
+    modules that the process loads before the first call. `needs_answer`: see RewardSpec. `extract`: its function that
+    finds a response's final answer, cloudpickled as `data` is; None if it has none. A sample's total is the sum of
     weight times score.
     """
 
@@ -37,6 +38,7 @@ class WeightedReward:
     batched: bool = False
     imports: tuple[str, ...] = ()
     needs_answer: bool = False
+    extract: bytes | None = None
 
 
 def needing_answer(rewards: Sequence[WeightedReward]) -> str | None:
@@ -103,9 +105,13 @@ def _resolve(
     if (adapter := adapted(spec.score, reference, answer_key)) is not None:
         spec = replace(spec, score=adapter, batched=isinstance(adapter, TrlReward))
     _check_signature(spec.score, reference)
+    extract = spec.extract
+    if extract is not None:
+        _check_extract(extract, reference)
     with pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)
-    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer)
+        extract_data = None if extract is None else cloudpickle.dumps(extract)
+    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer, extract_data)
 
 
 def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:
@@ -134,4 +140,17 @@ def _check_signature(score: Callable[..., Any], reference: str) -> None:
         raise ConfigError(
             f"reward {reference!r} cannot be called with (prompt, response, answer): its signature is"
             f" {signature} ({error}). {_HOW}"
+        ) from None
+
+
+def _check_extract(extract: Callable[..., Any], reference: str) -> None:
+    if not callable(extract):
+        raise ConfigError(f"reward {reference!r}: its `extract` is {extract!r}, not a function of a response")
+    signature = inspect.signature(extract)
+    try:
+        signature.bind("response")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {reference!r}: its `extract` cannot be called with a response alone: its signature is {signature} "
+            f"({error}). Write `def NAME(response)` that returns the final answer as text, or None."
         ) from None

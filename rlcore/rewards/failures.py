@@ -66,7 +66,9 @@ def with_reward(batch: DataProto, scored: DataProto, max_failures: float) -> Dat
     if not present.all() and "uid" in batch:
         present &= ~left_alone(present, group_index(batch.view("uid")), episodes(batch))
         if not present.any():
-            raise RewardsError(f"rewards failed in every group, and none has two rows left: {_first(batch, scored)}")
+            raise RewardsError(
+                f"rewards failed in every group, and none has two rows left: {first_failure(batch, scored)}"
+            )
     named = scored[:]
     if not present.all():  # rows leave, so that a union with other rows of the same number would not be noticed
         for name in ("uid", "sample_index"):
@@ -82,16 +84,16 @@ def check_failures(batch: DataProto, scored: DataProto, max_failures: float) -> 
     """
     failed = int(scored.view("reward_error").sum())
     if failed and failed == len(scored):
-        raise RewardsError(f"all {failed} samples of one call have no reward: {_first(batch, scored)}")
+        raise RewardsError(f"all {failed} samples of one call have no reward: {first_failure(batch, scored)}")
     if failed > max_failures * len(scored):
         raise RewardsError(
             f"{failed} of {len(scored)} samples of one call have no reward, more than "
-            f"reward.max_failures={max_failures:g} of them: {_first(batch, scored)}"
+            f"reward.max_failures={max_failures:g} of them: {first_failure(batch, scored)}"
         )
 
 
-def _first(batch: DataProto, scored: DataProto) -> str:
-    """Describe the first row without a reward."""
+def first_failure(batch: DataProto, scored: DataProto) -> str:
+    """Return a text on the first row without a reward, of at least one: its names, cause, texts and traceback."""
     row = int(scored.view("reward_error").int().argmax())
     detail = scored.view("reward_detail")[row]
     texts = [

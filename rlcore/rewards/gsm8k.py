@@ -40,6 +40,26 @@ def gsm8k_flexible(prompt: str, response: str, answer: Any) -> float:
     return float(_last(_ANY_NUMBER, response) == _reference(answer))
 
 
+def gsm8k_answer(response: str) -> str | None:
+    """Return the number after the response's last `####` as text, `5` for `5.00`; None without one."""
+    return _as_text(_last(_MARKED_NUMBER, response))
+
+
+def gsm8k_flexible_answer(response: str) -> str | None:
+    """Return the last number in the response as text, `5` for `5.00`; None without one."""
+    return _as_text(_last(_ANY_NUMBER, response))
+
+
+def _as_text(number: Decimal | None) -> str | None:
+    """Return the text of a number, equal for numbers of equal value."""
+    if number is None:
+        return None
+    text = f"{number:f}"  # normalize() would round to 28 digits
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if number == 0 else text
+
+
 def _reference(answer: Any) -> Decimal:
     number = _last(_ANY_NUMBER, reference_text(answer).rpartition("####")[2])
     if number is None:

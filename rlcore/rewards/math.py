@@ -50,6 +50,22 @@ def math(prompt: str, response: str, answer: Any) -> float:
     return float(parts and _equal(reference, ", ".join(boxes[-1 - reference.count(",") :]), bare=True))
 
 
+def math_answer(response: str) -> str | None:
+    """Return the final answer that `math` compares, as text without spaces and full stops around it; None without one.
+
+    Two texts of equal value, `1/2` and `0.5`, stay different.
+    """
+    text = _after_thinking(response)
+    if text is None:
+        return None
+    boxes = _boxes(text)
+    final = boxes[-1] if boxes else _stated(text)
+    if final is None:
+        parsed = _read(text.replace("**", " "))  # an expression and its text
+        final = str(parsed[-1]) if parsed else ""
+    return _plain(final) or None
+
+
 def _reference(answer: str) -> str:
     """Return the reference as bare LaTeX or text, or as a text with delimiters."""
     answer = answer.replace("\\$", "")  # a currency sign delimits no formula

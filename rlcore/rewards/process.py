@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeGuard
 
 from rlcore.processes.ends import how_it_ended, kill_group
 from rlcore.processes.frames import FrameBuffer, FrameError
@@ -39,8 +39,11 @@ class RewardFailure(Exception):
         self.may_pass = may_pass
 
 
-Score: TypeAlias = float | RewardFailure | None
-"""A function's score of a row: None where it does not apply to the row."""
+class Score(NamedTuple):
+    """A function's score of a row, None where it does not apply; and the response's extracted answer, if asked for."""
+
+    value: float | None
+    answer: str | None = None
 
 
 class RewardProcess:
@@ -78,7 +81,7 @@ class RewardProcess:
         for function in self._functions:
             try:
                 with self._talking(_START_TIMEOUT) as pipe:
-                    self._ask(pipe, ("load", function.data, function.batched, function.imports))
+                    self._ask(pipe, ("load", function.data, function.batched, function.imports, function.extract))
                     self._reply(pipe)
             except RewardFailure as failure:
                 self.close()
@@ -95,19 +98,21 @@ class RewardProcess:
         answers: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         timeout: float,
-    ) -> list[Score]:
+        extracts: bool = False,
+    ) -> list[Score | RewardFailure]:
         """Return the function's score of each row, a finite float or None, or the RewardFailure of its call.
 
         A batched function is called once with all rows and has `timeout` seconds per row in total. Any other function
         is called row by row. A call that raises, hangs, dies or returns anything else fails; later rows are still
-        scored. A call that was killed, or raised TimeoutError, is made once more, after all others.
+        scored. A call that was killed, or raised TimeoutError, is made once more, after all others. `extracts`: the
+        scores have the answers that the function's `extract` finds, which runs within the same call.
         """
         rows = len(prompts)
         size = max(rows, 1) if self._functions[function].batched else 1
         calls = [slice(start, start + size) for start in range(0, rows, size)]
 
         def request(rows: slice) -> tuple[Any, ...]:
-            return _request(rows, function, prompts, responses, answers, columns)
+            return _request(rows, function, extracts, prompts, responses, answers, columns)
 
         results = self._answers(calls, request, timeout * size)
         again = [number for number, values in enumerate(results) if _may_pass(values)]
@@ -119,13 +124,13 @@ class RewardProcess:
 
     def _answers(
         self, calls: Sequence[slice], request: Callable[[slice], tuple[Any, ...]], timeout: float
-    ) -> list[Sequence[Score]]:
+    ) -> list[Sequence[Score | RewardFailure]]:
         """Make the calls, each with some of the rows, and return the scores of each.
 
         Up to `_AHEAD` calls are in flight, so that the process never waits for the next one. When the process is
         killed, its unanswered calls go to its successor.
         """
-        results: list[Sequence[Score]] = []
+        results: list[Sequence[Score | RewardFailure]] = []
         sent = 0
         try:
             for number, call in enumerate(calls):
@@ -175,19 +180,16 @@ class RewardProcess:
         self._sent += 1
         pipe.send(pickle.dumps(request, protocol=5), self._sent)
 
-    def _values(self, pipe: Pipe, rows: int) -> list[float | None]:
-        values = self._reply(pipe).get("values")
-        if (
-            not isinstance(values, list)
-            or len(values) != rows
-            or not all(value is None or isinstance(value, float) for value in values)
-        ):
+    def _values(self, pipe: Pipe, rows: int) -> list[Score]:
+        reply = self._reply(pipe)
+        values, answers = reply.get("values"), reply.get("extracted", [None] * rows)
+        if not _are(values, rows, float) or not _are(answers, rows, str):
             self.close()
             raise RewardFailure("sent no proper reply")
         for value in values:
             if value is not None and not abs(value) <= FLOAT32_MAX:  # also false for NaN
                 raise RewardFailure(f"returned {value}, not a finite 32-bit number")
-        return values
+        return [Score(value, answer) for value, answer in zip(values, answers, strict=True)]
 
     def _reply(self, pipe: Pipe) -> dict[str, Any]:
         """Return the reply to the oldest unanswered request; RewardFailure when it is an error."""
@@ -221,20 +223,26 @@ class RewardProcess:
         return RewardFailure(how_it_ended(status), may_pass=status < 0)
 
 
-def _may_pass(values: Sequence[Score]) -> bool:
+def _are(values: Any, rows: int, kind: type) -> TypeGuard[list[Any]]:
+    """Whether a reply's values are a list of `rows` values, each of this kind or None."""
+    return isinstance(values, list) and len(values) == rows and all(v is None or isinstance(v, kind) for v in values)
+
+
+def _may_pass(values: Sequence[Score | RewardFailure]) -> bool:
     return any(isinstance(value, RewardFailure) and value.may_pass for value in values)
 
 
 def _request(
     rows: slice,
     function: int,
+    extracts: bool,
     prompts: Sequence[str],
     responses: Sequence[str],
     answers: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> tuple[Any, ...]:
     chosen = [list(each[rows]) for each in (prompts, responses, answers)]
-    return ("call", function, *chosen, {name: list(values[rows]) for name, values in columns.items()})
+    return ("call", function, extracts, *chosen, {name: list(values[rows]) for name, values in columns.items()})
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

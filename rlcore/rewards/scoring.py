@@ -22,12 +22,15 @@ class Scored:
 
     `totals` are the weighted sums, or where a function failed `reward.error_value`, NaN if that is null. `by_function`
     has each function's own scores, before weighting; NaN where it does not apply. `failures` holds None, or for the
-    first function that failed on that row {"function", "cause", "traceback"}, all strings.
+    first function that failed on that row {"function", "cause", "traceback"}, all strings. `extracted` are the
+    responses' final answers, by the first function with an `extract`: None where it finds none, and for all if they
+    were not asked for.
     """
 
     totals: list[float]
     by_function: dict[str, list[float]]
     failures: list[dict[str, str] | None]
+    extracted: list[str | None]
 
 
 class Rewards:
@@ -52,6 +55,8 @@ class Rewards:
         responses: Sequence[str],
         answers: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
+        *,
+        extracts: bool = False,
     ) -> Scored:
         """Return the rewards of these rows; `columns` are further data columns, for functions that accept them.
 
@@ -67,17 +72,23 @@ class Rewards:
         applied = [self._config.model is not None] * rows
         failures: list[dict[str, str] | None] = [None] * rows
         by_function: dict[str, list[float]] = {}
+        extracted: list[str | None] = [None] * rows
+        extractor = next((number for number, each in enumerate(self.functions) if each.extract is not None), None)
         for number, function in enumerate(self.functions):
             scores = by_function[function.name] = [value] * rows
-            scored = self._process.scores(number, prompts, responses, answers, columns, self._config.timeout)
+            asks = extracts and number == extractor
+            scored = self._process.scores(number, prompts, responses, answers, columns, self._config.timeout, asks)
             for row, score in enumerate(scored):
                 if isinstance(score, RewardFailure):
                     failures[row] = failures[row] or _account(function.name, score)
-                elif score is None:
+                    continue
+                if asks:
+                    extracted[row] = score.answer
+                if score.value is None:
                     scores[row] = math.nan
                 else:
-                    scores[row] = score
-                    totals[row] += function.weight * score
+                    scores[row] = score.value
+                    totals[row] += function.weight * score.value
                     applied[row] |= function.weight != 0 or not weighted
         for row, total in enumerate(totals):
             if failures[row] is None and not applied[row]:
@@ -87,7 +98,7 @@ class Rewards:
             if failures[row] is not None:
                 totals[row] = value
         _warn(failures)
-        return Scored(totals, by_function, failures)
+        return Scored(totals, by_function, failures, extracted)
 
     def close(self) -> None:
         """Kill the process."""

@@ -28,9 +28,15 @@ def named_scores(functions: Sequence[WeightedReward], config: RewardConfig) -> t
     return tuple(function.name for function in functions) if len(functions) > 1 or config.model is not None else ()
 
 
-def _gives(batch: DataProto, named: Sequence[str] = ()) -> dict[str, ColumnSpec]:
+def extracts_answers(functions: Sequence[WeightedReward]) -> bool:
+    """Return whether one of the functions can extract a response's final answer."""
+    return any(function.extract is not None for function in functions)
+
+
+def _gives(batch: DataProto, named: Sequence[str] = (), extracts: bool = False) -> dict[str, ColumnSpec]:
     by_name = {f"score/{name}": ColumnSpec.dense(torch.float32) for name in named}
-    return {**column_specs("scores", "reward_error", "reward_detail"), **by_name}
+    extracted = column_specs("extracted_answer") if extracts else {}
+    return {**column_specs("scores", "reward_error", "reward_detail"), **by_name, **extracted}
 
 
 class RewardWorker(Worker):
@@ -53,7 +59,7 @@ class RewardWorker(Worker):
         self._rewards.start()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=_READS, gives=_gives)
-    def score(self, batch: DataProto, named: Sequence[str] = ()) -> DataProto:
+    def score(self, batch: DataProto, named: Sequence[str] = (), extracts: bool = False) -> DataProto:
         """Return each row's reward.
 
         Reads the object columns prompt_text, response_text and answer; functions that accept them also get the other
@@ -61,14 +67,15 @@ class RewardWorker(Worker):
         scores fp32 [rows]; reward_error bool [rows], True where a function failed and the score is
         `reward.error_value`, or NaN; reward_detail, object: None, or a dict with uid and sample_index (where the batch
         has them), function, cause and traceback; and score/NAME fp32 [rows] of each function in `named`, NaN where it
-        returned None. A batched function is called once with all rows of this worker.
+        returned None. With `extracts` also extracted_answer, object: the response's final answer as text, or None. A
+        batched function is called once with all rows of this worker.
         """
         columns: dict[str, list[Any]] = {name: list(values) for name, values in batch.non_tensor_batch.items()}
         # The remaining columns go to the functions that accept them.
         prompts, responses, answers = (columns.pop(name) for name in _READS)
         if self._tokenizer is not None:
             responses = [self._with_special_tokens(row.tolist()) for row in batch.view("responses")]
-        scored = self._rewards.score(prompts, responses, answers, columns)
+        scored = self._rewards.score(prompts, responses, answers, columns, extracts=extracts)
         result = DataProto(
             {
                 "scores": torch.tensor(scored.totals, dtype=torch.float32),
@@ -78,6 +85,8 @@ class RewardWorker(Worker):
         )
         for name in named:
             result[f"score/{name}"] = torch.tensor(scored.by_function[name], dtype=torch.float32)
+        if extracts:
+            result["extracted_answer"] = scored.extracted
         return result
 
     def _with_special_tokens(self, tokens: list[int]) -> str:

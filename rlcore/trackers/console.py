@@ -157,6 +157,11 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
     before, after = (summary.get(f"accuracy_{when}") for when in ("before", "after"))
     if before is not None or after is not None:
         lines.append(f"held-out accuracy: {_number(before)} before, {_number(after)} after")
+    if stopped := summary.get("stopped_at"):
+        reached = ", ".join(f"{name} = {value:.4g}" for name, value in stopped.items())
+        lines.append(f"ended early by trainer.stop_at: {reached}")
+    if best := summary.get("best"):
+        lines.append(f"best checkpoint: step {best['step']} ({best['value']:.4g}), {run_dir / 'checkpoints' / 'best'}")
     lines.append(f"run folder: {run_dir}")
     command = shlex.quote(_command())
     given = [*summary.get("plugin_files", []), *(f"no:{name}" for name in summary.get("plugins_blocked", []))]

@@ -24,6 +24,7 @@ _NAME = re.compile(r"step_(\d+)")
 _ASIDE = ".writing-"
 DAMAGED = "damaged-"
 STATE, MANIFEST = "trainer.json", "manifest.json"
+BEST = "best"
 _READERS = 8
 
 
@@ -123,18 +124,61 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
-def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep: int) -> Path:
+def split_target(target: Path) -> tuple[Path, Path | None]:
+    """Return the run folder and the checkpoint of RUN/checkpoints/NAME; (target, None) for any other path.
+
+    NAME is a checkpoint's, or `best`.
+    """
+    if target.parent.name == "checkpoints" and (target / MANIFEST).is_file():
+        return target.parent.parent, target.resolve()
+    return target, None
+
+
+def chosen_whole(target: Path, part: str = "") -> Path | None:
+    """Return the checkpoint that `target` names, or the newest whole one of the run folder `target`, if it has any.
+
+    part: see newest_whole. Raises CheckpointError when the checkpoint, or all of the run's, are damaged.
+    """
+    run, chosen = split_target(target)
+    if chosen is None:
+        return newest_whole(run / "checkpoints", part)
+    if wrong := faults(chosen, part):
+        raise CheckpointError(
+            f"checkpoint {chosen} is damaged: {'; '.join(wrong[:5])}; restore its files, or give the run {run} for its "
+            "newest whole checkpoint"
+        )
+    return chosen
+
+
+def link_best(folder: Path, step: int) -> None:
+    """Let the link `best` in `folder` name the checkpoint of a step; CheckpointError when the disk refuses."""
+    aside = folder / (_ASIDE + BEST)
+    try:
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(_name(step))
+        os.replace(aside, folder / BEST)
+        _sync(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder / BEST} cannot be written: {error}") from error
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep: int, best: int | None = None) -> Path:
     """Write checkpoint `step` into `folder` and return its path; then delete all but the newest `keep` (0: keep all).
 
-    `write(path)` writes its files into `path` and returns the trainer's state. Raises CheckpointError when the disk
-    refuses; earlier checkpoints stay intact.
+    `write(path)` writes its files into `path` and returns the trainer's state. `best`: a step whose checkpoint stays;
+    if it is this one, the link `best` names it. Raises CheckpointError when the disk refuses; earlier checkpoints stay
+    intact.
     """
-    final = folder / f"step_{step:08d}"
+    final = folder / _name(step)
     aside = folder / (_ASIDE + final.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Left by runs that were killed while saving.
-        for stale in folder.glob(_ASIDE + "*"):
+        for stale in folder.glob(_ASIDE + "step_*"):
             shutil.rmtree(stale)
         if final.is_dir() and not (final / MANIFEST).is_file():
             shutil.rmtree(final)  # a partial copy, which nothing can load
@@ -148,9 +192,12 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
         _sync(folder)
     except OSError as error:
         raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
+    if step == best:
+        link_best(folder, step)  # before the one that was the best is deleted
     if keep:
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            if step_of(old) != best:
+                shutil.rmtree(old)
     return final
 
 

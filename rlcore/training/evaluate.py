@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from rlcore.config import Config
@@ -18,65 +19,72 @@ from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
 from rlcore.model_folder import check_positions
-from rlcore.ops import episodes, group_index, one_row_each
+from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
+from rlcore.plugins.specs import environment_of
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import needing_answer, resolve
-from rlcore.rewards.failures import check_failures, one_score_each
+from rlcore.rewards.failures import check_failures, first_failure, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
-from rlcore.training.checkpoint import newest_whole
+from rlcore.training.checkpoint import chosen_whole, split_target
+from rlcore.training.estimates import maj_at_k, pass_at_k, share_with_interval
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
+
+log = logging.getLogger(__name__)
+
+Prompt: TypeAlias = tuple[str, int, str]
+"""A held-out prompt: its uid, the player's seat (0 without seats), and its text."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample."""
+    """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample.
+
+    by_prompt: accuracy, score, pass@k and maj@k of each prompt, by name and then by prompt: (uid, seat, prompt's text).
+    For an algorithm with an evaluation of its own it is empty, and `batch` has the held-out rows.
+    """
 
     metrics: dict[str, float]
     batch: DataProto
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the probability that k out of `samples` responses, `correct` of them right, include a right one.
-
-    The unbiased estimator of arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k).
-    """
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+    by_prompt: dict[str, dict[Prompt, float]]
 
 
 def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     """Sample `trainer.eval_samples` responses for each prompt at `trainer.eval_temperature` and score them.
 
     Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
-    2, 4, ... up to the number of samples per prompt if that is above 1, the mean score, the mean response length, the
-    share of truncated responses, and the numbers of samples and of reward errors. Samples without a reward are neither
-    right nor wrong: accuracy, pass@k and score leave them out. An episode with several branches is one sample; the
-    length and the share of truncated responses are means over rows.
+    2, 4, ... up to the number of samples per prompt if that is above 1, maj@k for the same k from 2 on if a reward
+    extracts the answers and no episode has several branches, the mean score, the mean response length, the share of
+    truncated responses, and the numbers of samples and of reward errors. NAME_low and NAME_high are the bounds of the
+    95 % intervals of accuracy, pass@k and maj@k. Samples without a reward are neither right nor wrong: accuracy,
+    pass@k, maj@k and score leave them out. An episode with several branches is one sample; the length and the share of
+    truncated responses are means over rows.
 
     Raises RewardsError when more than the share `reward.max_failures` of the samples have no reward.
     """
     config = run.config
     samples = config.trainer.eval_samples
     batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
-    scored = run.score_by_functions(batch)
+    scored = run.score_by_functions(batch, extract=samples > 1)
     check_failures(batch, scored, config.reward.max_failures)
+    if failed := int(scored.view("reward_error").sum()):
+        log.warning(
+            "the evaluation leaves out %d of %d samples, which have no reward; %s",
+            failed,
+            len(scored),
+            first_failure(batch, scored),
+        )
     batch = batch.union(one_score_each(batch, scored))
     # Beside a reward model, functions may apply to no part of a sample; an evaluation counts functions only.
     named = [scored[name] for name in scored.keys() if name.startswith("score/")]  # noqa: SIM118 (not a dict)
     unscored = torch.stack([values.isnan() for values in named]).all(0) if named else torch.zeros(len(batch)).bool()
     rewarded = batch[~(scored.view("reward_error") | unscored)]
+    branched = len(set(episodes(rewarded))) < len(rewarded)
     rewarded = rewarded[one_row_each(episodes(rewarded))[0]]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
-    names = list(rewarded["uid"])
-    if "seat" in rewarded:  # the seats of a game count apart
-        names = [f"{uid} {seat}" for uid, seat in zip(names, rewarded["seat"].tolist(), strict=True)]
-    prompt = group_index(names).numpy()
-    correct = np.bincount(prompt, weights=right).astype(int)
-    # Fewer than `eval_samples` where an episode or a reward failed.
-    sampled = np.bincount(prompt)
     metrics = {
         "eval/accuracy": float(right.mean()),
         "eval/score": float(scores.mean()),
@@ -87,34 +95,100 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
     }
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
-    k = 1
-    while samples > 1 and k <= samples:
-        found = [pass_at_k(int(n), int(c), k) for n, c in zip(sampled, correct, strict=True) if n >= k]
-        if found:
-            metrics[f"eval/pass@{k}"] = float(np.mean(found))
-        k *= 2
-    return Evaluation(metrics, batch)
+    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
+    rows = _rows_by_prompt(rewarded)
+    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
+    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
+    for name, values in by_prompt.items():
+        used = sum(len(rows[prompt]) for prompt in values)
+        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
+    for name, estimate in estimates.items():
+        metrics[f"eval/{name}"] = estimate.value
+        metrics[f"eval/{name}_low"] = estimate.low
+        metrics[f"eval/{name}_high"] = estimate.high
+    means = {
+        "accuracy": {prompt: float(right[members].mean()) for prompt, members in rows.items()},
+        "score": {prompt: float(scores[members].mean()) for prompt, members in rows.items()},
+    }
+    return Evaluation(metrics, batch, {**means, **by_prompt})
 
 
-def held_out_metrics(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> dict[str, float]:
-    """Return the metrics eval/NAME of the algorithm's own `evaluate`, or of `evaluate_prompts` if it has none."""
+def _rows_by_prompt(rewarded: DataProto) -> dict[Prompt, list[int]]:
+    """Return the rows of each prompt; the seats of a game count apart."""
+    uids = list(rewarded["uid"])
+    seats = rewarded["seat"].tolist() if "seat" in rewarded else [0] * len(uids)
+    rows: dict[Prompt, list[int]] = {}
+    for row, prompt in enumerate(zip(uids, seats, rewarded["prompt_text"], strict=True)):
+        rows.setdefault(prompt, []).append(row)
+    return rows
+
+
+def _by_prompt(
+    rows: Mapping[Prompt, list[int]], right: Sequence[bool], answers: Sequence[str | None] | None, samples: int
+) -> dict[str, dict[Prompt, float]]:
+    """Return pass@k and maj@k of each prompt with at least k samples, by name; a name that no prompt has is left out.
+
+    rows: one row per sample. right: whether each is right. answers: each one's extracted answer; None if no reward
+    extracts them. samples: samples per prompt, fewer where one has no reward.
+    """
+    values: dict[str, dict[Prompt, float]] = {}
+    for k in sample_counts(samples):
+        for prompt, members in rows.items():
+            if len(members) < k:
+                continue
+            correct = [right[row] for row in members]
+            values.setdefault(f"pass@{k}", {})[prompt] = pass_at_k(len(members), sum(correct), k)
+            if answers is not None and k > 1:
+                votes = [answers[row] for row in members]
+                values.setdefault(f"maj@{k}", {})[prompt] = maj_at_k(votes, correct, k)
+    return values
+
+
+def metric_names(config: Config, extracts: bool) -> list[str]:
+    """Return the names of all metrics that `evaluate_prompts` can give; extracts: a reward extracts answers."""
+    counts = sample_counts(config.trainer.eval_samples)
+    shares = ["accuracy", *(f"pass@{k}" for k in counts), *(f"maj@{k}" for k in counts if extracts and k > 1)]
+    names = [f"{share}{bound}" for share in shares for bound in ("", "_low", "_high")]
+    names += ["score", "response_length", "truncated", "reward_errors", "samples"]
+    if environment_of(config):
+        names.append("failed_episodes")
+    return [f"eval/{name}" for name in names]
+
+
+def sample_counts(samples: int) -> list[int]:
+    """Return the k of pass@k: 1, 2, 4, ... up to the samples per prompt; none for a single sample."""
+    return [2**power for power in range(samples.bit_length())] if samples > 1 else []
+
+
+def held_out_evaluation(run: Run, algorithm: Algorithm | None, held_out: DataProto) -> Evaluation:
+    """Return the evaluation by the algorithm's own `evaluate`, or by `evaluate_prompts` if it has none."""
     if algorithm is None or not algorithm.evaluates:
-        return evaluate_prompts(run, held_out).metrics
-    return {f"eval/{name}": float(value) for name, value in algorithm.evaluate(run, held_out).items()}
+        return evaluate_prompts(run, held_out)
+    metrics = {f"eval/{name}": float(value) for name, value in algorithm.evaluate(run, held_out).items()}
+    return Evaluation(metrics, held_out, {})
 
 
 def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint or a model folder on held-out prompts, print and return the metrics.
+    """Evaluate as `evaluate_target` does, print and return the metrics."""
+    metrics = evaluate_target(target, config, plugins).metrics
+    for line in metric_lines(metrics):
+        print(line)
+    return metrics
 
-    `target` is a run folder or a model folder; for a model folder, `config.model.path` names it too. Raises
-    CheckpointError for a run without a checkpoint, and the errors of `open_run`.
+
+def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> Evaluation:
+    """Evaluate a run's newest checkpoint, one of its checkpoints, or a model folder on held-out prompts.
+
+    `target` is a run folder, one of its checkpoints (RUN/checkpoints/best) or a model folder; for a model folder,
+    `config.model.path` names it too. Raises CheckpointError for a run without a checkpoint and for a damaged one, and
+    the errors of `open_run`.
     """
     algorithm: Algorithm | None = None
     saved: Path | None = None
-    if (target / CONFIG).is_file():
+    if (split_target(target)[0] / CONFIG).is_file():
         algorithm = plugins.algorithm(config.algorithm).algorithm(config.algo) if config.algorithm else None
         only_actor = algorithm is None or not algorithm.evaluates
-        saved = newest_whole(target / "checkpoints", "actor/model" if only_actor else "")
+        saved = chosen_whole(target, "actor/model" if only_actor else "")
         if saved is None:
             raise CheckpointError(
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
@@ -146,12 +220,23 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
     if episodes is not None:
         episodes.check()
         episodes.check_batch(prompts)
-    with open_run(config, target.resolve(), plugins, roles, rewards, placement=placement, episodes=episodes) as run:
+    folder = split_target(target)[0].resolve()
+    with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes) as run:
         work_begins()
-        metrics = held_out_metrics(run, algorithm, prompts)
+        return held_out_evaluation(run, algorithm, prompts)
+
+
+def metric_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics as lines of text, without `eval/`; a metric with an interval has it in its line."""
+    lines = []
     for name, value in metrics.items():
-        print(f"{name.removeprefix('eval/'):<16} {value:.4g}")
-    return metrics
+        if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
+            continue
+        line = f"{name.removeprefix('eval/'):<16} {value:.4g}"
+        if f"{name}_low" in metrics:
+            line = f"{line:<26} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
+        lines.append(line)
+    return lines
 
 
 def _as_saved(role: Role, folder: Path) -> Role:

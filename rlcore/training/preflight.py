@@ -24,6 +24,7 @@ from rlcore.plugins.specs import environment_of
 from rlcore.roles.checks import check_engines
 from rlcore.roles.placement import Placement, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, has_own_settings, resolve_roles, role_config, with_settings
+from rlcore.training.goals import check_goals
 from rlcore.training.run import check_roles
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ def _evaluation(flight: Preflight) -> None:
             f"an evaluation samples from the role `actor`, but algo={flight.config.algorithm} lets "
             f"{', '.join(generates) or 'no role'} generate and has no evaluate() of its own; set trainer.eval_every=0"
         )
+    check_goals(flight.config, flight.algorithm, extracts=True)  # the rewards are read later, when a run starts
 
 
 def _roles(flight: Preflight) -> None:

@@ -25,7 +25,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_group
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.failures import one_score_each, with_reward
-from rlcore.rewards.worker import RewardWorker, named_scores
+from rlcore.rewards.worker import RewardWorker, extracts_answers, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.placement import Placement
@@ -66,8 +66,12 @@ class Run:
         loaders: Mapping[str, PromptLoader],
         named_scores: Sequence[str] = (),
         scores_groups: bool = False,
+        extracts_answers: bool = False,
     ) -> None:
-        """`scores_groups`: a reward function is batched, and may compare the rows of a prompt."""
+        """`scores_groups`: a reward function is batched, and may compare the rows of a prompt.
+
+        `extracts_answers`: a reward function can extract a response's final answer.
+        """
         self.config, self.dir = config, folder
         self.roles = dict(roles)
         self._loaders = loaders
@@ -75,6 +79,7 @@ class Run:
         self._rewards = rewards
         self._plugin_groups = plugin_groups
         self._named_scores, self._scores_groups = named_scores, scores_groups
+        self._extracts_answers = extracts_answers
         self._logged: dict[str, float] = {}
         self._scored: list[ScoredBatch] = []
 
@@ -142,20 +147,22 @@ class Run:
             self._scored.append(ScoredBatch(batch, scored, rewards))
         return rewards
 
-    def score_by_functions(self, batch: DataProto) -> DataProto:
+    def score_by_functions(self, batch: DataProto, *, extract: bool = False) -> DataProto:
         """Return the scores of all rows by the reward functions only, without a record in the step's metrics.
 
         The score of a row whose reward failed is `reward.error_value`, or NaN. Evaluations use it, as a reward model
-        cannot tell whether an answer is right.
+        cannot tell whether an answer is right. With `extract` the result has the column `extracted_answer`, where a
+        reward function can extract answers.
         """
+        extracts = extract and self._extracts_answers
         columns = list(batch.non_tensor_batch.keys())
         tensors = ["sample_index"] if "sample_index" in batch else []
         tensors += ["responses"] if self.config.reward.special_tokens else []
         sent, workers = batch.select(tensors, columns, []), self._rewards.world_size
         if workers == 1 or not self._scores_groups or "uid" not in batch:
-            return self._rewards.score(sent, self._named_scores)
+            return self._rewards.score(sent, self._named_scores, extracts)
         cut, back = split_batch_by_group(sent, list(batch.view("uid")), workers)
-        return self._rewards.score(cut, self._named_scores)[back]
+        return self._rewards.score(cut, self._named_scores, extracts)[back]
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
@@ -334,7 +341,8 @@ def open_run(
         scorers = groups.pop(REWARD_WORKERS)
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
         batched = any(reward.batched for reward in rewards)
-        yield Run(config, folder, clock, handles, scorers, own, {} if loaders is None else loaders, names, batched)
+        loaders, extracts = {} if loaders is None else loaders, extracts_answers(rewards)
+        yield Run(config, folder, clock, handles, scorers, own, loaders, names, batched, extracts)
 
 
 def _fetch_models(config: Config, roles: Mapping[str, Role]) -> None:

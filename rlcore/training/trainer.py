@@ -34,11 +34,13 @@ from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
 from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
+from rlcore.rewards.worker import extracts_answers
 from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
-from rlcore.training.evaluate import held_out_metrics, sample_rows
+from rlcore.training.evaluate import held_out_evaluation, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
+from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import logprob_diff_warning, step_metrics
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
@@ -64,6 +66,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     episodes = episode_setup(config, plugins)
     path = default_path(config)
+    check_goals(config, algorithm, extracts_answers(rewards))
     with _Preparation(config, plugins, algorithm, rewards, episodes, path) as prepared:
         opened = open_run(
             config,
@@ -194,6 +197,7 @@ class Trainer:
         self.tokens = 0.0
         self.seconds = 0.0
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
+        self.goals = Goals(self.config.trainer)
         self.saved_step: int | None = None
         self._last_end = 0.0
         self._known: dict[str, dict[str, int]] = {}
@@ -270,9 +274,10 @@ class Trainer:
         if self.step == 0:
             self._evaluate()
             self.accuracy["before"] = self.accuracy["after"]
+            self._save_best()
         every = self.config.trainer.checkpoint_every
         under_way: deque[_OpenStep] = deque()
-        while self.step + len(under_way) < total and not interruption.asked:
+        while self.step + len(under_way) < total and not (interruption.asked or self.goals.reached):
             step = self.step + len(under_way) + 1
             position = {name: loader.state_dict() for name, loader in self.loaders.items()}
             try:
@@ -288,11 +293,17 @@ class Trainer:
                 self._finish(under_way.popleft())
             if saves:
                 self._save()
+            self._save_best()
         while under_way:
             self._finish(under_way.popleft())
         if self.saved_step != self.step:
             self._save()
-        return "finished" if self.step >= total else "interrupted"
+        return "finished" if self.step >= total or self.goals.reached else "interrupted"
+
+    def _save_best(self) -> None:
+        """Save the step that has just been evaluated, if it is the best and not saved yet."""
+        if self.goals.best_step == self.step and self.saved_step != self.step:
+            self._save()
 
     def _save_before(self, step: int, under_way: deque[_OpenStep], position: Mapping[str, Any]) -> None:
         """Save the state before a step whose episodes or rewards failed; not if it has trained already."""
@@ -387,11 +398,12 @@ class Trainer:
         if self.held_out is None:
             return
         self._sync()
-        metrics = held_out_metrics(self.run_, self.algorithm, self.held_out)
+        metrics = held_out_evaluation(self.run_, self.algorithm, self.held_out).metrics
         self.run_.end_step()
         metrics.update(self._seconds("eval_")())
         self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step
         self.accuracy["after"] = metrics.get("eval/accuracy")
+        self.goals.judge(self.step, metrics)
         self.trackers.evaluated(self.step, metrics)
 
     def _sync(self) -> None:
@@ -403,7 +415,7 @@ class Trainer:
         # The run must go on from here as a resumed one would: with the newest weights in the rollout pool.
         self._sync()
         keep = self.config.trainer.keep_checkpoints
-        path = checkpoint.save(self.folder.checkpoints, self.step, self._write, keep)
+        path = checkpoint.save(self.folder.checkpoints, self.step, self._write, keep, self.goals.best_step)
         self.saved_step = self.step
         self.trackers.saved(self.step, path)
 
@@ -421,6 +433,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "accuracy": self.accuracy,
+            "goals": self.goals.state_dict(),
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
@@ -452,6 +465,7 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
+            self.goals.load_state_dict(state["goals"])
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
@@ -468,6 +482,8 @@ class Trainer:
                 role.group.load_state(str((path / name).resolve()))
         self._sync()
         self.saved_step = self.step
+        if self.goals.best_step is not None:
+            checkpoint.link_best(self.folder.checkpoints, self.goals.best_step)  # as it was at this step
         self.run_.begin_step(self.step)
         log.info("resumed from %s", path)
 
@@ -478,6 +494,8 @@ class Trainer:
             "steps": self.step,
             "accuracy_before": self.accuracy["before"],
             "accuracy_after": self.accuracy["after"],
+            "best": self.goals.best,
+            "stopped_at": self.goals.reached,
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "run_dir": str(self.folder.path),

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from rlcore.rewards.gsm8k import gsm8k
-from rlcore.rewards.math import math
+from rlcore.rewards.gsm8k import gsm8k, gsm8k_answer, gsm8k_flexible_answer
+from rlcore.rewards.math import math, math_answer
 
 PAIRS = [  # response, reference, score
     (r"\boxed{4210_7}", "4210_5", 0),
@@ -185,3 +185,34 @@ def test_a_response_that_cannot_be_read_is_not_logged(caplog):
     with caplog.at_level(logging.DEBUG):
         math("", r"\boxed{\frac{}{}\sqrt[}{" + "x" * 50, "1")
     assert "xxxxx" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1}, no: \boxed{\frac{1}{2}.}", r"\frac{1}{2}"),
+        (r"<think>\boxed{1}</think> <answer> 42 </answer>", "42"),
+        ("Answer: **10\\,080**", "10080"),
+        ("so it is $x^2$", "x^2"),
+        (r"<think>\boxed{1}", None),
+        ("I do not know", None),
+    ],
+)
+def test_the_final_answer_that_votes(response, answer):
+    assert math_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible"),
+    [
+        ("1 + 4 is 5\n#### 5.00", "5", "5"),
+        ("#### -1,200", "-1200", "-1200"),
+        ("#### -0.0", "0", "0"),
+        ("#### 12345678901234567890123456789012345678901.50", "12345678901234567890123456789012345678901.5", None),
+        ("it is $7.", None, "7"),
+        ("none", None, None),
+    ],
+)
+def test_the_number_that_votes(response, strict, flexible):
+    assert gsm8k_answer(response) == strict
+    assert gsm8k_flexible_answer(response) == (flexible or strict)

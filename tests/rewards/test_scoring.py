@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.schema import RewardConfig
+from rlcore.errors import ConfigError
 from rlcore.plugins.specs import RewardSpec
 from rlcore.rewards.arithmetic import arithmetic
 from rlcore.rewards.compose import resolve
@@ -89,7 +90,8 @@ def test_replies_to_rows_that_nobody_waits_for_reach_nobody_else(make):
 
     with pytest.raises(KeyboardInterrupt):
         process.scores(0, rows, rows, rows, Interrupted(), 5.0)
-    assert process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0) == list(map(float, range(20, 40)))
+    scores = process.scores(0, rows[20:], rows[20:], rows[20:], {}, 5.0)
+    assert [score.value for score in scores] == list(map(float, range(20, 40)))
 
 
 def test_each_kind_of_failure_is_reported_with_its_cause_and_spares_its_neighbours(make):
@@ -287,6 +289,7 @@ def test_a_killed_run_leaves_no_reward_process_behind(tmp_path):
     script.write_text(f"""
 import sys
 from rlcore.config.schema import RewardConfig
+from rlcore.errors import ConfigError
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.scoring import Rewards
 config = RewardConfig(path={f"{FILE}:misbehave"!r}, timeout=60)
@@ -301,3 +304,51 @@ rewards.score(["p"], ["hang"], ["a"], {{}})
         time.sleep(0.2)  # it hangs by now
         run.kill()
     wait_until(lambda: not living(lambda process, process_group: process == child))
+
+
+EXTRACTING = """
+from rlcore import RewardSpec
+
+def score(prompt, response, answer):
+    return 1.0
+
+def extract(response):
+    return {"a": "A", "none": None, "number": 7}[response]
+
+def of_two(response, answer):
+    return None
+
+good = RewardSpec("good", score, extract=extract)
+batched = RewardSpec("batched", lambda prompts, responses, answers: [1.0] * len(prompts), batched=True, extract=extract)
+plain = score
+bad = RewardSpec("bad", score, extract=of_two)
+"""
+
+
+@pytest.mark.parametrize("name", ["good", "batched"])
+def test_answers_are_extracted_where_asked_and_a_failure_is_the_rows(tmp_path, name):
+    (tmp_path / "extracting.py").write_text(EXTRACTING)
+    functions = {f"{tmp_path / 'extracting.py'}:{function}": 1.0 for function in ("plain", name)}
+    config = RewardConfig(functions=functions)
+    rewards = Rewards(resolve(config, "", {}), config)
+    try:
+        fine = rewards.score(["p"] * 2, ["a", "none"], [None] * 2, {}, extracts=True)
+        assert (fine.extracted, fine.totals) == (["A", None], [2.0, 2.0])
+        assert rewards.score(["p"], ["a"], [None], {}).extracted == [None]
+        failed = rewards.score(["p"] * 2, ["number", "missing"], [None] * 2, {}, extracts=True)
+    finally:
+        rewards.close()
+    assert [failure["function"] for failure in failed.failures] == [f"extracting.{name}"] * 2
+    causes = [failure["cause"] for failure in failed.failures]
+    if name == "good":
+        assert causes == ["extracted 7 (int), neither text nor None", "raised KeyError: 'missing'"]
+    else:  # one call for both
+        assert causes == ["raised KeyError: 'missing'"] * 2
+    assert all(math.isnan(total) for total in failed.totals)
+
+
+def test_an_extract_of_other_parameters_is_refused(tmp_path):
+    (tmp_path / "extracting.py").write_text(EXTRACTING)
+    config = RewardConfig(path=f"{tmp_path / 'extracting.py'}:bad")
+    with pytest.raises(ConfigError, match=r"its `extract` cannot be called with a response alone: .*answer"):
+        resolve(config, "", {})

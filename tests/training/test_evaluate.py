@@ -11,37 +11,13 @@ import pytest
 import torch
 
 from rlcore.assets import TINY
+from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.errors import CheckpointError, RewardsError
+from rlcore.errors import CheckpointError, ConfigError, RewardsError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
-from rlcore.training.evaluate import evaluate, evaluate_prompts, pass_at_k, sample_rows
-
-
-@pytest.mark.parametrize(
-    ("samples", "correct", "k", "chance"),
-    [
-        (4, 1, 2, 1 / 2),  # the right one is in 3 of the 6 pairs
-        (4, 2, 2, 5 / 6),  # all pairs but one
-        (4, 3, 2, 1.0),  # no pair of wrong ones
-        (8, 0, 4, 0.0),
-        (8, 8, 1, 1.0),
-        (8, 3, 1, 3 / 8),
-        (5, 1, 5, 1.0),
-    ],
-)
-def test_pass_at_k_by_hand(samples, correct, k, chance):
-    assert pass_at_k(samples, correct, k) == pytest.approx(chance)
-
-
-def test_pass_at_k_counts_the_subsets_that_hold_a_right_one():
-    for samples in range(1, 7):
-        for correct in range(samples + 1):
-            right = [index < correct for index in range(samples)]
-            for k in range(1, samples + 1):
-                subsets = list(itertools.combinations(right, k))
-                share = sum(any(subset) for subset in subsets) / len(subsets)
-                assert pass_at_k(samples, correct, k) == pytest.approx(share), (samples, correct, k)
+from rlcore.training.compare import compare
+from rlcore.training.evaluate import evaluate, evaluate_prompts, metric_names, sample_rows
 
 
 def test_greedy_evaluation_is_the_same_each_time(open_small):
@@ -71,6 +47,7 @@ def test_sampled_evaluation_gives_pass_at_powers_of_two(open_small):
     for k in (1, 2, 4):
         shares = [sum(map(any, itertools.combinations(right, k))) / math.comb(4, k) for right in by_prompt.values()]
         assert metrics[f"eval/pass@{k}"] == pytest.approx(sum(shares) / 6)
+    assert set(metrics) == set(metric_names(run.config, extracts=True))
     assert not {"eval/pass@3", "eval/pass@8"} & set(metrics)
     assert metrics["eval/accuracy"] == pytest.approx(metrics["eval/pass@1"])
     assert 0 < metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
@@ -97,6 +74,9 @@ def test_accuracy_counts_scores_from_the_pass_score_on_and_no_failed_reward(open
     assert found.metrics == pytest.approx(
         {
             "eval/accuracy": 3 / 4,
+            # Wilson's interval of 3/4 with 3 samples: the standard error 1/4 is theirs. z = 1.959964, z^2 = 3.841459.
+            "eval/accuracy_low": (0.75 * 3 + 3.841459 / 2 - 1.959964 * 1.2340441) / 6.841459,
+            "eval/accuracy_high": (0.75 * 3 + 3.841459 / 2 + 1.959964 * 1.2340441) / 6.841459,
             "eval/score": (0.25 + 0.5 + 0.75 + 2.0) / 4,
             "eval/response_length": 1,
             "eval/truncated": 1.0,  # one digit is never the end of a response
@@ -104,6 +84,59 @@ def test_accuracy_counts_scores_from_the_pass_score_on_and_no_failed_reward(open
             "eval/samples": 6,
         }
     )
+
+
+def test_failed_rewards_of_an_evaluation_are_on_the_console(open_small, tmp_path, caplog):
+    (tmp_path / "by_answer.py").write_text(BY_ANSWER)
+    reward = [f"reward.path={tmp_path / 'by_answer.py'}:score", "reward.functions={}", "reward.max_failures=0.4"]
+    run, prompts = open_small("~reward", *reward, "rollout.response_len=1")
+    evaluate_prompts(run, prompts)
+    warned = [record.getMessage() for record in caplog.records if record.name == "rlcore.training.evaluate"]
+    assert len(warned) == 1
+    assert warned[0].startswith("the evaluation leaves out 2 of 6 samples, which have no reward; the first, eval:0/0: ")
+    assert "by_answer.score raised ValueError: no score for this one" in warned[0]
+
+
+VOTING = """
+from rlcore import RewardSpec
+
+def score(prompt, response, answer):
+    return float(answer in response)
+
+def last_digit(response):
+    return response.rstrip()[-1:] or None
+
+spec = RewardSpec("voting", score, extract=last_digit)
+plain = score
+"""
+
+
+def test_the_majority_votes_where_the_reward_extracts_answers(open_small, tmp_path):
+    (tmp_path / "voting.py").write_text(VOTING)
+    options = ["~reward", "reward.functions={}", "trainer.eval_samples=4"]
+    run, prompts = open_small(*options, f"reward.path={tmp_path / 'voting.py'}:spec")
+    found = evaluate_prompts(run, prompts)
+    rows = zip(found.batch["uid"], found.batch["response_text"], found.batch["answer"], strict=True)
+    by_prompt: dict[str, list[tuple[str, bool]]] = {}
+    for uid, text, answer in rows:
+        by_prompt.setdefault(uid, []).append((text.rstrip()[-1:], answer in text))
+
+    def majority(subset):
+        counts = [sum(other == answer for other, _ in subset) if answer else 0 for answer, _ in subset]
+        winners = [right for (_, right), count in zip(subset, counts, strict=True) if count and count == max(counts)]
+        return sum(winners) / len(winners) if winners else 0
+
+    for k in (2, 4):
+        subsets = [itertools.combinations(samples, k) for samples in by_prompt.values()]
+        shares = [sum(map(majority, each)) / math.comb(4, k) for each in subsets]
+        assert found.metrics[f"eval/maj@{k}"] == pytest.approx(sum(shares) / 6)
+        assert found.metrics[f"eval/maj@{k}_low"] < found.metrics[f"eval/maj@{k}"]
+    assert len({answer for samples in by_prompt.values() for answer, _ in samples}) > 2
+    assert "eval/maj@1" not in found.metrics
+
+    run, prompts = open_small(*options, f"reward.path={tmp_path / 'voting.py'}:plain")
+    without = evaluate_prompts(run, prompts).metrics
+    assert {name for name in found.metrics if "maj@" not in name} == set(without)
 
 
 def test_too_many_failed_rewards_end_an_evaluation_and_show_the_first(open_small, tmp_path):
@@ -135,7 +168,9 @@ def test_a_run_is_evaluated_with_its_newest_checkpoint(trained, small, metrics_o
     config = compose([*small, *GREEDY], plugins)
     folder = shutil.copytree(trained, tmp_path / "run")
     assert evaluate(folder, config, plugins) == evaluations[2]
-    assert re.search(rf"^accuracy +{evaluations[2]['eval/accuracy']:.4g}$", capsys.readouterr().out, re.MULTILINE)
+    accuracy, low, high = (evaluations[2][f"eval/accuracy{bound}"] for bound in ("", "_low", "_high"))
+    line = rf"^accuracy +{accuracy:.4g} +95 % interval {low:.4g} to {high:.4g}$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
     assert evaluations[2]["eval/truncated"] < 1
 
     checkpoint, name = folder / "checkpoints" / "step_00000002", "actor/model/model.safetensors"
@@ -153,6 +188,32 @@ def test_a_model_folder_is_evaluated_with_its_own_weights(trained, small, metric
     assert evaluate(TINY, config, plugins) == before
     model = trained / "checkpoints" / "step_00000001" / "actor" / "model"
     assert evaluate(model, replace(config, model=replace(config.model, path=str(model))), plugins) == between
+
+
+def test_a_checkpoint_of_a_run_is_evaluated_by_its_path(trained, small, metrics_of):
+    plugins = PluginManager.load()
+    between = {k: v for k, v in metrics_of(trained)[1].items() if k.startswith("eval/")}
+    config = compose([*small, *GREEDY], plugins)
+    assert evaluate(trained / "checkpoints" / "step_00000001", config, plugins) == between
+
+
+def test_two_checkpoints_are_compared_on_the_same_prompts(trained, small, metrics_of, capsys):
+    before, between, _ = metrics_of(trained)
+    options = [*small, *GREEDY, "algo=grpo"]
+    model = trained / "checkpoints" / "step_00000001"
+    assert main(["eval", str(TINY), str(model), *options]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("score "))
+    one, two, difference = (float(number) for number in re.findall(r"[AB] ([-+]?[0-9][.0-9]*) ", line))
+    assert (one, two) == pytest.approx((before["eval/score"], between["eval/score"]), abs=1e-4)
+    assert difference == pytest.approx(two - one, abs=2e-4)
+    assert "6 prompts" in line
+
+
+def test_an_evaluation_of_its_own_cannot_be_compared(trained, small):
+    plugins = PluginManager.load()
+    config = compose([*small, "algo=dpo"], plugins)
+    with pytest.raises(ConfigError, match=r"is a run of algo=dpo, whose own evaluation has no values by prompt"):
+        compare([trained, trained], [config, config], plugins)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(trained, small, tmp_path):

@@ -238,13 +238,13 @@ def _record_reward(run: Run, changes: Changes, record: RunRecord) -> None:
         record.scored.append((run.step, batch.union(scored)))
         return scored
 
-    def with_nan(batch: DataProto) -> DataProto:
-        scored = by_functions(batch)[:]
+    def with_nan(batch: DataProto, **options: Any) -> DataProto:
+        scored = by_functions(batch, **options)[:]
         scored["scores"] = torch.cat([torch.tensor([torch.nan]), scored["scores"][1:]])
         return scored
 
-    def with_failures(batch: DataProto) -> DataProto:
-        scored = by_functions(batch)[:]
+    def with_failures(batch: DataProto, **options: Any) -> DataProto:
+        scored = by_functions(batch, **options)[:]
         fails = (torch.arange(len(scored)) % 5 == 1) & (run.step == 1)
         scored["scores"] = scored["scores"].masked_fill(fails, torch.nan)
         failure = {"function": "the suite", "cause": "made it fail", "traceback": ""}

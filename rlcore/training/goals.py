@@ -1,0 +1,113 @@
+"""The best evaluation of a run, `trainer.best`, and the one that ends it early, `trainer.stop_at`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.config import Config
+from rlcore.config.schema import TrainerConfig
+from rlcore.errors import ConfigError, did_you_mean
+from rlcore.plugins import Algorithm
+from rlcore.training.evaluate import metric_names
+
+log = logging.getLogger(__name__)
+
+
+class Goals:
+    """The best evaluation so far, and the one that reached `trainer.stop_at`. Both are part of the checkpoints.
+
+    best: {"step": number, "value": the metric `trainer.best` there}; None before the first evaluation.
+    reached: the metrics of `trainer.stop_at` at the evaluation that reached them; None before it.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self.best: dict[str, float] | None = None
+        self.reached: dict[str, float] | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation."""
+        return None if self.best is None else int(self.best["step"])
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare an evaluation with the best so far and with `trainer.stop_at`.
+
+        Of equal ones the first is the best; NaN never is. Raises ConfigError before the first step, listing the
+        metrics, for a name that the evaluation does not give; a later evaluation without it is warned of and not judged
+        by it.
+        """
+        best, goals = self._config.best, self._config.stop_at
+        for name in dict.fromkeys([*goals, *([] if best is None else [best])]):
+            if name not in metrics and step == 0:
+                raise _unknown(self._config, name, [metric for metric in metrics if metric.startswith("eval/")])
+            if name not in metrics:
+                log.warning("step %d: the evaluation gave no %s, so it is not judged by it", step, name)
+        if best is not None and self._is_best(best, metrics.get(best, math.nan)):
+            self.best = {"step": step, "value": metrics[best]}
+            log.info("step %d is the best so far: %s = %g", step, best, metrics[best])
+        if goals and all(self._reaches(name, metrics.get(name, math.nan), goal) for name, goal in goals.items()):
+            self.reached = {name: metrics[name] for name in goals}
+            log.info("step %d reaches trainer.stop_at = %s: the run ends", step, goals)
+
+    def _is_best(self, name: str, value: float) -> bool:
+        if self.best is None:
+            return not math.isnan(value)
+        return self._is_better(name, value, self.best["value"])
+
+    def _reaches(self, name: str, value: float, goal: float) -> bool:
+        return value == goal or self._is_better(name, value, goal)
+
+    def _is_better(self, name: str, value: float, than: float) -> bool:
+        return value < than if name in self._config.lower_is_better else value > than
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"best": self.best, "reached": self.reached}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint."""
+        self.best, self.reached = state["best"], state["reached"]
+
+
+def check_goals(config: Config, algorithm: Algorithm, extracts: bool) -> None:
+    """Raise ConfigError for a metric of `trainer.best` or `trainer.stop_at` that no evaluation of this run gives.
+
+    extracts: whether a reward extracts answers, so that there is maj@k. The metrics of an algorithm with an evaluation
+    of its own are known after the first one only.
+    """
+    trainer = config.trainer
+    names = dict.fromkeys(trainer.stop_at, "trainer.stop_at")
+    if trainer.best is not None:
+        names[trainer.best] = "trainer.best"
+    for name in trainer.lower_is_better:
+        if name not in names:
+            raise ConfigError(
+                f"trainer.lower_is_better names {name!r}, which is neither trainer.best nor in trainer.stop_at; they "
+                f"have {', '.join(names) or 'no metric'}"
+            )
+    for name, key in names.items():
+        if not trainer.eval_every:
+            raise ConfigError(f"{key} needs evaluations, but trainer.eval_every = 0; set it to the steps between them")
+        if algorithm.evaluates:
+            if not name.startswith("eval/"):
+                raise ConfigError(f"{key} names {name!r}; metrics of evaluations begin with eval/, as eval/accuracy")
+        elif name not in (known := metric_names(config, extracts)):
+            raise _unknown(trainer, name, known)
+
+
+def _unknown(trainer: TrainerConfig, name: str, known: Sequence[str]) -> ConfigError:
+    key = "trainer.best" if name == trainer.best else "trainer.stop_at"
+    needs = ""
+    if "/pass@" in name:
+        needs = " pass@k needs trainer.eval_samples of at least k, which is a power of two."
+    if "/maj@" in name:
+        needs = " maj@k needs trainer.eval_samples of at least k, a power of two, and a reward that extracts answers."
+    shown = [metric for metric in known if not metric.endswith(("_low", "_high"))]
+    return ConfigError(
+        f"{key} names {name!r}, which no evaluation of this run gives.{did_you_mean(name, known)}{needs} "
+        f"There are {', '.join(shown)}"
+    )
