@@ -244,7 +244,9 @@ class Trainer:
             lines.append(found)
         for name, role in self.run_.roles.items():
             lines += [f"{name}: {group.describe()}" for group in role.groups]
-        lines += [f"data {name}: {loader.schema_line}" for name, loader in self.loaders.items() if loader.schema_line]
+        for name, loader in self.loaders.items():
+            said = loader.schema_line, loader.special_tokens_line
+            lines += [f"data {name}: {line}" for line in said if line]
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
