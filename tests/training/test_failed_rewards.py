@@ -175,3 +175,25 @@ def test_a_column_that_is_not_there_cannot_be_rendered(train_small, tmp_path):
         train_small(tmp_path / "run", "data.rendered=[promt]")
     with pytest.raises(ConfigError, match=r"data\.system_prompt has no place in them"):
         train_small(tmp_path / "run", "data.rendered=[prompt]", "data.system_prompt=Calculate.")
+
+
+def test_scores_of_a_reward_model_that_are_not_finite_are_failures(train_small, metrics_of, samples_of, tmp_path):
+    """The head's weights overflow: all fail, and the run stops with its checkpoint. A number replaces them, if given."""
+    import shutil
+
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from rlcore.assets import TINY
+
+    shutil.copytree(TINY, tmp_path / "scorer")
+    model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
+    torch.nn.init.constant_(model.score.weight, 3e38)
+    model.save_pretrained(tmp_path / "scorer")
+    options = [*FOURS, "algo.kl_coef=0", f"reward.model={tmp_path}/scorer", "trainer.eval_every=0"]
+    with pytest.raises(
+        RewardsError, match=r"all 8 samples of one call have no reward: .*reward.model gave a score that"
+    ):
+        train_small(tmp_path / "stopped", *options)
+    assert (tmp_path / "stopped" / "checkpoints" / "step_00000000").is_dir()
+    train_small(tmp_path / "replaced", *options, "reward.error_value=-1", "reward.max_failures=1")

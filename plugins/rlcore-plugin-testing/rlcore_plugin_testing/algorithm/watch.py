@@ -221,10 +221,10 @@ class RecordingCritic(RecordingHandle, CriticHandle):
 class RecordingReward(RecordingHandle, RewardHandle):
     """A reward model's handle that records its updates."""
 
-    def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
+    def score(self, batch: DataProto, *, name: str = "scores", keep_failed: bool = False) -> DataProto:
         """See RewardHandle."""
         self._record.asked.add(self.name)
-        return super().score(batch, name=name)
+        return super().score(batch, name=name, keep_failed=keep_failed)
 
 
 RECORDING = {cls.kind: cls for cls in (RecordingPolicy, RecordingCritic, RecordingReward)}
