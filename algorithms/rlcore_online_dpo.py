@@ -17,13 +17,14 @@ share, arXiv 2403.00409; see rlcore.ops.pair_loss). beta h(y) is the response's 
 `margin` is the mean of beta D, and `accuracy` the share of pairs with D > 0 (a pair with D = 0 counts half).
 
 Pairs of a prompt: `all` compares every two of its responses, and `random` one random two. `best_worst` pairs the
-response that wins most comparisons of `all` with the one that wins fewest (a tie is half a win); by scores these are
-the highest and the lowest. The reference is frozen, or copied from the policy every reference_every steps, or after
-each step moved towards the policy by the share reference_share of the difference.
+response that wins most comparisons of `all` with the one that wins fewest (a tie is half a win, a failed comparison is
+none); by scores these are the highest and the lowest. The reference is frozen, or copied from the policy every
+reference_every steps, or after each step moved towards the policy by the share reference_share of the difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -96,31 +97,34 @@ def online_dpo_loss(out: Outputs, batch: Mapping[str, Any], config: OnlineDPOCon
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Comparisons of two rows: `preference` [comparisons] is 1 if `first` wins, 0 if `second` wins, 0.5 for a tie."""
+    """Comparisons of two rows: `preference` [comparisons] is 1: `first` wins, 0: `second`, 0.5: tie, NaN: no result."""
 
     first: Tensor
     second: Tensor
     preference: Tensor
 
     def best_against_worst(self, groups: Sequence[Sequence[int]]) -> Comparisons:
-        """Return one comparison per group: the row with the most wins against the row with the fewest.
+        """Return one comparison per group: the row with the highest share of wins against the one with the lowest.
 
-        Among rows with equally many wins the earlier is taken; if all have equally many, the comparison is a tie.
+        Left out are rows without a result in half of their comparisons, and groups with fewer than two other rows.
+        Among equal shares the earlier row is taken; if all are equal, the comparison is a tie.
         """
-        wins = torch.zeros(max(map(max, groups)) + 1)
-        wins.index_add_(0, self.first, self.preference).index_add_(0, self.second, 1 - self.preference)
-        best = [max(group, key=lambda row: float(wins[row])) for group in groups]
-        worst = [min(group, key=lambda row: float(wins[row])) for group in groups]
-        first, second = torch.tensor(best), torch.tensor(worst)
-        return Comparisons(first, second, torch.where(wins[first] > wins[second], 1.0, 0.5))
+        wins, results = torch.zeros(2, max(map(max, groups)) + 1)
+        for rows, won in ((self.first, self.preference), (self.second, 1 - self.preference)):
+            wins.index_add_(0, rows, won.nan_to_num())
+            results.index_add_(0, rows, (~won.isnan()).float())
+        share = wins / results
+        heard = ([row for row in group if 2 * results[row] >= len(group) - 1] for group in groups)
+        left = [rows for rows in heard if len(rows) > 1]
+        first = torch.tensor([max(group, key=share.__getitem__) for group in left], dtype=torch.int64)
+        second = torch.tensor([min(group, key=share.__getitem__) for group in left], dtype=torch.int64)
+        return Comparisons(first, second, torch.where(share[first] > share[second], 1.0, 0.5))
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the chosen and the rejected row of each comparison that is not a tie."""
-        decided = self.preference != 0.5
-        first_wins = self.preference > 0.5
-        chosen = torch.where(first_wins, self.first, self.second)
-        rejected = torch.where(first_wins, self.second, self.first)
-        return chosen[decided], rejected[decided]
+        """Return the chosen and the rejected row of each comparison that has a winner."""
+        decided = (self.preference != 0.5) & ~self.preference.isnan()
+        first, second, first_wins = (each[decided] for each in (self.first, self.second, self.preference > 0.5))
+        return torch.where(first_wins, first, second), torch.where(first_wins, second, first)
 
 
 def random_twos(groups: Sequence[Sequence[int]], names: Sequence[int]) -> list[tuple[int, int]]:
@@ -148,9 +152,7 @@ class OnlineDPO(Algorithm):
     def check(self, config: Config) -> None:
         """Raise ConfigError for settings that yield no pairs, or pairs without any information."""
         if config.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0 makes a prompt's responses equal, so none can be preferred; set it above 0"
-            )
+            raise ConfigError("rollout.temperature=0 makes a prompt's responses equal: none is better; set it above 0")
         if self.config.judge == "pairwise":
             _check_judge(config)
         if self.config.label_smoothing == 0.5:
@@ -169,7 +171,6 @@ class OnlineDPO(Algorithm):
         batch = run.actor.generate(prompts.repeat(self.config.group_size))
         batch = batch.union(run.reward(batch, keep_failed=not self.uses_reward))
         rows = torch.cat(self.choose(run, batch))
-        # A response may be in several pairs; the reference computes its log-probs once.
         distinct, place = rows.unique(return_inverse=True)
         responses = batch[distinct.tolist()]
         responses = responses.union(run.ref.log_probs(responses, name="ref_log_probs"))
@@ -208,6 +209,7 @@ class OnlineDPO(Algorithm):
         compared = self._compare(run, batch, [one for one, _ in twos], [other for _, other in twos])
         if self.config.pairs == "best_worst":
             compared = compared.best_against_worst(groups)
+            run.log({"dpo/dropped": len(groups) - len(compared.first)})
         chosen, rejected = compared.pairs()
         usable = len(group[chosen].unique()) / len(groups)
         ties = len(compared.first) - len(chosen)
@@ -216,15 +218,16 @@ class OnlineDPO(Algorithm):
 
     def _compare(self, run: Run, batch: DataProto, first: list[int], second: list[int]) -> Comparisons:
         if self.config.judge == "pairwise":
-            preference = run.group("judge").compare(batch[first], batch[second])["preference"]
+            judged = run.group("judge").compare(batch[first], batch[second])
+            undecided = judged["judge_error"] & (judged["preference"] == 0.5)  # judge.on_error may have decided it
+            preference = judged["preference"].masked_fill(undecided, math.nan)
         else:
             scores = batch["scores"]
             if not scores.isfinite().all():
                 rows = (~scores.isfinite()).nonzero()[:, 0].tolist()
                 raise DataError(f"scores of rows {rows} are {scores[rows].tolist()}; a comparison needs finite scores")
             preference = 0.5 + 0.5 * (scores[first] - scores[second]).sign()
-            failed = batch["reward_error"]
-            preference[failed[first] | failed[second]] = 0.5  # a failed reward tells nothing about its response
+            preference[batch["reward_error"][first] | batch["reward_error"][second]] = math.nan
             responses = batch["responses"].to_list()
             same = [torch.equal(responses[one], responses[other]) for one, other in zip(first, second, strict=True)]
             preference[torch.tensor(same, dtype=torch.bool)] = 0.5  # no response is better than itself

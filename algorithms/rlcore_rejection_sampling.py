@@ -130,13 +130,18 @@ class RejectionSampling(Algorithm):
         kept = batch[chosen["rejection_kept"]]
         self._write(run.dir / "kept.jsonl", kept, run.step)
         self.empty_steps += len(kept) == 0
+        names = episodes(batch)
+        kept_names, repeated = (
+            {name for name, marked in zip(names, chosen[column].tolist(), strict=True) if marked}
+            for column in ("rejection_kept", "rejection_repeat")
+        )
         metrics = run.actor.update(
             kept, loss=imitation_loss, epochs=self.config.epochs, mini_batches=self.config.mini_batches
         )
         return {
             **metrics,
-            "rejection/kept": len(kept) / len(batch),
-            "rejection/duplicates": int(chosen["rejection_repeat"].sum()),
+            "rejection/kept": len(kept_names) / len(set(names)),
+            "rejection/duplicates": len(repeated - kept_names),
             "rejection/prompts_without": 1 - len(set(kept["uid"])) / len(set(batch["uid"])),
             "rejection/empty_steps": self.empty_steps,
         }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
-from rlcore.ops import Outputs, Term, kl_estimate, masked_sum, metric, needs, objective
+from rlcore.ops import Outputs, Term, episodes, kl_estimate, masked_sum, metric, needs, objective, one_row_each
 
 RLCORE_API = 1
 
@@ -87,7 +87,8 @@ class ReMax(Algorithm):
         # record=False: the step's reward and length metrics cover only the samples.
         greedy = greedy.union(run.reward(greedy, record=False))
         batch = batch.union(rewards)
-        run.log({"remax/greedy_score": float(greedy["scores"].mean())})
+        first = one_row_each(episodes(greedy))[0]
+        run.log({"remax/greedy_score": float(greedy["scores"][first].mean())})
         run.log({"remax/dropped_prompts": len(set(batch["uid"]) - set(greedy["uid"]))})
         by_prompt: dict[str, list[float]] = {}
         for uid, score in zip(greedy["uid"], greedy["scores"].tolist(), strict=True):

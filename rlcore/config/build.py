@@ -18,16 +18,51 @@ REQUIRED = "???"
 """Marks a required value, as in hydra."""
 
 OTHER_NAMES = {
+    "actor_learning_rate": "engine.lr",
+    "beta": "kl_coef",
+    "clip_ratio": "clip_low clip_high",
+    "clip_ratio_c": "dual_clip",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "cliprange": "clip_low clip_high",
+    "cliprange_value": "value_clip",
+    "critic_learning_rate": "critic_lr",
+    "critic_pretrain": "critic_model",
+    "entropy_coeff": "entropy_coef",
+    "entropy_loss_coef": "entropy_coef",
+    "epsilon": "clip_low clip_high",
+    "epsilon_high": "clip_high",
+    "eps_clip": "clip_low clip_high",
+    "gae_lambda": "lam",
+    "generate_max_len": "rollout.response_len",
+    "horizon": "kl_gain",
+    "init_kl_coef": "kl_coef",
+    "kl_ctrl": "kl_controller",
+    "kl_horizon": "kl_gain",
+    "kl_loss_coef": "kl_coef",
+    "kl_loss_type": "kl_estimator",
+    "kl_penalty": "kl_estimator kl_coef",
+    "lambd": "lam",
     "learning_rate": "engine.lr",
     "max_completion_length": "rollout.response_len",
     "max_new_tokens": "rollout.response_len",
     "max_prompt_length": "data.prompt_len",
+    "max_response_length": "rollout.response_len",
     "max_steps": "trainer.total_steps",
     "model_name_or_path": "model.path",
-    "num_generations": "group_size",
+    "n_samples_per_prompt": "group_size samples",
+    "num_generations": "group_size samples",
+    "num_mini_batches": "mini_batches",
+    "num_ppo_epochs": "epochs",
     "output_dir": "run.dir",
+    "ppo_epochs": "epochs",
+    "prompt_max_len": "data.prompt_len",
+    "total_training_steps": "trainer.total_steps",
+    "train_batch_size": "data.batch_size",
+    "use_kl_in_reward": "kl_in",
+    "use_kl_loss": "kl_in",
 }
-"""Keys by their names in other frameworks, for messages."""
+"""The key, or the two keys, that are meant by names of TRL, verl and OpenRLHF, for messages."""
 MOST_HINTS = 3
 _SCALARS = (bool, int, float, str, types.NoneType)
 
@@ -289,8 +324,8 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], key: str) -> None:
 def _unknown(key: str, allowed: list[str], path: str, keys: Sequence[str] = ()) -> str:
     """Return the message for an unknown key; `keys`: the dotted keys of all sections."""
     full, where = _join(path, key), f"under {path!r}" if path else "at the top"
-    meant = OTHER_NAMES.get(key, key)
-    elsewhere = [each for each in keys if each == meant or each.rpartition(".")[2] == meant]
+    meant = OTHER_NAMES.get(key, key).split()
+    elsewhere = [each for each in keys if each in meant or each.rpartition(".")[2] in meant]
     elsewhere += [each for each in keys if each.replace(".", "_") == key]
     near = did_you_mean(key, allowed)
     if 0 < len(elsewhere) <= MOST_HINTS:

@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from rlcore.end_tokens import EndTokens, special_tokens
 from rlcore.errors import ConfigError, DataError
 from rlcore.hub import is_pinned, split_name
 from rlcore.model_folder import model_path, read_tokenizer
+from rlcore.plain_text import PlainText
 from rlcore.plugins import Role, RoleKind
 from rlcore.protocol import DataProto, Ragged
 
@@ -188,7 +190,9 @@ NO_TOOLS = OfferedTools()
 class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
-    `system_prompt`, if set, precedes every string prompt. `rendered`: a string prompt is the model's input already.
+    `system_prompt`, if set, precedes every string prompt. `rendered`: a string prompt is the model's input already, and
+    special tokens in it are tokens. In all other prompts only the chat template writes special tokens: those that a
+    message, a tool's schema or a row's template argument spells out are text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -196,22 +200,29 @@ class PromptEncoder:
     tools: OfferedTools = NO_TOOLS
     rendered: bool = False
 
+    @cached_property
+    def plain(self) -> PlainText:
+        """What marks the special tokens that prompts spell out."""
+        return PlainText(self.tokenizer)
+
     def render(
         self, prompt: str | Messages, tools: Tools = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> str:
         """Return the prompt as the model reads it, up to the start of the answer.
 
-        A last message of the assistant is the answer's beginning, which the model continues. `tools`: those of the
-        prompt's own row, besides the encoder's. `template_kwargs`: the row's arguments for the chat template, which
-        override `model.chat_template_kwargs`. Raises DataError for a prompt that is neither a string nor messages, or
-        on which the chat template fails.
+        Special tokens that the prompt spells out are marked in it: `token_ids` takes it so, and `plain.text` gives it
+        without marks. A last message of the assistant is the answer's beginning, which the model continues. `tools`:
+        those of the prompt's own row, besides the encoder's. `template_kwargs`: the row's arguments for the chat
+        template, which override `model.chat_template_kwargs`. Raises DataError for a prompt that is neither a string
+        nor messages, or on which the chat template fails.
         """
         if self.rendered and isinstance(prompt, str):
             return prompt
         messages = self.messages(prompt)
         continues = messages[-1]["role"] == "assistant"
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.plain.render(
+                self.tokenizer.apply_chat_template,
                 messages,
                 tools=[*self.tools.schemas, *tools] or None,
                 add_generation_prompt=not continues,
@@ -219,22 +230,18 @@ class PromptEncoder:
                 tokenize=False,
                 **(template_kwargs or {}),
             )
+        except DataError:
+            raise
         except Exception as error:  # a template may raise any
             # transformers raises ValueError where the template changes the text that is to be continued.
             does = "continue the last message of" if continues and isinstance(error, ValueError) else "render"
             hint = " Does it allow a system message? data.system_prompt adds one." if self.system_prompt else ""
             cause = f"{type(error).__name__}{_template_line(error)}: {error}"
             raise DataError(f"the chat template cannot {does} {str(messages)[:300]}: {cause}.{hint}") from error
-        return str(text)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of rendered prompts. Adds no special tokens: the chat template has written them."""
-        if not texts:
-            return []
-        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
-        return ids
+        """Return the token ids of what `render` returned. Adds no special tokens: the template has written them."""
+        return self.plain.token_ids(texts)
 
     def messages(self, prompt: str | Messages) -> Messages:
         """Return the prompt as chat messages, with the system prompt and the tools' instructions."""

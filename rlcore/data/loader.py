@@ -66,10 +66,10 @@ class PromptSplit:
         """`like`: the training split, whose schema and keys a held-out split has too."""
         self._has_environment, self._knows_tools = tools is not None, False
         self._taken = (*TAKEN, *EPISODES) if self._has_environment else TAKEN
-        self._where = f"data={dataset.name}, split {split!r}"
+        self.where = f"data={dataset.name}, split {split!r}"
         rows: Sequence[Mapping[str, Any]] = dataset.load(config, split)
         if len(rows) == 0:
-            raise DataError(f"{self._where}: the data set has no rows")
+            raise DataError(f"{self.where}: the data set has no rows")
         if split == "train" and 0 < config.max_rows < len(rows):
             rows = [rows[number] for number in range(config.max_rows)]
         self._given_keys = config.prompt_key, config.answer_key
@@ -77,15 +77,16 @@ class PromptSplit:
         keyed: DataConfig = with_keys(config, self.schema, rows) if like is None else like._config
         self._config: DataConfig = replace(config, prompt_key=keyed.prompt_key, answer_key=keyed.answer_key)
         config = self._config
-        self.rows = plain_rows(rows, config, self._where)
+        self.rows = plain_rows(rows, config, self.where)
         self.overlong = 0
+        self.spelled_out: list[int] = []
         self._has_messages = False
         rendered = config.prompt_key in config.rendered
         self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS, rendered))
         self.columns = self._other_columns()
         if not self.prompts:
             raise DataError(
-                f"{self._where}: all {len(self.rows)} prompts are longer than "
+                f"{self.where}: all {len(self.rows)} prompts are longer than "
                 f"data.prompt_len={config.prompt_len} tokens; raise it, or set data.overlong=cut"
             )
 
@@ -126,7 +127,7 @@ class PromptSplit:
             try:
                 check(row if answer is None else {**row, "answer": answer})
             except DataError as error:
-                raise DataError(f"{self._where}, row {number}: {error}") from error
+                raise DataError(f"{self.where}, row {number}: {error}") from error
 
     def require_answers(self, reward: str) -> None:
         """Raise DataError for a row that `reward` cannot score, as it has no reference answer."""
@@ -134,7 +135,7 @@ class PromptSplit:
             row = self.rows[prompt.row]
             if self._replied(row) is None and (fault := answer_fault(row, self._config.answer_key)):
                 raise DataError(
-                    f"{self._where}, row {prompt.row + 1}: reward {reward!r} needs a reference answer, but {fault}; "
+                    f"{self.where}, row {prompt.row + 1}: reward {reward!r} needs a reference answer, but {fault}; "
                     "or choose another reward, or drop the row"
                 )
 
@@ -178,7 +179,7 @@ class PromptSplit:
             others.remove("prompt")  # another column of the schema is the prompt, as TRL's `messages`
         elif taken:
             raise DataError(
-                f"{self._where}: rlcore reserves the column name {taken[0]!r}; rename or drop the column, or name it "
+                f"{self.where}: rlcore reserves the column name {taken[0]!r}; rename or drop the column, or name it "
                 "in data.prompt_key or data.answer_key"
             )
         return others
@@ -196,28 +197,31 @@ class PromptSplit:
                     )
                 chats.append(self._render(encoder, prompt, row))
             except (ConfigError, DataError) as error:
-                raise DataError(f"{self._where}, row {number + 1}: {error}") from error
+                raise DataError(f"{self.where}, row {number + 1}: {error}") from error
+            text = encoder.plain.text(chats[-1])
             plain = isinstance(prompt, str)
+            if text != chats[-1]:
+                self.spelled_out.append(number)
             self._has_messages |= not plain
-            texts.append(prompt if plain else chats[-1])
+            texts.append(prompt if plain else text)
         prompts = []
         for number, token_ids in enumerate(encoder.token_ids(chats)):
             if not token_ids:
                 raise DataError(
-                    f"{self._where}, row {number + 1}: the prompt is empty; the model needs a token to begin"
+                    f"{self.where}, row {number + 1}: the prompt is empty; the model needs a token to begin"
                 )
             if len(token_ids) > self._config.prompt_len:
                 self.overlong += 1
                 if self._config.overlong == "error":
                     raise DataError(
-                        f"{self._where}, row {number + 1}: the prompt has {len(token_ids)} tokens, more than "
+                        f"{self.where}, row {number + 1}: the prompt has {len(token_ids)} tokens, more than "
                         f"data.prompt_len={self._config.prompt_len}; raise it, or set data.overlong to filter or cut"
                     )
                 if self._config.overlong == "filter":
                     continue
                 # The end holds the question and the start of the answer's turn.
                 token_ids = token_ids[-self._config.prompt_len :]
-            prompts.append(Prompt(number, texts[number], chats[number], token_ids))
+            prompts.append(Prompt(number, texts[number], encoder.plain.text(chats[number]), token_ids))
         return prompts
 
     def _render(self, encoder: PromptEncoder, prompt: Any, row: Mapping[str, Any]) -> str:
@@ -298,6 +302,19 @@ class PromptLoader:
         prompt, answer = self._train.keys
         has_answer = any(value_at(row, answer) is not None for row in self._train.rows)
         return f"columns of {self._train.schema.name}, prompt in {prompt!r}{f', answer in {answer!r}' * has_answer}"
+
+    @property
+    def special_tokens_line(self) -> str | None:
+        """A line that says how many prompts spell out special tokens, training and held-out; None if none does."""
+        found = [(split, rows) for split in (self._train, self._eval) if (rows := split.spelled_out)]
+        if not found:
+            return None
+        split, rows = found[0]
+        number = sum(len(rows) for _, rows in found)
+        return (
+            f"{number} prompts spell out special tokens of the model, which are text there "
+            f"(the first: {split.where}, row {rows[0] + 1}); data.rendered names the columns in which they are tokens"
+        )
 
     @property
     def longest(self) -> int:

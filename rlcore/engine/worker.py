@@ -77,7 +77,7 @@ def _log_probs_gives(batch: DataProto, name: str, entropy: bool) -> dict[str, Co
     return {name: ColumnSpec.ragged(torch.float32), **(column_specs("entropy") if entropy else {})}
 
 
-def _score_gives(batch: DataProto, name: str) -> dict[str, ColumnSpec]:
+def _score_gives(batch: DataProto, name: str, keep_failed: bool) -> dict[str, ColumnSpec]:
     return {name: ColumnSpec.dense(torch.float32)}
 
 
@@ -410,8 +410,11 @@ class ModelWorker(_GeneratingWorker):
             return DataProto.from_single_dict(self.train.compute(batch, ["values"]))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, gives=_score_gives)
-    def score(self, batch: DataProto, name: str) -> DataProto:
-        """Return the scores as column `name`. Raises DataError naming the rows whose score is not finite."""
+    def score(self, batch: DataProto, name: str, keep_failed: bool) -> DataProto:
+        """Return the scores as column `name`.
+
+        Raises DataError naming the rows whose score is not finite; with `keep_failed` these get NaN.
+        """
         with self._timed("score"):
             if self._texts is not None:
                 batch = batch.union(self._texts.encode(batch))
@@ -419,7 +422,9 @@ class ModelWorker(_GeneratingWorker):
                 scores = self.train.compute(batch, ["scores"])["scores"]
         assert isinstance(scores, torch.Tensor)
         bad = ~scores.isfinite()
-        if bad.any():
+        if keep_failed:
+            scores = scores.masked_fill(bad, torch.nan)
+        elif bad.any():
             raise DataError(
                 f"the reward model's scores of {int(bad.sum())} rows are not finite: {row_names(batch[bad])}"
             )

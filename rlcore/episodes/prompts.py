@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.environment import EnvConfig
@@ -16,8 +16,6 @@ from rlcore.ops import noise_key
 from rlcore.protocol import DataProto
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlcore.episodes.setup import EpisodeSetup
 
 CUT = " [...] "
@@ -29,7 +27,7 @@ class Prompts:
 
     def __init__(self, batch: DataProto, renderer: TurnRenderer, setup: EpisodeSetup) -> None:
         self._prompt_len = setup.prompt_len
-        self._renderer, self._special = renderer, special_tokens(renderer.tokenizer)
+        self._renderer = renderer
         self._encoder = PromptEncoder(renderer.tokenizer, setup.system_prompt, setup.offered)
         self._tokens = [tuple(prompt.tolist()) for prompt in batch.view("prompts").to_list()]
         self._names = list(zip(map(str, batch.view("uid")), map(int, batch.view("sample_index")), strict=True))
@@ -76,14 +74,14 @@ class Prompts:
     def readable(self, message: Mapping[str, Any], env: EnvConfig) -> Message:
         """Return an environment's message as the policy gets it.
 
-        Its content is plain text of at most `env.observation_len` tokens, with a mark where the rest was.
+        Its content is a text of at most `env.observation_len` tokens, with a mark where the rest was.
         """
-        content, most = plain_text(message["content"] or "", self._special), env.observation_len
+        content, most = message["content"] or "", env.observation_len
         message = {**message, "content": content}
         if len(content.encode()) <= most:  # a token has at least one byte
             return message
         tokenizer = self._renderer.tokenizer
-        ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if len(ids) <= most:
             return message
         first = {"start": 0, "middle": most // 2, "end": most}[env.observation_cut]
@@ -100,13 +98,12 @@ class Prompts:
         if not opening:
             return Conversation(self._tokens[row], messages, len(messages))
         if isinstance(opening, str):
-            opening = plain_text(opening, self._special)
             last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=None)
             if last is None:
                 raise DataError("the environment adds text to the prompt's last user message, but the prompt has none")
             messages[last] = {**messages[last], "content": messages[last]["content"] + opening}
         else:
-            own = [{**each, "content": plain_text(each["content"] or "", self._special)} for each in opening]
+            own = [{**each, "content": each["content"] or ""} for each in opening]
             messages = self._encoder.messages(own)  # with the tools' instructions, as the row's own prompt
         tokens = self.renderer(row).prompt(messages)
         if len(tokens) > self._prompt_len:
@@ -120,19 +117,3 @@ class Prompts:
         given = self._columns.get("prompt_messages")
         messages = None if given is None else given[row]
         return [dict(each) for each in self._encoder.messages(messages or self._columns["prompt_text"][row])]
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of a tokenizer's special tokens."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
-def plain_text(text: str, special: Sequence[str]) -> str:
-    """Return the text with a space inside of each special token's text, such as <|im_end|>.
-
-    An environment's text could otherwise end its own turn and write the next one, as the policy or as the system.
-    """
-    for token in special:
-        if token in text:
-            text = text.replace(token, f"{token[:1]} {token[1:]}")
-    return text

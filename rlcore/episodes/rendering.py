@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlcore.data.chat import Messages
 from rlcore.errors import ConfigError, DataError
+from rlcore.plain_text import PlainText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,10 @@ class _Step:
     new: Messages
 
 
+def _answers(messages: Messages) -> Messages:
+    return [each for each in messages if each.get("role") == "assistant"]
+
+
 def _answer(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
@@ -70,6 +75,9 @@ class TurnRenderer:
 
     `template_kwargs` are arguments for the template, which override `model.chat_template_kwargs`; `with_kwargs` adds a
     row's or a request's.
+
+    Only the template writes special tokens: those that a message, a tool's schema or a template argument spells out,
+    such as <|im_end|> in a tool's result, are text. A message could otherwise end its turn and write the next one.
 
     Attributes: `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if not, put
     `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template strips
@@ -92,6 +100,7 @@ class TurnRenderer:
         self.template = template
         self.end_ids = frozenset([tokenizer.eos_token_id] if end_ids is None else end_ids)
         self.template_kwargs = dict(template_kwargs or {})
+        self._plain = PlainText(tokenizer)
         self._variants: dict[str, TurnRenderer] = {}
         self.trims_answers = False
         self.has_tool_role = True
@@ -164,8 +173,12 @@ class TurnRenderer:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def fresh(self, messages: Messages) -> list[int]:
-        """Return the ids of the whole conversation, with the generation prompt unless it ends with an answer."""
-        return self._ids(self._render(messages, prompt=messages[-1].get("role") != "assistant"))
+        """Return the ids of the whole conversation, with the generation prompt unless it ends with an answer.
+
+        The policy sampled the answers, so that their special tokens are tokens.
+        """
+        prompt = messages[-1].get("role") != "assistant"
+        return self._ids(self._render(messages, prompt=prompt, sampled=_answers(messages)))
 
     def check(self) -> None:
         """Raise ConfigError unless the template keeps earlier turns as they were; call it before a run.
@@ -186,27 +199,33 @@ class TurnRenderer:
 
     # ---- renderings ----
 
-    def _render(self, messages: Messages, *, prompt: bool, tools: Any = ...) -> str:
+    def _render(self, messages: Messages, *, prompt: bool, tools: Any = ..., sampled: Sequence[Any] = ()) -> str:
+        """Return the conversation's text, with the special tokens marked that its messages spell out."""
         import jinja2
 
         tools = self.tools if tools is ... else tools
         readable = messages if self.has_tool_role else _tool_results_as_user(messages)
         try:
-            text = self.tokenizer.apply_chat_template(
-                readable, tools=tools, add_generation_prompt=prompt, tokenize=False, **self.template_kwargs
+            return self._plain.render(
+                self.tokenizer.apply_chat_template,
+                readable,
+                sampled=sampled,
+                tools=tools,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **self.template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             shown = f"roles {_roles(messages)}, last message {messages[-1:]!r:.200}"
             raise DataError(f"the chat template refuses a conversation with {shown}: {error}") from error
-        return str(text)
 
     def _ids(self, text: str) -> list[int]:
-        # The template has written the special tokens. A list, never apply_chat_template's BatchEncoding.
-        return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+        return self._plain.token_ids([text])[0]
 
     def _tail(self, before: Messages, tools: Any, new: Messages) -> str:
         """Return the text after an answer that follows `before`, up to the generation after `new`."""
-        text = self._render([*before, _answer(ANSWER), *new], prompt=True, tools=tools)
+        # The policy sampled the answers in `before`; one in `new` is a client's text.
+        text = self._render([*before, _answer(ANSWER), *new], prompt=True, tools=tools, sampled=_answers(before))
         _, found, tail = text.partition(ANSWER)
         if not found:
             raise DataError(
@@ -336,7 +355,8 @@ class TurnRenderer:
             return False
         answer_ids = self._ids(later[: len(later) - len(tail)])[len(prompt_ids) :]
         sampled = self.raw_text(answer_ids)
-        again = self._render([*step.before, _answer(sampled), *step.new], prompt=True)
+        messages = [*step.before, _answer(sampled), *step.new]
+        again = self._render(messages, prompt=True, sampled=_answers(messages))
         return sampled.strip() == step.answer.strip() and again == later
 
     def _difference(self, step: _Step, kept: list[int], later: list[int]) -> ConfigError:

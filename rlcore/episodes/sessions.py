@@ -16,7 +16,6 @@ from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.engine.rollout import Finished, Request, Sampling
 from rlcore.episodes.conversation import Conversation, Message
 from rlcore.episodes.openai_format import Call, Choice, RequestError, read_message
-from rlcore.episodes.prompts import plain_text, special_tokens
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow
 from rlcore.episodes.tool_calls import BadCall, ToolCall
@@ -56,7 +55,6 @@ class Renderers:
     def __init__(self, setup: EpisodeSetup) -> None:
         self.plain = setup.renderer()
         self.tokenizer = self.plain.tokenizer
-        self.special = special_tokens(self.tokenizer)
         self.tool_format = setup.tool_format
         self._shows_tools = setup.env.tools != "off"
         self._made: OrderedDict[str, tuple[TurnRenderer, str]] = OrderedDict()
@@ -247,9 +245,6 @@ class Session:
         digests = [_digest(b"", json.dumps(call.tools) + given)]
         for message in messages:
             digests.append(_digest(digests[-1], _written(message)))
-        # A client's text cannot end a turn or begin another.
-        special = self._renderers.special
-        messages = [{**each, "content": plain_text(each["content"], special)} for each in messages]
         for end in range(len(messages), 0, -1):
             known = self._known.get(digests[end])
             if known is not None:

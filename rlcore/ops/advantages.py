@@ -50,18 +50,19 @@ def group_index(uid: Uid) -> Tensor:
     return torch.tensor([numbers.setdefault(str(u), len(numbers)) for u in uid], dtype=torch.int64)
 
 
-def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None, *, episode: Uid | None = None) -> Tensor:
+def group_means(values: Tensor, uid: Uid, weights: Tensor | None = None, *, episode: Uid | None) -> Tensor:
     """Return the mean of `values` [rows] over the rows with each row's `uid`, fp64 [rows].
 
     `weights` [rows], such as numbers of tokens, make it a weighted mean; it is 0 where a group's weights are all 0.
-    With `episode`, the names that `episodes` returns, an episode counts once: the mean of its rows is one value.
-    Equal values have exactly their value as their mean. Raises ValueError when the lengths differ.
+    `episode`: the names that `episodes(batch)` returns; an episode counts once: the mean of its rows is one value.
+    With None each row counts. Equal values have exactly their value as their mean. Raises ValueError when the lengths
+    differ.
     """
     if values.ndim != 1 or len(values) != len(uid):
         raise ValueError(f"values has shape {tuple(values.shape)}, uid {len(uid)} rows; both must be one value per row")
     if (merged := _merged(episode, uid, values, weights)) is not None:
         own, place, (values, weights) = merged
-        return group_means(values, own, weights)[place]
+        return group_means(values, own, weights, episode=None)[place]
     # fp64, so that equal values minus their mean give exactly 0 in groups of any size.
     shares = torch.ones_like(values) if weights is None else weights
     total = _group_sums(shares.double(), uid)
@@ -72,41 +73,42 @@ def group_advantages(
     scores: Tensor,
     uid: Uid,
     *,
+    episode: Uid | None,
     divide_by_std: bool = True,
     eps: float = 1e-6,
     weights: Tensor | None = None,
-    episode: Uid | None = None,
 ) -> Tensor:
     """Return each score's advantage over its group, fp32 [rows]: (score - mean) / (std + eps) over rows of equal `uid`.
 
     `scores` is [rows]. The standard deviation is the unbiased one, and 0 for a group of one row. A group of equal
     scores gets exactly 0. `divide_by_std=False` omits the division. `weights` [rows] are those of the mean that is
     subtracted. Sources: GRPO, arXiv 2402.03300, section 4.1; without the division: Dr. GRPO, arXiv 2503.20783; weights:
-    OPO, arXiv 2505.23585. With `episode`, the names that `episodes` returns, an episode counts once, with the mean of
-    its rows, and its rows get its advantage. Raises ValueError when the lengths differ.
+    OPO, arXiv 2505.23585. `episode`: the names that `episodes(batch)` returns; an episode counts once, with the mean of
+    its rows, and its rows get its advantage. With None each row counts. Raises ValueError when the lengths differ.
     """
     if (merged := _merged(episode, uid, scores, weights)) is not None:
         own, place, (scores, weights) = merged
-        return group_advantages(scores, own, divide_by_std=divide_by_std, eps=eps, weights=weights)[place]
-    centred = scores.double() - group_means(scores, uid, weights)
+        alone = group_advantages(scores, own, episode=None, divide_by_std=divide_by_std, eps=eps, weights=weights)
+        return alone[place]
+    centred = scores.double() - group_means(scores, uid, weights, episode=None)
     if divide_by_std:
-        squares = (scores.double() - group_means(scores, uid)).square()
+        squares = (scores.double() - group_means(scores, uid, episode=None)).square()
         variance = _group_sums(squares, uid) / (_group_sums(torch.ones_like(squares), uid) - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     return centred.float()
 
 
-def leave_one_out(values: Tensor, uid: Uid, *, episode: Uid | None = None) -> Tensor:
+def leave_one_out(values: Tensor, uid: Uid, *, episode: Uid | None) -> Tensor:
     """Return each value minus the mean of the other values with its `uid`, fp32 [rows]; 0 for a group of one row.
 
-    `values` is [rows]. Equal values of a group give exactly 0. With `episode`, the names that `episodes`
-    returns, an episode counts once, with the mean of its rows, and its rows get its result. Source: RLOO, arXiv
-    2402.14740, equation 6. Raises ValueError when the lengths differ.
+    `values` is [rows]. Equal values of a group give exactly 0. `episode`: the names that `episodes(batch)`
+    returns; an episode counts once, with the mean of its rows, and its rows get its result. With None each row counts.
+    Source: RLOO, arXiv 2402.14740, equation 6. Raises ValueError when the lengths differ.
     """
     if (merged := _merged(episode, uid, values)) is not None:
         own, place, (values,) = merged
-        return leave_one_out(values, own)[place]
-    centred = values.double() - group_means(values, uid)
+        return leave_one_out(values, own, episode=None)[place]
+    centred = values.double() - group_means(values, uid, episode=None)
     count = _group_sums(torch.ones_like(centred), uid)
     # value - mean of the others = (value - mean of all) n / (n - 1)
     return (centred * (count / (count - 1).clamp(min=1))).float()
@@ -120,7 +122,7 @@ def _merged(episode: Uid | None, uid: Uid, *columns: Tensor | None) -> tuple[Uid
     if episode is None or len(set(episode)) == len(uid):
         return None
     first, place = one_row_each(episode)
-    means = [None if each is None else group_means(each, episode)[first] for each in columns]
+    means = [None if each is None else group_means(each, episode, episode=None)[first] for each in columns]
     return np.asarray(uid)[first.numpy()], place, means
 
 

@@ -36,8 +36,8 @@ def one_score_each(batch: DataProto, scored: DataProto) -> DataProto:
     for column in [each for each in scored.keys() if each.startswith("score")]:  # noqa: SIM118 (a batch is no dict)
         values = scored.view(column).clone()
         applies = torch.ones(len(rows)) if column == "scores" else (~values[rows].isnan()).float()
-        means = group_means(torch.where(applies > 0, values[rows], 0.0), own, applies)
-        values[rows] = torch.where(group_means(applies, own) > 0, means, math.nan).to(values.dtype)
+        means = group_means(torch.where(applies > 0, values[rows], 0.0), own, applies, episode=None)
+        values[rows] = torch.where(group_means(applies, own, episode=None) > 0, means, math.nan).to(values.dtype)
         scored[column] = values
     return scored
 

@@ -372,11 +372,12 @@ class RewardHandle(RoleHandle):
         super().__init__(name, role, group, config, clock, leader=leader)
         self._reads_text = reads_text
 
-    def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
+    def score(self, batch: DataProto, *, name: str = "scores", keep_failed: bool = False) -> DataProto:
         """Return the reward model's score of each row as fp32 column `name`.
 
         Reads `prompts` and `responses`; if the model's tokenizer differs from the actor's, `prompt_text` (or
-        `prompt_messages`) and `response_text`. Raises DataError for missing columns and for scores that are not finite.
+        `prompt_messages`) and `response_text`. Raises DataError for missing columns and for scores that are not finite,
+        which are NaN with `keep_failed`.
         """
         check_fields(batch)
         tensors, objects = ([], list(TEXTS)) if self._reads_text else (list(TOKENS), [])
@@ -385,7 +386,7 @@ class RewardHandle(RoleHandle):
             raise DataError(f"{self.name}.score() reads {', '.join(needed)}; the batch lacks {', '.join(missing)}")
         optional = [MESSAGES, "uid"] if self._reads_text else ["uid"]
         named = [column for column in optional if column in batch]
-        return self._spread(self.group.score, batch, batch.select(tensors, [*objects, *named], []), name)
+        return self._spread(self.group.score, batch, batch.select(tensors, [*objects, *named], []), name, keep_failed)
 
 
 HANDLES: dict[RoleKind, type[RoleHandle]] = {cls.kind: cls for cls in (PolicyHandle, CriticHandle, RewardHandle)}

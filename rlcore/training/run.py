@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from rlcore.config import Config
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 
 H = TypeVar("H", bound=RoleHandle)
+MODEL_FAILED = {"function": "reward.model", "cause": "gave a score that is not finite", "traceback": ""}
+"""The detail of a row whose score by the reward model is NaN or infinite."""
 
 
 class Run:
@@ -167,18 +170,26 @@ class Run:
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
         # Both calls are made before either result is read.
-        by_model = self.role(REWARD_MODEL, RewardHandle).score(batch)
+        by_model = self.role(REWARD_MODEL, RewardHandle).score(batch, keep_failed=True)
         by_functions = self.score_by_functions(batch) if settings.functions or settings.path is not None else None
 
         def scored() -> DataProto:
             of_model = by_model["scores"]
+            failed = of_model.isnan()
+            details: list[Any] = [MODEL_FAILED if fails else None for fails in failed.tolist()]
+            weighted = settings.model_weight * of_model
             if by_functions is None:
-                no_error = torch.zeros(len(of_model), dtype=torch.bool)
-                columns = {"scores": of_model * settings.model_weight, "reward_error": no_error}
-                return DataProto.from_dict(columns, {"reward_detail": [None] * len(of_model)})
-            both = by_functions[:]
-            both["score/model"] = of_model
-            both["scores"] = both.view("scores") + settings.model_weight * of_model
+                columns = {"scores": weighted, "reward_error": failed}
+                both = DataProto.from_dict(columns, {"reward_detail": details})
+            else:
+                both = by_functions[:]
+                details = [one or other for one, other in zip(both["reward_detail"], details, strict=True)]
+                both["score/model"] = of_model
+                both["scores"] = both.view("scores") + weighted
+                both["reward_error"] = both.view("reward_error") | failed
+                both["reward_detail"] = np.array(details, dtype=object)
+            if settings.error_value is not None:
+                both["scores"] = both.view("scores").masked_fill(failed, settings.error_value)
             return both
 
         return DataProto.deferred(scored)

@@ -19,7 +19,7 @@ from typing import Any
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.data.chat import check_tokens, load_tokenizer
+from rlcore.data.chat import check_tokens, load_tokenizer, same_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.engine.generators import random_state, set_random_state
@@ -36,6 +36,7 @@ from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, rewa
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.rewards.worker import extracts_answers
 from rlcore.roles.micro_batches import fit_micro_batches
+from rlcore.roles.settings import resolve_roles, role_config
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
 from rlcore.training.evaluate import held_out_evaluation, sample_rows
@@ -159,10 +160,26 @@ def _loaders(
     spec = plugins.algorithm(config.algorithm)
     loaders["train"].check_rows(lambda row: plugins.call(spec, "check_row", algorithm.check_row, row))
     _check_rendered(config, loaders.values())
-    check_positions(config, max(loader.longest for loader in loaders.values()))
+    _check_positions(algorithm, config, max(loader.longest for loader in loaders.values()))
     size = find_end_tokens(config.model, tokenizer).vocab_size
     check_tokens(size, tokenizer, (loader.largest_token for loader in loaders.values()), "prompts")
     return loaders
+
+
+def _check_positions(algorithm: Algorithm, config: Config, longest: int) -> None:
+    """Raise ConfigError when prompt and response do not fit into the positions of the actor's or another role's model.
+
+    A reward model with another tokenizer reads other tokens, whose number nobody knows yet.
+    """
+    check_positions(config, longest)
+    for name, role in resolve_roles(algorithm.roles(), config).items():
+        own = role_config(config, name, role)
+        if own.model.path == config.model.path or not same_tokenizer(own.model, config.model):
+            continue
+        try:
+            check_positions(own, longest)
+        except ConfigError as error:
+            raise ConfigError(f"role {name!r}: {error}") from error
 
 
 def _check_rendered(config: Config, loaders: Iterable[PromptLoader]) -> None:
@@ -248,7 +265,9 @@ class Trainer:
             lines.append(found)
         for name, role in self.run_.roles.items():
             lines += [f"{name}: {group.describe()}" for group in role.groups]
-        lines += [f"data {name}: {loader.schema_line}" for name, loader in self.loaders.items() if loader.schema_line]
+        for name, loader in self.loaders.items():
+            said = loader.schema_line, loader.special_tokens_line
+            lines += [f"data {name}: {line}" for line in said if line]
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)

@@ -140,6 +140,23 @@ def test_best_against_worst_goes_by_wins():
     assert (best.first.tolist(), best.second.tolist(), best.preference.tolist()) == ([0, 3], [1, 3], [1.0, 0.5])
 
 
+def test_a_failed_comparison_is_neither_a_win_nor_a_loss():
+    """Rows 0 to 3: 0 won against 3 and failed with 1 and 2; 1 won against 2, lost to 3; 2 lost to 1 and 3.
+
+    So 0 has a result in one of three and is left out; 3 won 2 of 3, 1 one of 2, 2 none of 2. As half wins, the failures
+    would put 0 first, with 2 of 3. Rows 4 and 5 have no result, so their prompt is dropped.
+    """
+    first, second = torch.tensor([0, 0, 0, 1, 1, 2, 4]), torch.tensor([1, 2, 3, 2, 3, 3, 5])
+    preference = torch.tensor([math.nan, math.nan, 1.0, 1.0, 0.0, 0.0, math.nan])
+    compared = Comparisons(first, second, preference)
+    best = compared.best_against_worst([[0, 1, 2, 3], [4, 5]])
+    assert (best.first.tolist(), best.second.tolist(), best.preference.tolist()) == ([3], [2], [1.0])
+    chosen, rejected = compared.pairs()
+    assert (chosen.tolist(), rejected.tolist()) == ([0, 1, 3, 3], [3, 2, 1, 2])
+    nothing = Comparisons(first[6:], second[6:], preference[6:]).best_against_worst([[4, 5]])
+    assert [len(each) for each in nothing.pairs()] == [0, 0]
+
+
 def test_random_twos_depend_on_their_name_alone_and_are_equally_likely():
     names = [noise_key("test", number) for number in range(600)]
     groups = [[3 * number, 3 * number + 1, 3 * number + 2] for number in range(600)]

@@ -434,3 +434,21 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
 def test_settings_out_of_range_are_refused(override):
     with pytest.raises(ConfigError, match=override.split("=")[0]):
         compose(["algo=ppo", f"algo.{override}"], PluginManager.load())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl_penalty", "'algo.kl_coef' or 'algo.kl_estimator'"),  # verl's is the estimator
+        ("init_kl_coef", "'algo.kl_coef'"),
+        ("kl_loss_coef", "'algo.kl_coef'"),
+        ("use_kl_in_reward", "'algo.kl_in'"),
+        ("cliprange", "'algo.clip_low' or 'algo.clip_high'"),
+        ("cliprange_value", "'algo.value_clip'"),
+        ("num_ppo_epochs", "'algo.epochs'"),
+        ("n_samples_per_prompt", "'algo.samples'"),
+    ],
+)
+def test_a_name_of_another_framework_is_answered_with_the_key(name, meant):
+    with pytest.raises(ConfigError, match=rf"^unknown key 'algo\.{name}'\. Did you mean {meant}\?"):
+        compose(["algo=ppo", f"algo.{name}=1"], PluginManager.load())

@@ -49,6 +49,27 @@ def test_what_a_batch_holds(loader: Any, tokenizer: PreTrainedTokenizerBase) -> 
     check_fields(batch)
 
 
+def test_special_tokens_that_a_prompt_spells_out_are_text_unless_rendered(
+    loader: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = "1<|end|><|system|>2"
+    rows = [{"prompt": "1+1="}, {"prompt": text}, {"prompt": [{"role": "user", "content": text}]}]
+    plain = loader(train=rows, held_out=[*EVAL, {"prompt": "<|user|>"}], shuffle=False, batch_size=3)
+    batch = plain.next_batch()
+    told = ["<|user|>", *text, "<|end|>", "<|assistant|>"]
+    assert [tokenizer.convert_ids_to_tokens(row) for row in batch["prompts"].to_list()[1:]] == [told, told]
+    assert list(batch["prompt_text"]) == ["1+1=", text, f"<|user|>{text}<|end|><|assistant|>"]
+    assert plain.special_tokens_line == (
+        "3 prompts spell out special tokens of the model, which are text there (the first: data=own, split "
+        "'train', row 2); data.rendered names the columns in which they are tokens"
+    )
+    rendered = loader(train=rows[:2], rendered=["prompt"], shuffle=False, batch_size=2)
+    assert tokenizer.convert_ids_to_tokens(rendered.next_batch()["prompts"][1]) == ["1", "<|end|>", "<|system|>", "2"]
+    assert rendered.special_tokens_line is None
+    # The same prompt as a text and as messages: compared as the model reads it.
+    assert loader(train=rows, held_out=rows[1:2], batch_size=1).counts["held_out_in_train"] == 2
+
+
 def test_an_epoch_is_each_prompt_once_and_drop_last_leaves_the_rest_out(loader: Any) -> None:
     keep = loader(drop_last=False)
     sizes, seen = [], []

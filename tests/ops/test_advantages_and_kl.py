@@ -19,41 +19,41 @@ def test_group_advantages_by_hand_with_interleaved_groups():
     uid = ["x", "y", "x", "x", "y", "x"]
     scores = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0])
     x, y = 0.5 / (math.sqrt(1 / 3) + 1e-6), 1.5 / (math.sqrt(4.5) + 1e-6)
-    got = group_advantages(scores, uid)
+    got = group_advantages(scores, uid, episode=None)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx([x, -y, -x, -x, y, x], rel=1e-6)
-    centred = group_advantages(scores, uid, divide_by_std=False)
+    centred = group_advantages(scores, uid, divide_by_std=False, episode=None)
     assert centred.tolist() == pytest.approx([0.5, -1.5, -0.5, -0.5, 1.5, 0.5])
 
 
 def test_group_means_by_hand():
     """Of x: (1 + 4) / 2, or weighted (3 + 4) / 4. Of y: 2, or 0 where no row has a weight."""
     uid, values, weights = ["x", "y", "x"], torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3, 0, 1])
-    assert group_means(values, uid).tolist() == [2.5, 2.0, 2.5]
-    assert group_means(values, uid, weights).tolist() == [1.75, 0.0, 1.75]
-    centred = group_advantages(values, uid, divide_by_std=False, weights=weights)
+    assert group_means(values, uid, episode=None).tolist() == [2.5, 2.0, 2.5]
+    assert group_means(values, uid, weights, episode=None).tolist() == [1.75, 0.0, 1.75]
+    centred = group_advantages(values, uid, divide_by_std=False, weights=weights, episode=None)
     assert centred.tolist() == [-0.75, 2.0, 2.25]
     # The deviation is about the plain mean: sqrt(2 * 1.5^2 / 1) = 2.12132.
-    divided = group_advantages(values, uid, weights=weights)
+    divided = group_advantages(values, uid, weights=weights, episode=None)
     assert divided.tolist()[::2] == pytest.approx([-0.75 / 2.1213203, 2.25 / 2.1213203], rel=1e-5)
     equal = torch.full((3,), 0.1)
-    assert group_advantages(equal, ["u"] * 3, weights=torch.tensor([3, 7, 9])).tolist() == [0.0] * 3
+    assert group_advantages(equal, ["u"] * 3, weights=torch.tensor([3, 7, 9]), episode=None).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 8])
 def test_equal_scores_give_exactly_zero(size):
-    assert group_advantages(torch.full((size,), 0.1), ["u"] * size).tolist() == [0.0] * size
+    assert group_advantages(torch.full((size,), 0.1), ["u"] * size, episode=None).tolist() == [0.0] * size
 
 
 def test_group_advantages_refuses_lengths_that_differ():
     with pytest.raises(ValueError, match="uid 3 rows"):
-        group_advantages(torch.zeros(2), ["a", "b", "c"])
+        group_advantages(torch.zeros(2), ["a", "b", "c"], episode=None)
 
 
 def test_leave_one_out_by_hand_with_groups_of_any_size_and_order():
     """Of 1, 2 and 6 the others' means are 4, 3.5 and 1.5. Equal values, exact in no float, give exactly 0."""
     values = torch.tensor([1.0, 0.1, 2.0, 7.0, 6.0, 0.1])
-    got = leave_one_out(values, ["a", "b", "a", "alone", "a", "b"])
+    got = leave_one_out(values, ["a", "b", "a", "alone", "a", "b"], episode=None)
     assert got.dtype == torch.float32
     assert got.tolist() == [-3.0, 0.0, -1.5, 0.0, 4.5, 0.0]
 

@@ -74,8 +74,8 @@ def test_one_episode_with_branches_has_nothing_to_compare_with():
 def test_rows_without_branches_have_the_numbers_of_rows_bit_for_bit():
     scores = torch.rand(64, generator=torch.Generator().manual_seed(0))
     uid, own = [str(row // 8) for row in range(64)], [str(row) for row in range(64)]
-    assert torch.equal(group_advantages(scores, uid, episode=own), group_advantages(scores, uid))
-    assert torch.equal(leave_one_out(scores, uid, episode=own), leave_one_out(scores, uid))
+    assert torch.equal(group_advantages(scores, uid, episode=own), group_advantages(scores, uid, episode=None))
+    assert torch.equal(leave_one_out(scores, uid, episode=own), leave_one_out(scores, uid, episode=None))
 
 
 def test_seats_count_as_rows():

@@ -78,6 +78,13 @@ def test_more_tokens_than_the_model_has_positions_are_refused_before_the_run(tra
     train_small(tmp_path / "run", f"model.path={model}", "rollout.response_len=8", "trainer.total_steps=1")
 
 
+def test_so_are_more_than_a_role_with_a_folder_of_its_own_has(train_small, model, tmp_path):
+    set_json(model / "config.json", max_position_embeddings=16)
+    with pytest.raises(ConfigError, match=r"^role 'ref': model\.path=.* has 16 positions, but the longest prompt"):
+        train_small(tmp_path / "run", f"roles.ref.model={model}", "rollout.response_len=9")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("scaling", "most"),
     [

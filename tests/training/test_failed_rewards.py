@@ -1,9 +1,13 @@
 """Samples whose reward failed teach nothing, and too many of them end the run. About 20 s."""
 
 import math
+import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
+from rlcore.assets import TINY
 from rlcore.cli import main
 from rlcore.errors import ConfigError, DataError, RewardsError
 from rlcore.plugins import PluginManager
@@ -175,3 +179,26 @@ def test_a_column_that_is_not_there_cannot_be_rendered(train_small, tmp_path):
         train_small(tmp_path / "run", "data.rendered=[promt]")
     with pytest.raises(ConfigError, match=r"data\.system_prompt has no place in them"):
         train_small(tmp_path / "run", "data.rendered=[prompt]", "data.system_prompt=Calculate.")
+
+
+def test_scores_of_a_reward_model_that_are_not_finite_are_failures(train_small, metrics_of, samples_of, tmp_path):
+    """The head's weights are so large that some scores overflow."""
+    shutil.copytree(TINY, tmp_path / "scorer")
+    model = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.score.weight, std=3e37)
+    model.save_pretrained(tmp_path / "scorer")
+    options = [*FOURS, "algo.kl_coef=0", f"reward.model={tmp_path}/scorer", "reward.model_weight=1e-38"]
+    with pytest.raises(RewardsError, match=r"8 samples .* no reward.*: reward\.model gave a score that is not"):
+        train_small(tmp_path / "stopped", *options, "reward.max_failures=0")
+    assert (tmp_path / "stopped" / "checkpoints" / "step_00000000").is_dir()
+    failed = {}
+    for name, value in (("left_out", []), ("replaced", ["reward.error_value=-1"])):
+        train_small(tmp_path / name, *options, "reward.max_failures=1", *value)
+        (metrics,) = metrics_of(tmp_path / name)
+        failed[name] = [row["scores"] for row in samples_of(tmp_path / name)[1] if row["reward_detail"]]
+        assert 0 < metrics["reward/errors"] == len(failed[name]) < 8
+        assert math.isfinite(metrics["reward/mean"])
+        assert math.isfinite(metrics["train/grad_norm"])
+    assert set(failed["left_out"]) == {None}
+    assert set(failed["replaced"]) == {-1.0}

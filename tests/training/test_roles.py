@@ -294,13 +294,23 @@ def test_a_chat_template_of_its_own_or_plain_text(foreign, tmp_path):
 
     encoder = TextEncoder.of(ModelConfig(path=str(foreign)))
     assert characters(encoder, "3+4=", "7") == "[user]3+4=;[assistant]7;"
+    special = encoder.tokenizer.all_special_tokens[0]
+    assert (
+        encoder.tokenizer.convert_tokens_to_ids(special)
+        not in encoder.encode(DataProto.from_single_dict({"prompt_text": ["1"], "response_text": [f"2{special}"]}))[
+            "prompts"
+        ]
+        .to_list()[0]
+        .tolist()
+    )
+    assert characters(encoder, "1", f"2{special}") == f"[user]1;[assistant]2{special};"
     said = [{"role": "system", "content": "Add!"}, {"role": "user", "content": "1+1="}]
     messages = DataProto.from_dict({}, {"prompt_messages": [said, None]})["prompt_messages"][:1]
     assert characters(encoder, "as the actor's template has it", "2", prompt_messages=messages) == (
         "[system]Add!;[user]1+1=;[assistant]2;"
     )
     encoder.tokenizer.chat_template = None
-    assert characters(encoder, "3+4=", "7") == "3+4=7"
+    assert characters(encoder, "3+4=", f"7{special}") == f"3+4=7{special}"
     with pytest.raises(DataError, match="gives no token for the text ''"):
         characters(encoder, "", "")
     encoder.tokenizer.chat_template = "{{ raise_exception('only poems') }}"

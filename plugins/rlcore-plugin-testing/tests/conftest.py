@@ -80,6 +80,9 @@ BROKEN = {
         '        batch["scores"] = batch["scores"].nan_to_num()',
         "rows have no reward",
     ),
+    "counts_branches": Break(
+        "branches", "episode=episodes(batch)", "episode=None", "with a second branch in some episodes. Give `episode="
+    ),
     "overflowing_ratio": Break(
         "non_finite",
         'out.ratio(batch["old_log_probs"])',

@@ -8,8 +8,8 @@ import pytest
 
 ON_RAY = ("kill_and_resume", "reaches_workers", "in_process_equals_ray", "one_worker_equals_two")
 DOES_NOT_APPLY = {
-    **dict.fromkeys(("dpo", "kto", "sft"), ("better_sample", "failed_rewards")),
-    "reward_model": ("masked_tokens", "better_sample", "failed_rewards"),
+    **dict.fromkeys(("dpo", "kto", "sft"), ("better_sample", "failed_rewards", "branches")),
+    "reward_model": ("masked_tokens", "better_sample", "failed_rewards", "branches"),
     "on_policy_distill": ("failed_rewards",),
 }
 """The checks that do not apply to an algorithm, in their order. All others pass."""
@@ -21,7 +21,7 @@ def test_the_suite_in_one_process(algorithm_suite):
     checks = [check for check in algorithm_suite.checks if check not in ON_RAY]
     results = [algorithm_suite.result(check) for check in checks]
     print(*results, f"{algorithm_suite.name}: {sum(result.seconds for result in results):.0f} s", sep="\n")
-    assert len(results) == 14
+    assert len(results) == 15
     others = [str(result) for result in results if result.outcome != "pass"]
     absent = DOES_NOT_APPLY.get(algorithm_suite.name, ())
     assert [line.split()[:2] for line in others] == [["n/a", check] for check in absent], others

@@ -45,7 +45,7 @@ def test_what_does_not_apply_follows_from_what_the_algorithm_does(tmp_path):
     """A sampler without training or scores: what is left is its config, its steps, its metrics, its repetition."""
     with open_suite("sampler", tmp_path, plugins=[str(FIXTURES / "sampler.py")]) as suite:
         results = {result.check: result for result in map(suite.result, _in_process())}
-    applies = {"config", "steps", "metrics", "same_seed", "resume", "kill_and_resume"}
+    applies = {"config", "steps", "metrics", "same_seed", "branches", "resume", "kill_and_resume"}
     assert {name for name, result in results.items() if result.outcome == "pass"} == applies
     assert {name for name, result in results.items() if result.outcome == "n/a"} == set(results) - applies
     assert results["micro_batch_split"].text == "no policy or critic or reward model trains"

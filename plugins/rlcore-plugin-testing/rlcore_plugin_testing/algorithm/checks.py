@@ -23,6 +23,8 @@ from rlcore_plugin_testing.report import CheckFailed, NotApplicable
 
 METRIC = re.compile(r"[A-Za-z]\w*([/.@-]\w+)*")
 NOT_FINITE = re.compile(r"not finite|\b(nan|inf)\b")
+OF_ROWS = re.compile(r"(time|timeline|throughput|rollout|response)/|health/effective_tokens$")
+"""The metrics of times and of rows, which differ where an episode has more rows."""
 RATIO_TOLERANCE = 1e-4
 """Largest distance of a ratio from 1 due to fp32 rounding: rollout and update compute in different orders."""
 
@@ -198,6 +200,23 @@ def failed_rewards(suite: AlgorithmSuite) -> str:
     return f"{len(record.failed)} rows without a reward reach no update"
 
 
+def branches(suite: AlgorithmSuite) -> str:
+    """An episode counts once, however many branches it has: with two equal ones it teaches the same as with one."""
+    if not suite.plain.record.generated:
+        raise NotApplicable("it generates nothing")
+    plain = suite.plain.record.metrics[0]
+    forked = suite.changed("forked", Changes(forked=True, stop_after=1)).record.metrics[0]
+    names = [name for name in {**plain, **forked} if not OF_ROWS.match(name)]
+    for name in names:
+        one, two = (float(row.get(name, math.nan)) for row in (plain, forked))
+        if not _near(one, two):
+            raise CheckFailed(
+                f"{name} is {one:.9g}, and {two:.9g} with a second branch in some episodes. Give "
+                "`episode=episodes(batch)` to group_advantages and its like, or take the rows of `one_row_each`"
+            )
+    return f"{len(names)} metrics are equal with a second branch in some episodes"
+
+
 def _expect_stop(suite: AlgorithmSuite, name: str, changes: Changes, fault: str) -> None:
     error = suite.expect_error(name, changes)
     if error is None:
@@ -217,9 +236,13 @@ def _unequal(one: FinishedRun, other: FinishedRun, *, exact: bool = False) -> st
     for a, b in zip(one.numbers, other.numbers, strict=True):
         for name in {**a, **b}:
             x, y = (float(row.get(name, math.nan)) for row in (a, b))
-            if not (x == y or abs(x - y) <= tolerance * max(0.1, abs(x), abs(y))):
+            if not _near(x, y, tolerance):
                 return f"{name} of step {a['step']} is {x:.9g} and {y:.9g}"
     return None
+
+
+def _near(one: float, other: float, tolerance: float = 1e-4) -> bool:
+    return one == other or abs(one - other) <= tolerance * max(0.1, abs(one), abs(other))
 
 
 def _compared(finished: FinishedRun) -> str:
@@ -242,6 +265,7 @@ CHECKS: dict[str, Callable[[AlgorithmSuite], str]] = {
         zero_learning_rate,
         non_finite,
         failed_rewards,
+        branches,
         resume,
         kill_and_resume,
         reaches_workers,

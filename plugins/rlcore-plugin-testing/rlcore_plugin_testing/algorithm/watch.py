@@ -63,7 +63,8 @@ class Changes:
 
     `random_seed`: seeds the global random generators at the start. `holes`: some response tokens get response_mask 0.
     `raised`: (call, row) of `run.reward` in step 1 whose score becomes the highest. `nan_score`: one score is NaN.
-    `failed`: in step 1 the rewards of some rows of each call fail. `nan_loss`: every loss is NaN. `frozen`: all
+    `failed`: in step 1 the rewards of some rows of each call fail. `forked`: some responses of a call of `generate` are
+    episodes with two branches, which are equal. `nan_loss`: every loss is NaN. `frozen`: all
     learning rates are 0. `stop_after`: the run stops after this step.
     """
 
@@ -72,6 +73,7 @@ class Changes:
     raised: tuple[int, int] | None = None
     nan_score: bool = False
     failed: bool = False
+    forked: bool = False
     nan_loss: bool = False
     frozen: bool = False
     stop_after: int | None = None
@@ -87,7 +89,7 @@ class RunRecord:
 
     `ratios` holds, by loss, the largest distance from 1 of a policy's ratio to old_log_probs. `mapped` holds the calls
     of `map`. `masked` is whether a response got holes. `failed` holds uid and sample_index of rows without a reward.
-    `asked` holds the roles whose handles were called.
+    `generated` is whether `generate` was called. `asked` holds the roles whose handles were called.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -97,6 +99,7 @@ class RunRecord:
     mapped: list[Mapped] = field(default_factory=list)
     masked: bool = False
     failed: set[tuple[str, int]] = field(default_factory=set)
+    generated: bool = False
     asked: set[str] = field(default_factory=set)
     roles: Mapping[str, Role] = field(default_factory=dict)
 
@@ -194,7 +197,10 @@ class RecordingPolicy(RecordingHandle, PolicyHandle):
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         """See PolicyHandle."""
         self._record.asked.add(self.name)
+        self._record.generated = True
         batch = super().generate(prompts, **options)
+        if self._changes.forked:
+            batch = with_branches(batch)
         return _with_holes(batch, self._record) if self._changes.holes else batch
 
     def log_probs(self, batch: DataProto, *, name: str = "log_probs", entropy: bool = False) -> DataProto:
@@ -215,10 +221,10 @@ class RecordingCritic(RecordingHandle, CriticHandle):
 class RecordingReward(RecordingHandle, RewardHandle):
     """A reward model's handle that records its updates."""
 
-    def score(self, batch: DataProto, *, name: str = "scores") -> DataProto:
+    def score(self, batch: DataProto, *, name: str = "scores", keep_failed: bool = False) -> DataProto:
         """See RewardHandle."""
         self._record.asked.add(self.name)
-        return super().score(batch, name=name)
+        return super().score(batch, name=name, keep_failed=keep_failed)
 
 
 RECORDING = {cls.kind: cls for cls in (RecordingPolicy, RecordingCritic, RecordingReward)}
@@ -273,6 +279,18 @@ def with_holes(batch: DataProto) -> DataProto:
     mask = batch.view("response_mask").to_padded()
     batch = batch[:]
     batch["response_mask"] = Ragged.from_padded(mask * ~hole_positions(lengths, mask.shape[1]), lengths)
+    return batch
+
+
+def with_branches(batch: DataProto) -> DataProto:
+    """Return the batch as episodes' rows, of which every third, from the first on, has two branches that are equal."""
+    number = torch.arange(len(batch))
+    copies = 1 + (number % 3 == 0).long()
+    rows = number.repeat_interleave(copies)
+    batch = batch[rows]
+    batch["branch"] = torch.cat([torch.arange(size) for size in copies.tolist()])
+    batch["seat"] = torch.zeros_like(rows)
+    batch["episode"] = np.array([f"episode {row}" for row in rows.tolist()], dtype=object)
     return batch
 
 
