@@ -130,12 +130,12 @@ class OnPolicyDistill(Algorithm):
         if rewards is not None:
             batch = batch.union(rewards)
         gain = batch["distill_log_probs"].with_values(batch["distill_log_probs"].values - batch["old_log_probs"].values)
-        sampled = batch["response_mask"].values.bool()
-        run.log({"distill/reverse_kl": -float(gain.values[sampled].double().mean()) if sampled.any() else 0.0})
+        batch["advantages"] = gain
+        moments = batch.masked_moments("advantages", "response_mask", per_episode=True)
+        run.log({"distill/reverse_kl": -moments.mean if moments.count else 0.0})
         if algo.task_coef > 0:
             task = algo.task_coef * group_advantages(batch["scores"], batch["uid"], episode=episodes(batch))
-            gain = gain.with_values(gain.values + task.repeat_interleave(gain.lengths))
-        batch["advantages"] = gain
+            batch["advantages"] = gain.with_values(gain.values + task.repeat_interleave(gain.lengths))
         return run.actor.update(
             batch,
             loss=on_policy_distill_loss,

@@ -49,7 +49,19 @@ from rlcore import (
     hookimpl,
     option,
 )
-from rlcore.ops import Loss, Outputs, Term, gae, kl_estimate, masked_sum, metric, needs, objective
+from rlcore.ops import (
+    Loss,
+    Outputs,
+    Term,
+    episodes,
+    gae,
+    kl_estimate,
+    masked_sum,
+    metric,
+    needs,
+    objective,
+    one_row_each,
+)
 
 RLCORE_API = 1
 
@@ -248,7 +260,8 @@ class SafeRLHF(Algorithm):
         else:
             file, _, function = self.config.cost_function.rpartition(":")
             batch["safe_rlhf_cost"] = batch[f"score/{Path(file).stem}.{function}" if file else f"score/{function}"]
-        mean_cost = float(batch["safe_rlhf_cost"].mean())
+        rows, _ = one_row_each(episodes(batch))
+        mean_cost = float(batch["safe_rlhf_cost"][rows].mean())
         if math.isnan(mean_cost):
             raise DataError(
                 f"algo.cost_function={self.config.cost_function} returned None for a response; it must return a number"
@@ -260,10 +273,9 @@ class SafeRLHF(Algorithm):
     def _update(self, run: Run, batch: DataProto) -> dict[str, float]:
         epochs, mini_batches = self.config.epochs, self.config.mini_batches
         of_critics: dict[str, Mapping[str, float]] = {}
-        for name, critic, prefix in (("critic", run.critic, ""), ("cost_critic", run.cost_critic, "safe_rlhf_cost_")):
-            own = [f"{prefix}values", f"{prefix}returns"]
-            rows = batch.select(["prompts", "responses", "response_mask", *own], ["uid"], [])
-            rows = rows.rename(own, ["values", "returns"])
+        of_cost, plain = ["safe_rlhf_cost_values", "safe_rlhf_cost_returns"], ["values", "returns"]
+        costs = batch.rename([*plain, *of_cost], ["safe_rlhf_values", "safe_rlhf_returns", *plain])
+        for name, critic, rows in (("critic", run.critic, batch), ("cost_critic", run.cost_critic, costs)):
             of_critics[name] = critic.update(rows, loss=value_loss, epochs=epochs, mini_batches=mini_batches)
         items: list[tuple[DataProto, Loss, float]] = [(batch, policy_loss, 1.0)]
         if self.config.ptx_path is not None:
