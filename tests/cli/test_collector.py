@@ -20,7 +20,14 @@ def rlcore_run_start(run):
     print("started", gc.isenabled(), gc.get_freeze_count() > 10_000)
 """
 
-SMALL = ["data.batch_size=1", "rollout.response_len=1", "trainer.total_steps=1", "trainer.eval_every=0", "tracker=none"]
+SMALL = [
+    "data.max_rows=128",
+    "data.batch_size=1",
+    "rollout.response_len=1",
+    "trainer.total_steps=1",
+    "trainer.eval_every=0",
+    "tracker=none",
+]
 
 
 @pytest.fixture(autouse=True)

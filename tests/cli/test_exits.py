@@ -13,7 +13,7 @@ from rlcore.cli import main
 HOOK = "from rlcore import hookimpl\nRLCORE_API = 1\n@hookimpl\n"
 EXITS = {"sys": "import sys; sys.exit(0)", "os": "import os; os._exit(0)", "raise": "raise SystemExit"}
 RUN = ["train", "algo=grpo", "algo.group_size=2", "cluster=in_process", "data.batch_size=2", "rollout.response_len=4"]
-RUN += ["trainer.total_steps=2", "trainer.eval_every=0", "tracker=none", "run.dir=run"]
+RUN += ["trainer.total_steps=2", "data.max_rows=128", "trainer.eval_every=0", "tracker=none", "run.dir=run"]
 
 
 @pytest.fixture(autouse=True)

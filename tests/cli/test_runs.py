@@ -14,7 +14,14 @@ from rlcore.cli import main
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FILES = Path(__file__).parents[1] / "fixtures" / "plugins"
-SMALL = ["data.batch_size=2", "rollout.response_len=4", "trainer.total_steps=1", "trainer.eval_every=0", "tracker=none"]
+SMALL = [
+    "data.max_rows=128",
+    "data.batch_size=2",
+    "rollout.response_len=4",
+    "trainer.total_steps=1",
+    "trainer.eval_every=0",
+    "tracker=none",
+]
 IN_PROCESS = ["cluster=in_process", *SMALL]
 
 
@@ -67,7 +74,7 @@ def test_saved_config_repeats_the_run_of_another_process(swept, monkeypatch):
 
 def test_eval_of_a_run_and_of_a_model(swept, monkeypatch, capsys):
     monkeypatch.chdir(swept)
-    small = ["data.eval_size=2", "trainer.eval_samples=1"]
+    small = ["data.max_rows=128", "data.eval_size=2", "trainer.eval_samples=1"]
     for words in (["s/0", *small], ["tiny", *small, "cluster=in_process", "rollout.response_len=4"]):
         assert main(["eval", *words]) == 0
         assert "accuracy" in capsys.readouterr().out

@@ -63,7 +63,14 @@ def test_a_model_folder_is_served_until_a_signal(start, number):
 @pytest.mark.e2e
 def test_a_run_is_served_with_the_weights_of_its_newest_checkpoint(start, tmp_path):
     run = tmp_path / "run"
-    words = ["experiment=quickstart", "cluster=in_process", "tracker=none", "trainer.total_steps=1", "data.eval_size=2"]
+    words = [
+        "experiment=quickstart",
+        "cluster=in_process",
+        "tracker=none",
+        "trainer.total_steps=1",
+        "data.max_rows=128",
+        "data.eval_size=2",
+    ]
     words += ["data.batch_size=2", "rollout.response_len=4", "trainer.eval_every=0", f"run.dir={run}"]
     assert main(["train", *words]) == 0
     _, url = start(str(run))

@@ -37,6 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("seen")
     overrides = ["algo=grpo", "cluster=in_process", "tracker=none", "engine.offload=true", "trainer.total_steps=2"]
     overrides += [
+        "data.max_rows=128",
         "data.eval_size=2",
         "data.batch_size=2",
         "rollout.response_len=4",

@@ -31,6 +31,7 @@ SMALL = {
     "cluster": "in_process",
     "trainer.total_steps": "1",
     "trainer.eval_every": "0",
+    "data.max_rows": "128",
     "data.eval_size": "2",
     "data.batch_size": "2",
     "rollout.response_len": "4",

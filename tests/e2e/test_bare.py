@@ -39,7 +39,13 @@ def test_the_venv_is_bare(bare_python, name):
 
 
 def test_an_algorithm_trains_in_process(bare_python, tmp_path):
-    small = ["trainer.total_steps=2", "data.batch_size=4", "trainer.eval_every=2", "data.eval_size=8"]
+    small = [
+        "trainer.total_steps=2",
+        "data.batch_size=4",
+        "trainer.eval_every=2",
+        "data.max_rows=128",
+        "data.eval_size=8",
+    ]
     command = ["train", "experiment=quickstart", "cluster=in_process", *small, "run.dir=run"]
     done = run(bare_python, "-m", "rlcore.cli", *command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,13 @@ from rlcore.errors import ConfigError, DataError, WorkerError
 from rlcore.plugins import PluginManager
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-HERE = ["cluster=in_process", "trainer.eval_every=0", "data.batch_size=4", "rollout.response_len=6"]
+HERE = [
+    "cluster=in_process",
+    "data.max_rows=128",
+    "trainer.eval_every=0",
+    "data.batch_size=4",
+    "rollout.response_len=6",
+]
 FILES = Path(__file__).parents[1] / "fixtures" / "plugins"
 
 

@@ -5,7 +5,13 @@ import itertools
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.eval_size=4", "trainer.samples_per_step=64"]
+SMALL = [
+    "data.batch_size=4",
+    "rollout.response_len=6",
+    "data.max_rows=128",
+    "data.eval_size=4",
+    "trainer.samples_per_step=64",
+]
 AHEAD = [*SMALL, "trainer.rollouts_ahead=1", "engine.lr=1e-3"]
 GRPO = ["algo=grpo", "algo.mini_batches=2", "cluster.pools={main: [actor, ref], gen: [rollout]}"]
 HERE = "cluster=in_process"

@@ -11,7 +11,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 # A tenth of the rewards fails, so that rows leave the batches on every path.
 FAILS = Path(__file__).parents[1] / "fixtures" / "fails_on_some.py"
 SMALL = [
-    *("trainer.total_steps=4", "trainer.eval_every=2", "trainer.samples_per_step=128", "data.eval_size=32"),
+    *(
+        "trainer.total_steps=4",
+        "trainer.eval_every=2",
+        "trainer.samples_per_step=128",
+        "data.max_rows=128",
+        "data.eval_size=32",
+    ),
     *(f"reward.path={FAILS}:score", "reward.max_failures=0.5"),
 ]
 TWO = [*SMALL, "cluster.workers=2", "engine.torch.shard=0", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=0"]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from rlcore.model_folder import model_path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.eval_size=4", "trainer.eval_every=0"]
+SMALL = ["data.batch_size=4", "rollout.response_len=6", "data.max_rows=128", "data.eval_size=4", "trainer.eval_every=0"]
 HERE = "cluster=in_process"
 GAP = "rollout/train_rollout_logprob_diff"
 

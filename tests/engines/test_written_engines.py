@@ -57,7 +57,13 @@ def train(site: Path, run: Path, *overrides: str) -> dict:
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_both_together_train_and_are_named_in_the_run(site, tmp_path):
-    small = ["trainer.total_steps=2", "data.batch_size=2", "data.eval_size=4", "rollout.response_len=4"]
+    small = [
+        "trainer.total_steps=2",
+        "data.batch_size=2",
+        "data.max_rows=128",
+        "data.eval_size=4",
+        "rollout.response_len=4",
+    ]
     summary = train(site, tmp_path / "run", "algo=grpo", "engine=plain", "rollout=generate", *small)
     assert summary["status"] == "finished"
     config = (tmp_path / "run" / "config.yaml").read_text()

@@ -208,7 +208,13 @@ def test_grpo_trains_on_an_agent(tmp_path):
     plugins = PluginManager.load()
     overrides = ["experiment=quickstart", "cluster=in_process", "tracker=none", "env=agent", "env.timeout=120"]
     overrides += [f"env.command='python {AGENT} turns'", "env.concurrency=4", "rollout.response_len=40"]
-    overrides += ["trainer.total_steps=2", "trainer.eval_every=0", "data.batch_size=2", "data.eval_size=2"]
+    overrides += [
+        "trainer.total_steps=2",
+        "trainer.eval_every=0",
+        "data.batch_size=2",
+        "data.max_rows=128",
+        "data.eval_size=2",
+    ]
     overrides += ["algo.group_size=2", "trainer.seed=1"]
     train(compose([*overrides, f"run.dir={tmp_path / 'run'}"], plugins), plugins)
 
@@ -238,7 +244,13 @@ def test_in_a_run_an_episode_counts_once_for_all_its_branches(tmp_path):
     )
     overrides = ["experiment=quickstart", "cluster=in_process", "tracker=none", "env=agent", "env.timeout=120"]
     overrides += [f"env.command='python {AGENT} several'", f"reward.path={reward}:score", "rollout.response_len=60"]
-    overrides += ["data.batch_size=2", "algo.group_size=2", "data.eval_size=2", "trainer.eval_samples=2"]
+    overrides += [
+        "data.batch_size=2",
+        "algo.group_size=2",
+        "data.max_rows=128",
+        "data.eval_size=2",
+        "trainer.eval_samples=2",
+    ]
     overrides += [
         "trainer.total_steps=1",
         "trainer.eval_every=1",

@@ -187,7 +187,14 @@ def test_a_run_says_what_is_not_enforced(tmp_path):
 
     plugins = PluginManager.load()
     small = ["data.batch_size=2", "algo.group_size=2", "rollout.response_len=20", "trainer.total_steps=1"]
-    small += ["experiment=quickstart", "tracker=none", "trainer.eval_every=0", "data.eval_size=1", "cluster=in_process"]
+    small += [
+        "experiment=quickstart",
+        "tracker=none",
+        "trainer.eval_every=0",
+        "data.max_rows=128",
+        "data.eval_size=1",
+        "cluster=in_process",
+    ]
     train(compose([*small, "env=python", "env.tools=off", f"run.dir={tmp_path / 'run'}"], plugins), plugins)
     log = (tmp_path / "run" / "rlcore.log").read_text()
     for line in isolation().lines():

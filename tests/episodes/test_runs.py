@@ -22,6 +22,7 @@ SMALL = [
     "rollout.response_len=60",
     "trainer.total_steps=4",
     "trainer.eval_every=2",
+    "data.max_rows=128",
     "data.eval_size=8",
 ]
 HERE = [*SMALL, "cluster=in_process"]

@@ -122,7 +122,7 @@ def test_nothing_starts_when_the_weights_break_off(hub, branches, tmp_path):
 @pytest.mark.e2e
 def test_commands_take_names(hub, branches, capsys):
     first, _ = branches
-    small = ["data.eval_size=4", "rollout.response_len=4", "cluster=in_process"]
+    small = ["data.max_rows=128", "data.eval_size=4", "rollout.response_len=4", "cluster=in_process"]
     assert main(["config", "algo=grpo", "model.path=acme/tiny"]) == 0
     assert f"path: acme/tiny@{first}" in capsys.readouterr().out
     assert main(["plan", "algo=grpo", "model.path=acme/tiny"]) == 0

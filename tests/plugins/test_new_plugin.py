@@ -151,7 +151,13 @@ def test_it_installs_passes_its_tests_and_trains(tmp_path):
     checks = "by_hand or config or steps or metrics or micro_batch_split or padding or row_order or masked or better"
     passed = run("pytest", "-q", "-p", "no:cacheprovider", str(folder), "-k", checks)
     assert re.search(r"^9 passed", passed, re.MULTILINE), passed
-    small = ["cluster=in_process", "trainer.total_steps=2", "trainer.eval_every=0", "data.eval_size=2"]
+    small = [
+        "cluster=in_process",
+        "trainer.total_steps=2",
+        "trainer.eval_every=0",
+        "data.max_rows=128",
+        "data.eval_size=2",
+    ]
     run("rlcore.cli", "train", "algo=my_algo", *small, "data.batch_size=4", "rollout.response_len=6", "run.dir=run")
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["train/optimizer_steps"] for step in steps if "train/optimizer_steps" in step] == [1, 1]
@@ -167,7 +173,14 @@ def test_an_environment_installs_passes_its_tests_and_trains(tmp_path):
     checks = "by_hand or config or episodes or same_seed or masks"
     passed = run("pytest", "-q", "-p", "no:cacheprovider", str(folder), "-k", checks)
     assert re.search(r"^5 passed", passed, re.MULTILINE), passed
-    small = ["cluster=in_process", "trainer.total_steps=1", "trainer.eval_every=0", "data.eval_size=2", "run.dir=run"]
+    small = [
+        "cluster=in_process",
+        "trainer.total_steps=1",
+        "trainer.eval_every=0",
+        "data.max_rows=128",
+        "data.eval_size=2",
+        "run.dir=run",
+    ]
     small += ["experiment=quickstart", "data.batch_size=2", "data.prompt_len=1024", "algo.group_size=2"]
     run("rlcore.cli", "train", "env=my_game", "env.my_game.largest=5", "rollout.response_len=64", *small)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

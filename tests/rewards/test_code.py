@@ -208,7 +208,13 @@ def test_a_run_says_at_its_start_how_programs_are_isolated(tmp_path):
     rows = [{"prompt": f"Double {n}.", "answer": [{"stdin": f"{n}", "stdout": f"{2 * n}"}]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sets = ["algo=grpo", "cluster=in_process", "trainer.total_steps=1", "trainer.eval_every=0", "data=file"]
-    sets += [f"data.path={tmp_path}/rows.jsonl", "data.batch_size=2", "data.eval_size=1", "rollout.response_len=4"]
+    sets += [
+        f"data.path={tmp_path}/rows.jsonl",
+        "data.batch_size=2",
+        "data.max_rows=128",
+        "data.eval_size=1",
+        "rollout.response_len=4",
+    ]
     sets += ["reward=code", f"run.dir={tmp_path}/run"]
     done = subprocess.run([sys.executable, "-m", "rlcore.cli", "train", *sets], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

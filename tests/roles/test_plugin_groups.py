@@ -23,7 +23,13 @@ SPECS = {"memory": WorkerSpec("memory", Worker, workers=2), "scorer": WorkerSpec
 def run_it(folder, *overrides):
     """Train two steps with the plugin; return the exit status and the metrics of each step."""
     command = ["train", "-p", str(PLUGIN), "algo=memory", "tracker=none", "trainer.eval_every=0", f"run.dir={folder}"]
-    command += ["trainer.total_steps=2", "data.batch_size=4", "rollout.response_len=4", "trainer.trace=true"]
+    command += [
+        "trainer.total_steps=2",
+        "data.max_rows=128",
+        "data.batch_size=4",
+        "rollout.response_len=4",
+        "trainer.trace=true",
+    ]
     status = main([*command, *(overrides or ["cluster=in_process"])])
     path = folder / "metrics.jsonl"
     return status, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

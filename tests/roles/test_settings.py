@@ -23,6 +23,7 @@ SMALL = [
     *(
         "rollout.response_len=5",
         "data.batch_size=2",
+        "data.max_rows=128",
         "data.eval_size=2",
         "trainer.total_steps=2",
         "trainer.eval_every=0",

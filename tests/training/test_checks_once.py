@@ -40,7 +40,7 @@ def once(purpose, times=1):
     return dict.fromkeys([*names, "check_pools"], times)
 
 
-ONE_STEP = ["algo=grpo", "trainer.total_steps=1", "data.eval_size=2"]
+ONE_STEP = ["algo=grpo", "trainer.total_steps=1", "data.max_rows=128", "data.eval_size=2"]
 
 
 def test_config(small, counted, capsys):
@@ -59,7 +59,10 @@ def test_a_sweep_checks_each_job_once(small, counted, tmp_path):
 
 
 def test_eval(counted, capsys):
-    assert main(["eval", "tiny", "cluster=in_process", "data.eval_size=2", "rollout.response_len=2"]) == 0
+    assert (
+        main(["eval", "tiny", "cluster=in_process", "data.max_rows=128", "data.eval_size=2", "rollout.response_len=2"])
+        == 0
+    )
     assert counted == once("evaluate")
 
 

@@ -24,7 +24,9 @@ def set_json(file, **values):
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize("algo", [["algo=sft", "data.eval_size=6"], ["algo=grpo", "algo.group_size=2"]])
+@pytest.mark.parametrize(
+    "algo", [["algo=sft", "data.max_rows=128", "data.eval_size=6"], ["algo=grpo", "algo.group_size=2"]]
+)
 def test_a_generation_config_with_another_end_token_changes_nothing(train_small, metrics_of, model, tmp_path, algo):
     """The tokenizer's end token, which training teaches, ends a response too."""
     set_json(model / "generation_config.json", eos_token_id=63)

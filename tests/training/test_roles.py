@@ -378,7 +378,7 @@ def test_grpo_with_a_reward_model_alone_and_with_functions(small, samples_of, me
         return train(compose([*options, f"run.dir={tmp_path / name}", *overrides], plugins), plugins)
 
     options += ["algo=grpo", "algo.group_size=2", "algo.kl_coef=0", "trainer.total_steps=1", f"reward.model={scorer()}"]
-    options += ["reward.model_weight=0.5", "trainer.eval_every=1", "data.eval_size=4"]
+    options += ["reward.model_weight=0.5", "trainer.eval_every=1", "data.max_rows=128", "data.eval_size=4"]
     alone, both = run("alone"), run("both", "reward.functions={math: 2}")
     hf = AutoModelForSequenceClassification.from_pretrained(scorer(), dtype=torch.float32).eval()
     by_model, summed = samples_of(tmp_path / "alone")[1], samples_of(tmp_path / "both")[1]

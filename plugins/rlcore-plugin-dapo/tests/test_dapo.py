@@ -10,7 +10,14 @@ from rlcore_plugin_dapo import DAPOConfig, dapo_loss, differing, overlong_penalt
 from rlcore.cli import main
 from rlcore.ops import Outputs
 
-SMALL = ["algo=dapo", "cluster=in_process", "tracker=none", "data.batch_size=4", "algo.group_size=2"]
+SMALL = [
+    "algo=dapo",
+    "cluster=in_process",
+    "tracker=none",
+    "data.max_rows=128",
+    "data.batch_size=4",
+    "algo.group_size=2",
+]
 
 ODD_ALONE = """
 from rlcore import RewardSpec

@@ -87,7 +87,14 @@ def test_a_step_with_two_rewards(tmp_path):
     for weight in (1, 0.5):
         functions = f"{{{tmp_path}/two.py\\:sevens:1,{tmp_path}/two.py\\:others:{weight}}}"
         run = tmp_path / f"run-{weight}"
-        words = ["algo=gdpo", "cluster=in_process", "tracker=none", "data.batch_size=4", "rollout.response_len=6"]
+        words = [
+            "algo=gdpo",
+            "cluster=in_process",
+            "data.max_rows=128",
+            "tracker=none",
+            "data.batch_size=4",
+            "rollout.response_len=6",
+        ]
         words += ["trainer.total_steps=1", "trainer.eval_every=0", "algo.group_size=4", f"run.dir={run}"]
         words += ["rollout.temperature=2", f"reward.functions={functions}"]
         assert main(["train", *words]) == 0

@@ -10,7 +10,14 @@ from rlcore import DataProto, Ragged
 from rlcore.cli import main
 from rlcore.ops import Outputs
 
-SMALL = ["algo=remax", "cluster=in_process", "tracker=none", "data.batch_size=3", "rollout.response_len=6"]
+SMALL = [
+    "algo=remax",
+    "cluster=in_process",
+    "tracker=none",
+    "data.max_rows=128",
+    "data.batch_size=3",
+    "rollout.response_len=6",
+]
 
 COUNTING = """
 from rlcore import RewardSpec

@@ -7,7 +7,7 @@ from rlcore.errors import ConfigError
 from rlcore.training.preflight import preflight
 from rlcore.training.trainer import train
 
-SMALL = ["cluster=in_process", "tracker=none", "trainer.total_steps=1", "trainer.eval_every=0"]
+SMALL = ["cluster=in_process", "tracker=none", "data.max_rows=128", "trainer.total_steps=1", "trainer.eval_every=0"]
 SMALL += ["data.batch_size=2", "data.max_rows=8"]
 ASKS = {
     "on_policy_distill": r"needs a teacher: give either algo\.teacher",

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.e2e
-SMALL = ["data.batch_size=4", "data.eval_size=4", "trainer.total_steps=4", "engine.lr=1e-3", "trainer.eval_every=4"]
+SMALL = [
+    "data.batch_size=4",
+    "data.max_rows=128",
+    "data.eval_size=4",
+    "trainer.total_steps=4",
+    "engine.lr=1e-3",
+    "trainer.eval_every=4",
+]
 
 
 @pytest.mark.timeout(600)
