@@ -76,7 +76,7 @@ def start_roles(
     """
     planned = plan_pools(config, roles, plugins.train_engines())
     pools = [(pool, pool.open(executor)) for pool in planned if pool.process_sets]
-    started, _ = start.start_roles(config, executor, plugins, roles, StepClock(1), pools)
+    started, _ = start.start_roles(start.RoleStart(config, plugins, roles, StepClock(1)), executor, pools)
     return started
 
 

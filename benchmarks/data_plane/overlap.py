@@ -18,7 +18,7 @@ from rlcore.plugins import CRITIC, PluginManager, Role
 from rlcore.protocol import DataProto, Ragged
 from rlcore.roles.handles import CriticHandle, PolicyHandle, StepClock
 from rlcore.roles.placement import plan_pools
-from rlcore.roles.start import start_roles
+from rlcore.roles.start import RoleStart, start_roles
 from rlcore.workers import make_executor
 
 ROLES = {"ref": Role(), "critic": Role(kind=CRITIC, trains=True)}
@@ -44,7 +44,7 @@ def main(folder: str) -> None:
     executor = make_executor(config.cluster, log_dir=Path(folder))
     with executor:
         pools = [(planned, planned.open(executor)) for planned in plan_pools(config, ROLES)]
-        roles, _ = start_roles(config, executor, plugins, ROLES, StepClock(), pools)
+        roles, _ = start_roles(RoleStart(config, plugins, ROLES, StepClock()), executor, pools)
         side.serve({"call": lambda rounds: call(roles["ref"], roles["critic"], rounds)})
 
 

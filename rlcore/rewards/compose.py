@@ -17,7 +17,7 @@ from rlcore.config.schema import RewardConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins.local import load_name, pickled_by_value
 from rlcore.plugins.specs import RewardSpec
-from rlcore.rewards.signatures import TrlReward, adapted
+from rlcore.rewards.signatures import TrlReward, adapted, needed_columns
 
 _HOW = "Write `def NAME(prompt, response, answer, **columns)` that returns a number."
 
@@ -27,9 +27,9 @@ class WeightedReward:
     """A reward function ready to be sent to reward processes.
 
     `data` is the cloudpickled function: by value if it came from a file, else by its module's name. `imports` are
-    modules that the process loads before the first call. `needs_answer`: see RewardSpec. `extract`: its function that
-    finds a response's final answer, cloudpickled as `data` is; None if it has none. A sample's total is the sum of
-    weight times score.
+    modules that the process loads before the first call. `needs_answer`: see RewardSpec. `needs_columns`: its
+    parameters without a default, besides prompt, response and answer. `extract`: its function that finds a response's
+    final answer, cloudpickled as `data` is; None if it has none. A sample's total is the sum of weight times score.
     """
 
     name: str
@@ -38,6 +38,7 @@ class WeightedReward:
     batched: bool = False
     imports: tuple[str, ...] = ()
     needs_answer: bool = False
+    needs_columns: tuple[str, ...] = ()
     extract: bytes | None = None
 
 
@@ -111,7 +112,8 @@ def _resolve(
     with pickled_by_value(by_value):
         data = cloudpickle.dumps(spec.score)
         extract_data = None if extract is None else cloudpickle.dumps(extract)
-    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer, extract_data)
+    needs = needed_columns(spec.score)
+    return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer, needs, extract_data)
 
 
 def _from_file(path: Path, reference: str) -> tuple[RewardSpec, ModuleType]:

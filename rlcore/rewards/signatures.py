@@ -15,18 +15,22 @@ from rlcore.errors import ConfigError
 
 NOT_THERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL passes and rlcore does not: a function may take it, but not need it."""
+GROUND_TRUTH = "ground_truth"
+"""verl's name of the reference answer."""
 
 
 @dataclass(frozen=True)
 class TrlReward:
     """Calls a function of TRL's form with lists.
 
-    `takes`: its parameters; None for any. `answers`: the names under which it gets the reference answers. Where rows of
-    the data set hold messages, prompts and completions are lists of messages, as in TRL.
+    `takes`: its parameters; None for any. `needs`: those that columns of the data set must give. `answers`: the names
+    under which it gets the reference answers; under verl's name `ground_truth` too, if no column has that name. Where
+    rows of the data set hold messages, prompts and completions are lists of messages, as in TRL.
     """
 
     function: Callable[..., Any]
     takes: frozenset[str] | None
+    needs: tuple[str, ...]
     answers: tuple[str, ...]
 
     def __call__(self, _prompts: list[str], _responses: list[str], _answers: list[Any], **columns: Any) -> Any:
@@ -40,8 +44,9 @@ class TrlReward:
                 for text, given in zip(_prompts, messages, strict=True)
             ]
             completions = [[{"role": "assistant", "content": response}] for response in _responses]
-        given = {**columns, **dict.fromkeys(self.answers, _answers), "prompts": prompts, "completions": completions}
-        return self.function(**_taken(given, self.takes))
+        answers = dict.fromkeys(self.answers, _answers)
+        texts = {"prompts": prompts, "completions": completions}
+        return self.function(**_taken({GROUND_TRUTH: _answers, **columns, **answers, **texts}, self.takes))
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,19 @@ def adapted(score: Callable[..., Any], reference: str, answer_key: str) -> TrlRe
         return VerlReward(score, None if takes_any else names)
     if "completions" in names:
         _refuse(reference, "TRL", [name for name in needed if name in NOT_THERE], ())
-        answers = dict.fromkeys(("answer", answer_key, answer_key.rpartition(".")[2]))
-        return TrlReward(score, None if takes_any else names, tuple(answers))
+        answers = tuple(dict.fromkeys(("answer", answer_key, answer_key.rpartition(".")[2])))
+        given = ("prompts", "completions", GROUND_TRUTH, *answers)
+        needs = tuple(name for name in needed if name not in given)
+        return TrlReward(score, None if takes_any else names, needs, answers)
     return None
+
+
+def needed_columns(score: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters that a resolved function cannot do without, besides prompt, response and answer."""
+    if isinstance(score, TrlReward):
+        return score.needs
+    further = list(inspect.signature(score).parameters.values())[3:]
+    return tuple(each.name for each in further if each.default is each.empty and each.kind in _BY_NAME)
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

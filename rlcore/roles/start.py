@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
@@ -21,27 +21,83 @@ if TYPE_CHECKING:
     from rlcore.plugins import PluginManager
 
 
+@dataclass(frozen=True)
+class RoleStart:
+    """Everything that roles are started from besides their places. `episodes`: the setup of the run's environment."""
+
+    config: Config
+    plugins: PluginManager
+    roles: Mapping[str, Role]
+    clock: StepClock
+    episodes: Episodes | None = None
+
+    def setups(self, sampled: str | None) -> dict[str, RoleSetup]:
+        """Return each role's setup. `sampled`: the role with a rollout pool; its own workers then do not sample."""
+        setups = {name: self._setup(name) for name in self.roles}
+        if sampled is not None:
+            setups[ROLLOUT] = setups[sampled]
+            # The trained role then needs no rollout engine, nor its memory.
+            setups[sampled] = replace(setups[sampled], role=replace(self.roles[sampled], generates=False))
+        return setups
+
+    def _setup(self, name: str) -> RoleSetup:
+        role, config = self.roles[name], role_config(self.config, name, self.roles[name])
+        train = self.plugins.train_engines()[config.engine.name]
+        rollout = self.plugins.rollout_engines()[config.rollout.name]
+        leads = any(other.follows == name for other in self.roles.values())
+        return RoleSetup(
+            role=role,
+            model=config.model,
+            engine=config.engine,
+            rollout=config.rollout,
+            train_engine=train,
+            rollout_engine=rollout,
+            train_config=own_section(config, f"engine.{train.name}", train.config_class),
+            rollout_config=own_section(config, f"rollout.{rollout.name}", rollout.config_class),
+            seed=config.trainer.seed,
+            total_steps=config.trainer.total_steps,
+            deterministic=config.trainer.deterministic,
+            frozen=not (role.trains or role.generates or role.follows or leads),
+            reads_text=reads_text(role, self.config),
+            row_tokens=config.data.prompt_len + config.rollout.response_len,
+        )
+
+    def handle(
+        self, name: str, group: WorkerGroup, *, leader: WorkerGroup | None, rollout: WorkerGroup | None
+    ) -> RoleHandle:
+        """Return the handle of the role's kind.
+
+        `group`: the role's workers. `leader`: those of the role that it follows in other processes. `rollout`: those of
+        its rollout pool.
+        """
+        role = self.roles[name]
+        config = role_config(self.config, name, role)
+        if role.kind == CRITIC:
+            return CriticHandle(name, role, group, config, self.clock, leader=leader)
+        if role.kind == REWARD:
+            reads = reads_text(role, self.config)
+            return RewardHandle(name, role, group, config, self.clock, leader=leader, reads_text=reads)
+        return PolicyHandle(
+            name, role, group, config, self.clock, leader=leader, rollout=rollout, episodes=self.episodes
+        )
+
+
 def start_roles(
-    config: Config,
+    start: RoleStart,
     executor: Executor,
-    plugins: PluginManager,
-    roles: Mapping[str, Role],
-    clock: StepClock,
     pools: Sequence[OpenPool],
     *,
-    episodes: Episodes | None = None,
     extra: Sequence[ProcessRequest] = (),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, RoleHandle], dict[str, WorkerGroup]]:
     """Start the workers of all roles on their pools, load their models, and return the handles.
 
-    episodes: the setup of the run's environment.
     extra: further processes to start at the same time; their groups are returned too, by name. If their worker class
     has a non-blocking method `start`, it runs while the models load, and its errors come first.
     meanwhile: called while the processes start, before any worker is constructed; its errors pass.
     """
-    sampled = sampled_role(roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
-    setups = _setups(roles, config, plugins, sampled)
+    sampled = sampled_role(start.roles) if any(ROLLOUT in planned.roles for planned, _ in pools) else None
+    setups = start.setups(sampled)
     process_sets: list[tuple[ResourcePool, Sequence[str]]] = []
     for planned, pool in pools:
         process_sets += [(pool, names) for names in planned.process_sets]
@@ -58,35 +114,17 @@ def start_roles(
     for _, names in process_sets:
         process_mates |= dict.fromkeys(names, names)
     handles = {}
-    for name, role in roles.items():
-        handles[name] = _handle(
+    for name, role in start.roles.items():
+        handles[name] = start.handle(
             name,
-            role,
             groups[name],
-            role_config(config, name, role),
-            clock,
             leader=_remote_leader(role, process_mates[name], groups),
             rollout=groups[ROLLOUT] if name == sampled else None,
-            episodes=episodes,
-            reads_text=setups[name].reads_text,
         )
     further: dict[str, WorkerGroup] = {}
     for request in extra:
         further |= {name: groups[name] for name in request.classes}
     return handles, further
-
-
-def _setups(
-    roles: Mapping[str, Role], config: Config, plugins: PluginManager, sampled: str | None
-) -> dict[str, RoleSetup]:
-    """Return each role's setup. `sampled`: the role with a rollout pool; its own workers then do not sample."""
-    leaders = {role.follows for role in roles.values()}
-    setups = {name: _setup(name, role, config, plugins, name in leaders) for name, role in roles.items()}
-    if sampled is not None:
-        setups[ROLLOUT] = setups[sampled]
-        # The trained role then needs no rollout engine, nor its memory.
-        setups[sampled] = replace(setups[sampled], role=replace(roles[sampled], generates=False))
-    return setups
 
 
 def _remote_leader(role: Role, mates: Sequence[str], groups: Mapping[str, WorkerGroup]) -> WorkerGroup | None:
@@ -108,49 +146,8 @@ def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup])
     wait_for([future for group in loading for future in group.outstanding()])
 
 
-def _setup(name: str, role: Role, config: Config, plugins: PluginManager, leads: bool) -> RoleSetup:
-    own = role_config(config, name, role)
-    train, rollout = plugins.train_engines()[own.engine.name], plugins.rollout_engines()[own.rollout.name]
-    return RoleSetup(
-        role=role,
-        model=own.model,
-        engine=own.engine,
-        rollout=own.rollout,
-        train_engine=train,
-        rollout_engine=rollout,
-        train_config=own_section(own, f"engine.{train.name}", train.config_class),
-        rollout_config=own_section(own, f"rollout.{rollout.name}", rollout.config_class),
-        seed=own.trainer.seed,
-        total_steps=own.trainer.total_steps,
-        deterministic=own.trainer.deterministic,
-        frozen=not (role.trains or role.generates or role.follows or leads),
-        reads_text=reads_text(role, config),
-        row_tokens=own.data.prompt_len + own.rollout.response_len,
-    )
-
-
 def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> ProcessRequest:
     """Return the request for the shared processes of some roles, one on each place of the pool."""
     kinds = {name: SamplingWorker if name == ROLLOUT else ModelWorker for name in names}
     classes = {name: ClassWithInitArgs(kind, setups[name]) for name, kind in kinds.items()}
     return ProcessRequest(pool, classes, "-".join(names))
-
-
-def _handle(
-    name: str,
-    role: Role,
-    group: WorkerGroup,
-    config: Config,
-    clock: StepClock,
-    *,
-    leader: WorkerGroup | None,
-    rollout: WorkerGroup | None,
-    episodes: Episodes | None,
-    reads_text: bool,
-) -> RoleHandle:
-    """Return the handle of the role's kind."""
-    if role.kind == CRITIC:
-        return CriticHandle(name, role, group, config, clock, leader=leader)
-    if role.kind == REWARD:
-        return RewardHandle(name, role, group, config, clock, leader=leader, reads_text=reads_text)
-    return PolicyHandle(name, role, group, config, clock, leader=leader, rollout=rollout, episodes=episodes)

@@ -33,7 +33,7 @@ from rlcore.roles.placement import Placement
 from rlcore.roles.plugin_groups import PluginGroups, group_requests
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT
 from rlcore.roles.settings import REWARD_MODEL
-from rlcore.roles.start import start_roles
+from rlcore.roles.start import RoleStart, start_roles
 from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
 
@@ -346,9 +346,8 @@ def open_run(
         reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
         clock = StepClock()
         extra = [reward, *group_requests(placement.groups, pools)]
-        handles, groups = start_roles(
-            config, executor, plugins, roles, clock, pools, episodes=episodes, extra=extra, meanwhile=meanwhile
-        )
+        start = RoleStart(config, plugins, roles, clock, episodes)
+        handles, groups = start_roles(start, executor, pools, extra=extra, meanwhile=meanwhile)
         scorers = groups.pop(REWARD_WORKERS)
         own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
         batched = any(reward.batched for reward in rewards)
