@@ -69,8 +69,8 @@ class Goals:
         return {"best": self.best, "reached": self.reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint."""
-        self.best, self.reached = state["best"], state["reached"]
+        """Take the state of a checkpoint; an empty one, of a version without goals, has none yet."""
+        self.best, self.reached = state.get("best"), state.get("reached")
 
 
 def check_goals(config: Config, algorithm: Algorithm, extracts: bool) -> None:

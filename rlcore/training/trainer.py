@@ -465,7 +465,7 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
-            self.goals.load_state_dict(state["goals"])
+            self.goals.load_state_dict(state.get("goals", {}))
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
