@@ -54,10 +54,11 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
                 rows = differences(first[name], second[name])
             found |= {f"{name}/{metric}" if name else metric: row for metric, row in rows.items()}
     print(f"A: {targets[0]}\nB: {targets[1]}")
+    width = max([10, *map(len, found)])
     for name, row in found.items():
         low, high = row.difference.low, row.difference.high
         print(
-            f"{name:<10} A {row.first:<8.4g} B {row.second:<8.4g} B - A {row.difference.value:<+9.4g} "
+            f"{name:<{width}} A {row.first:<8.4g} B {row.second:<8.4g} B - A {row.difference.value:<+9.4g} "
             f"95 % interval {low:+.4g} to {high:+.4g} (standard error {row.error:.4g}, {row.prompts} prompts)"
         )
     return found

@@ -260,12 +260,13 @@ def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> dic
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return the metrics as lines of text, without `eval/`; a metric with an interval has it in its line."""
     lines = []
+    width = max([16, *(len(name.removeprefix("eval/")) for name in metrics if not name.endswith(("_low", "_high")))])
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
-        line = f"{name.removeprefix('eval/'):<16} {value:.4g}"
+        line = f"{name.removeprefix('eval/'):<{width}} {value:.4g}"
         if f"{name}_low" in metrics:
-            line = f"{line:<26} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
+            line = f"{line:<{width + 10}} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
         lines.append(line)
     return lines
 
