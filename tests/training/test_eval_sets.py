@@ -30,8 +30,9 @@ def breaks(prompt, response, answer):
     return 0.0
 
 voting = RewardSpec("voting", with_one, extract=first)
+elsewhere = RewardSpec("elsewhere", with_one, imports=("no_such_module",))
 """
-GREEDY = ["trainer.eval_temperature=0", "algo=grpo", "algo.group_size=2", "engine.lr=1e-5"]
+GRPO = ["algo=grpo", "algo.group_size=2", "engine.lr=1e-5"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def sets(files, tens):
 def trained(train_small, sets, tmp_path_factory):
     """Two steps with both sets, and the same two without any."""
     folder = tmp_path_factory.mktemp("trained")
-    options = [*GREEDY, "trainer.eval_every=1", "trainer.total_steps=2", "trainer.best=eval/tens/maj@4"]
+    options = [*GRPO, "trainer.eval_every=1", "trainer.total_steps=2", "trainer.best=eval/tens/maj@4"]
     summary = train_small(folder / "with", *options, sets)
     train_small(folder / "without", *options[:-1])
     return folder, summary
@@ -84,7 +85,7 @@ def test_a_run_has_the_metrics_of_its_sets_and_all_others_as_without_them(traine
 
 def test_a_set_is_scored_by_its_own_reward_on_its_own_rows(small, sets):
     plugins = PluginManager.load()
-    found = evaluate_target(TINY, compose([*small, *GREEDY[:1], sets], plugins), plugins)
+    found = evaluate_target(TINY, compose([*small, "trainer.eval_temperature=0", sets], plugins), plugins)
     assert list(found) == [OWN, "tens", "more"]
     batch = found["tens"].batch
     assert sorted(zip(batch["prompt_text"], batch["answer"], strict=True)) == sorted(4 * TENS)
@@ -120,7 +121,9 @@ def test_failed_rewards_of_a_set_name_it(small, files, tens, caplog):
     plugins = PluginManager.load()
     reward = f"reward: {{path: {files / 'starts.py'}\\:breaks, max_failures: 0.25}}"
     metrics = evaluate(
-        TINY, compose([*small, *GREEDY[:1], f"eval.sets={{tens: {{{tens}, {reward}}}}}"], plugins), plugins
+        TINY,
+        compose([*small, "trainer.eval_temperature=0", f"eval.sets={{tens: {{{tens}, {reward}}}}}"], plugins),
+        plugins,
     )
     assert (metrics["eval/tens/reward_errors"], metrics["eval/reward_errors"]) == (1, 0)
     warned = [record.getMessage() for record in caplog.records if record.name == "rlcore.training.evaluate"]
@@ -129,7 +132,7 @@ def test_failed_rewards_of_a_set_name_it(small, files, tens, caplog):
     )
     strict = f"eval.sets={{tens: {{{tens}, {reward.replace('0.25', '0.2')}}}}}"
     with pytest.raises(RewardsError, match=r"^eval\.sets\.tens: 1 of 4 .* eval\.sets\.tens\.reward\.max_failures=0\.2"):
-        evaluate(TINY, compose([*small, *GREEDY[:1], strict], plugins), plugins)
+        evaluate(TINY, compose([*small, "trainer.eval_temperature=0", strict], plugins), plugins)
 
 
 def test_another_data_set_starts_from_the_defaults_and_is_evaluated_on_whole(small):
@@ -210,8 +213,9 @@ def test_the_data_of_a_set_is_checked_before_the_run(train_small, files, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_of_a_set_that_cannot_be_loaded_ends_the_run_before_it_starts(train_small, files, tmp_path):
-    sets = f"eval.sets={{a: {{reward: {{path: {files / 'starts.py'}\\:lacking}}}}}}"
-    with pytest.raises(ConfigError, match=r"^eval\.sets\.a: .*lacking"):
+@pytest.mark.parametrize("function", ["lacking", "elsewhere"])
+def test_a_reward_of_a_set_that_cannot_be_loaded_ends_the_run_before_it_starts(train_small, files, tmp_path, function):
+    sets = f"eval.sets={{a: {{reward: {{path: {files / 'starts.py'}\\:{function}}}}}}}"
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.a: .*(lacking|no_such_module)"):
         train_small(tmp_path / "run", "trainer.eval_every=1", sets)
     assert not (tmp_path / "run").exists()
