@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlcore.config import Config
+from rlcore.config import Config, EvalSetConfig
 from rlcore.config.eval_sets import naming_set, set_config
 from rlcore.data.chat import check_tokens
 from rlcore.data.loader import PromptSplit, check_rendered
@@ -30,22 +30,23 @@ log = logging.getLogger(__name__)
 class EvalSet:
     """An evaluation of `eval.sets`.
 
-    config: the run's config as the evaluation has it (`set_config`). rewards: its reward functions; the run's own list
-    where the same functions score both, under the same limits. max_tokens: most new tokens of a response; None: as of
-    the run's own evaluation. row_tokens: most tokens of a prompt and its response for which the engines start.
+    given: its own keys. config: the run's config with them (`set_config`). rewards: its reward functions; the run's own
+    list where the same functions score both, under the same limits. row_tokens: most tokens of a prompt and its
+    response for which the engines start.
     """
 
     name: str
+    given: EvalSetConfig
     config: Config
     dataset: DatasetSpec
     rewards: list[WeightedReward]
-    max_tokens: int | None
     row_tokens: int
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The options of its `generate` call."""
-        length = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        # Without a length of its own it has the actor's, which `roles.actor.rollout` may change.
+        length = {} if self.given.response_len is None else {"max_tokens": self.given.response_len}
         return {"temperature": self.config.trainer.eval_temperature, **length}
 
 
@@ -77,7 +78,7 @@ def eval_sets(
             else:
                 key = own.data.answer_key
                 own_rewards = resolve(own.reward, own_default, plugins.rewards(), plugins.by_value_modules, key)
-            sets.append(EvalSet(name, own, spec, own_rewards, given.response_len, row_tokens))
+            sets.append(EvalSet(name, given, own, spec, own_rewards, row_tokens))
     return sets
 
 
@@ -96,7 +97,8 @@ def load_prompts(each: EvalSet, tokenizer: PreTrainedTokenizerBase, episodes: Ep
     with naming_set(each.name):
         tools = None if episodes is None else episodes.offered
         split = PromptSplit(config.data, each.dataset, tokenizer, "eval", tools)
-        check_rendered(config.data, [*split.columns, *split.keys, "answer"])
+        if "rendered" in each.given.data:  # the run's own names may be columns of its other data sets
+            check_rendered(config.data, [*split.columns, *split.keys, "answer"])
         if split.overlong and config.data.overlong == "filter":
             log.warning(
                 "eval.sets.%s leaves out %d of %d prompts, which have more than %d tokens; raise "
