@@ -209,11 +209,13 @@ def _complete(argv: list[str]) -> int:
         if (offered := _next_words(words, commands)) or len(words) == 1:
             print(" ".join(offered))
             return 0
-        # hydra completes a program without subcommands: leave out ours, and the words that its usage line has first.
+        # hydra completes a program without subcommands: leave out ours, and the runs or models that it takes.
         skipped = 1
         if (name := _longest(words, commands)) is not None:
             given = PluginManager.load_only([commands[name]]).commands()[name]
             skipped = len([*name.split(), *given.usage.split()])
+            while given.usage and skipped < len(words) - 1 and "=" not in words[skipped]:
+                skipped += 1
         os.environ["COMP_LINE"] = " ".join([line.split()[0], *words[skipped:]])
     nodes = schema_node(own_sections())
     nodes |= {("algo", entry.name): {"algorithm": entry.name} for entry in installed() if "." not in entry.name}

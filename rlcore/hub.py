@@ -68,15 +68,18 @@ def pin_names(config: T, saved: Mapping[str, Any]) -> T:
     return pinned
 
 
-def _pinned(value: Any, kind: Kind | None, key: str, saved: Any) -> Any:
-    """Return a config object, a mapping or a value with names pinned; the same object where none is."""
-    if isinstance(value, str) and kind is not None:
+def _pinned(value: Any, kind: Kind | Mapping[str, Kind] | None, key: str, saved: Any) -> Any:
+    """Return a config object, a mapping or a value with names pinned; the same object where none is.
+
+    kind: the kind of a name, that of all values of a mapping, or the kinds of a mapping's values by key.
+    """
+    if isinstance(value, str) and isinstance(kind, str):
         return _pinned_text(value, kind, key, saved)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         parts = {field.name: (getattr(value, field.name), field.metadata.get("hub")) for field in fields}
     elif isinstance(value, Mapping):
-        parts = {name: (item, kind) for name, item in value.items()}
+        parts = {name: (item, kind.get(name) if isinstance(kind, Mapping) else kind) for name, item in value.items()}
     else:
         return value
     pinned = {name: _pinned(part, own, _below(key, name), _at(saved, name)) for name, (part, own) in parts.items()}

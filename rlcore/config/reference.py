@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
-from rlcore.config.schema import SECTIONS, RoleConfig
+from rlcore.config.schema import SECTIONS, EvalSetConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -44,8 +44,8 @@ sections of their own. A run has the sections of its engines and of all installe
 """
 
 
-CORE_SECTIONS: dict[str, type] = {**SECTIONS, "roles.NAME": RoleConfig}
-"""The dataclasses of the core's keys by dotted name; `roles.NAME` stands for each role."""
+CORE_SECTIONS: dict[str, type] = {**SECTIONS, "roles.NAME": RoleConfig, "eval.sets.NAME": EvalSetConfig}
+"""The dataclasses of the core's keys by dotted name; NAME stands for each role, and for each evaluation."""
 
 
 @dataclass(frozen=True)

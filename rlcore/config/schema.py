@@ -26,7 +26,7 @@ def option(
     was: str | None = None,
     incidental: bool = False,
     auto: bool = False,
-    hub: Literal["model", "dataset"] | None = None,
+    hub: Literal["model", "dataset"] | Mapping[str, Literal["model", "dataset"]] | None = None,
 ) -> Any:
     """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
 
@@ -34,7 +34,8 @@ def option(
     incidental: a run may be resumed with another value, as the value changes nothing that is computed.
     auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
     for objects made in Python.
-    hub: the value, or each value of a dict, is a folder, or a name on the hub, whose commit composing a config pins.
+    hub: the value, or each value of a dict, is a folder, or a name on the hub, whose commit composing a config pins; of
+    a dict where only some keys have such a value, their kinds by key.
     """
     metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto, "hub": hub}
     if default is ...:
@@ -86,8 +87,14 @@ class DataConfig:
     train_split: str | None = option(None, "split of data.path to train on; null: train")
     eval_split: str | None = option(
         None,
-        "split of held-out prompts; null: test, eval, validation, valid, val or dev, else a tenth of the training "
-        "split; the training split's name: a tenth of it",
+        "split of held-out prompts; null: test, eval, validation, valid, val or dev, else a share of the training "
+        "split; the training split's name: a share of it",
+    )
+    held_out_share: float = option(
+        0.1,
+        "share of the prompts, at least one, that `file` holds out where there is no held-out split",
+        min=0.0,
+        max=1.0,
     )
     max_rows: int = option(0, "training rows to read, the first ones in the data set's order; 0 for all", min=0)
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
@@ -257,6 +264,37 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class EvalSetConfig:
+    """An evaluation with a name. A key that is not given has the run's own value."""
+
+    data: dict[str, Any] = option(
+        {},
+        "its own keys of `data`, as {name: file, path: math500.jsonl}; a path or name that is not the run's is another "
+        "data set, which is evaluated on whole, and whose keys of rows and columns start from the defaults",
+        hub={"path": "dataset"},
+    )
+    reward: dict[str, Any] = option({}, "its own keys of `reward`, as {functions: {math: 1.0}}")
+    samples: int | None = option(None, "samples per prompt (default: trainer.eval_samples)", min=1)
+    temperature: float | None = option(None, "sampling temperature (default: trainer.eval_temperature)", min=0.0)
+    response_len: int | None = option(
+        None,
+        "most new tokens of a response (default: rollout.response_len); with the longest prompt at most "
+        "data.prompt_len + rollout.response_len",
+        min=1,
+    )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What an evaluation evaluates on; when and how the run's own prompts are sampled is in `trainer`."""
+
+    held_out: bool = option(True, "evaluate on the run's own held-out prompts; false: on `sets` alone")
+    sets: dict[str, EvalSetConfig] = option(
+        {}, "further evaluations by name, as {math500: {data: {name: file, path: math500.jsonl}, samples: 4}}"
+    )
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """The processes of the run."""
 
@@ -338,6 +376,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)

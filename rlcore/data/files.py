@@ -15,15 +15,13 @@ from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
 from rlcore.hub import dataset_folder, is_pinned
 
-HELD_OUT_SHARE = 0.1
-
 
 def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     """Return the rows of a split ("train" or "eval") of the file or folder at `data.path`.
 
     A folder holds a training split, and perhaps a held-out one (`rlcore.data.splits`). Without one, as in a single
-    file, a tenth of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises ConfigError when
-    `data.path`, a split or a file is missing, DataError for faults in a file.
+    file, `data.held_out_share` of the prompts (at least one) is held out, chosen by a hash of the prompt. Raises
+    ConfigError when `data.path`, a split or a file is missing, DataError for faults in a file.
     """
     path = data_path(
         config, "a .jsonl, .json, .parquet or .arrow file, a folder with train and test files, or a name on the hub"
@@ -35,12 +33,13 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     if held_out_files is not None:
         return rows
     hashes = [_fingerprint(prompt) for prompt in prompts]
-    held_out = _held_out_share(hashes)
+    held_out = _held_out(hashes, config.held_out_share)
     chosen = [row for row, each in zip(rows, hashes, strict=True) if (each in held_out) == (split == "eval")]
     if not chosen:
         raise DataError(
-            f"{path} holds one prompt, which is held out: nothing is left to train on. Give a file with more "
-            "prompts, or a folder with train.jsonl and test.jsonl."
+            f"{path} has no prompt that is not held out (data.held_out_share={config.held_out_share:g}): nothing is "
+            "left to train on. Give a file with more prompts, a smaller share, or a folder with train.jsonl and "
+            "test.jsonl."
         )
     return chosen
 
@@ -88,10 +87,10 @@ def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mappi
     return rows, prompts
 
 
-def _held_out_share(hashes: Sequence[str]) -> set[str]:
+def _held_out(hashes: Sequence[str], share: float) -> set[str]:
     # By hash, not by position: adding rows to the file leaves the split of the others almost unchanged.
     different = sorted({*hashes})
-    return set(different[: max(1, round(len(different) * HELD_OUT_SHARE))])
+    return set(different[: max(1, round(len(different) * share))])
 
 
 def _fingerprint(prompt: Any) -> str:

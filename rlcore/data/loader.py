@@ -19,7 +19,7 @@ from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
 from rlcore.data.schemas import TEMPLATE_KEYS, Schema, plain_rows, recognise, with_keys
 from rlcore.data.template_kwargs import COLUMN, check_template_kwargs, row_template_kwargs
-from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from rlcore.plugins import DatasetSpec
 from rlcore.protocol import DataProto, Ragged
 from rlcore.protocol.glossary import fields
@@ -385,6 +385,16 @@ class PromptLoader:
         for prompt in self._prompts:
             digest.update(array("q", [prompt.row, len(prompt.token_ids), *prompt.token_ids]).tobytes())
         return digest.hexdigest()[:16]
+
+
+def check_rendered(config: DataConfig, columns: Sequence[str]) -> None:
+    """Raise ConfigError for a name in `data.rendered` that is none of the columns of the data."""
+    for name in config.rendered:
+        if name not in columns:
+            raise ConfigError(
+                f"data.rendered names {name!r}, which no row has as a column; there are {', '.join(columns)}."
+                f"{did_you_mean(name, columns)}"
+            )
 
 
 def held_out_prompts(

@@ -56,7 +56,7 @@ def _held_out_split(splits: Splits, train: str, shown: str) -> str | None:
     if not held_out and others and train in splits:
         raise ConfigError(
             f"{shown} has the splits {', '.join([train, *others])}; say which is held out, as "
-            f"data.eval_split={others[0]}, or hold a tenth of the training split out with data.eval_split={train}"
+            f"data.eval_split={others[0]}, or hold a share of the training split out with data.eval_split={train}"
         )
     return held_out[0] if held_out else None
 

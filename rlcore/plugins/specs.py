@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.config.environment import EnvConfig
+from rlcore.config.eval_sets import set_config
 from rlcore.plugins.algorithm import Algorithm
 from rlcore.plugins.entries import algorithm_of, command_of
 from rlcore.plugins.roles import POLICY, Role, RoleKind
@@ -335,7 +336,20 @@ class PluginKind:
         return name if self.group is None else f"{self.group}.{name}"
 
 
+def _chosen_datasets(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    own = [(f"eval.sets.{name}.data.name", set_config(config, name).data.name) for name in config.eval.sets]
+    return [("data.name", config.data.name), *own]
+
+
 def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
+    found = _rewards_of(config, plugins)
+    for name in config.eval.sets:
+        for key, reward in _rewards_of(set_config(config, name), plugins):
+            found.append((f"eval.sets.{name}{'.' if key == 'reward.functions' else ', '}{key}", reward))
+    return found
+
+
+def _rewards_of(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     reward, data = config.reward, config.data.name
     if reward.path is not None:
         return []
@@ -418,7 +432,7 @@ PLUGIN_KINDS = (
         "rlcore_datasets",
         "data set",
         group="data",
-        chosen=lambda config, _: [("data.name", config.data.name)],
+        chosen=_chosen_datasets,
     ),
     PluginKind(
         RewardSpec,

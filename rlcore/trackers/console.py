@@ -41,6 +41,7 @@ class ConsoleTracker(Tracker):
         self._console = console or Console()
         self._live: Live | None = None
         self._accuracy: float | None = None
+        self._accuracy_of_sets: dict[str, float] = {}
 
     def start(self, resume_step: int) -> None:
         """Open the display."""
@@ -58,11 +59,14 @@ class ConsoleTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step."""
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
+        for name in self._config.eval.sets:
+            if (accuracy := metrics.get(f"eval/{name}/accuracy")) is not None:
+                self._accuracy_of_sets[name] = accuracy
         if self._live is not None:
             self._live.update(self._display(step, metrics), refresh=True)
             return
         line = Text(f"step {step}/{self._config.trainer.total_steps}")
-        for name, value in self._figures(metrics) if step else [("accuracy", _number(self._accuracy))]:
+        for name, value in self._figures(metrics) if step else self._accuracies():
             line.append(f"  {name} ").append(value)
         if step:
             line.append("  | ").append(_health(metrics))
@@ -87,11 +91,16 @@ class ConsoleTracker(Tracker):
     def _figures(self, metrics: Mapping[str, float]) -> list[tuple[str, Text]]:
         return [
             ("reward", _number(metrics.get("reward/mean"))),
-            ("accuracy", _number(self._accuracy)),
+            *self._accuracies(),
             ("KL", _number(metrics.get("kl/mean"), ".4f")),
             ("tokens/s", _number(metrics.get("throughput/tokens_per_second"), ",.0f")),
             ("left", _duration(metrics.get("time/left"))),
         ]
+
+    def _accuracies(self) -> list[tuple[str, Text]]:
+        """Return the newest accuracies: on the held-out prompts, and of each evaluation of `eval.sets`."""
+        held_out = [("accuracy", _number(self._accuracy))] if self._config.eval.held_out else []
+        return [*held_out, *((name, _number(value)) for name, value in self._accuracy_of_sets.items())]
 
     def _display(self, step: int, metrics: Mapping[str, float]) -> RenderableType:
         total = self._config.trainer.total_steps

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import Config
+from rlcore.config.eval_sets import naming_set
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.estimates import Estimate, clustered_error, mean_with_interval
@@ -29,22 +31,34 @@ class Difference:
 def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) -> dict[str, Difference]:
     """Evaluate two targets one after the other, print their differences by metric, and return them.
 
+    A metric of an evaluation of `eval.sets` that both have is SET/NAME.
+
     Raises ConfigError before the first evaluation for an algorithm with an evaluation of its own, and the errors of
     `evaluate_target` and `differences`.
     """
     for target, config in zip(targets, configs, strict=True):
-        if config.algorithm and plugins.algorithm(config.algorithm).algorithm(config.algo).evaluates:
+        if (
+            config.eval.held_out
+            and config.algorithm
+            and plugins.algorithm(config.algorithm).algorithm(config.algo).evaluates
+        ):
             raise ConfigError(
-                f"{target} is a run of algo={config.algorithm}, whose own evaluation has no values by prompt ; "
+                f"{target} is a run of algo={config.algorithm}, whose own evaluation has no values by prompt; "
                 f"compare the models in its checkpoints, as {target}/checkpoints/step_NUMBER/actor/model"
             )
     first, second = (evaluate_target(target, config, plugins) for target, config in zip(targets, configs, strict=True))
-    found = differences(first, second)
+    found: dict[str, Difference] = {}
+    for name in first:
+        if name in second:
+            with naming_set(name) if name else nullcontext():
+                rows = differences(first[name], second[name])
+            found |= {f"{name}/{metric}" if name else metric: row for metric, row in rows.items()}
     print(f"A: {targets[0]}\nB: {targets[1]}")
+    width = max([10, *map(len, found)])
     for name, row in found.items():
         low, high = row.difference.low, row.difference.high
         print(
-            f"{name:<10} A {row.first:<8.4g} B {row.second:<8.4g} B - A {row.difference.value:<+9.4g} "
+            f"{name:<{width}} A {row.first:<8.4g} B {row.second:<8.4g} B - A {row.difference.value:<+9.4g} "
             f"95 % interval {low:+.4g} to {high:+.4g} (standard error {row.error:.4g}, {row.prompts} prompts)"
         )
     return found

@@ -12,13 +12,12 @@ from typing import Any, TypeAlias
 import torch
 
 from rlcore.config import Config
-from rlcore.data.chat import check_tokens, load_tokenizer
-from rlcore.data.loader import held_out_prompts
-from rlcore.end_tokens import find_end_tokens
+from rlcore.config.eval_sets import naming_set
+from rlcore.data.chat import load_tokenizer
+from rlcore.data.loader import PromptSplit
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
-from rlcore.model_folder import check_positions
 from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.plugins.specs import environment_of
@@ -29,10 +28,14 @@ from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.training.checkpoint import chosen_whole, split_target
 from rlcore.training.estimates import maj_at_k, pass_at_k, share_with_interval
+from rlcore.training.eval_sets import EvalSet, PromptsBySet, checked_prompts, eval_sets, load_prompts
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
 
 log = logging.getLogger(__name__)
+
+OWN = ""
+"""The name of the evaluation on the run's own held-out prompts, among those of `eval.sets`."""
 
 Prompt: TypeAlias = tuple[str, int, str]
 """A held-out prompt: its uid, the player's seat (0 without seats), and its text."""
@@ -51,8 +54,11 @@ class Evaluation:
     by_prompt: dict[str, dict[Prompt, float]]
 
 
-def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
+def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) -> Evaluation:
     """Sample `trainer.eval_samples` responses for each prompt at `trainer.eval_temperature` and score them.
+
+    each: an evaluation of `eval.sets`, whose samples, temperature and rewards are then taken, and whose metrics are
+    eval/SET/NAME.
 
     Metrics, as eval/NAME: accuracy (share of samples with a score of at least `reward.pass_score`), pass@k for k = 1,
     2, 4, ... up to the number of samples per prompt if that is above 1, maj@k for the same k from 2 on if a reward
@@ -64,14 +70,16 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
 
     Raises RewardsError when more than the share `reward.max_failures` of the samples have no reward.
     """
-    config = run.config
+    config = run.config if each is None else each.config
     samples = config.trainer.eval_samples
-    batch = run.actor.generate(prompts.repeat(samples), purpose="eval", temperature=config.trainer.eval_temperature)
-    scored = run.score_by_functions(batch, extract=samples > 1)
+    sampling = {"temperature": config.trainer.eval_temperature} if each is None else each.sampling
+    batch = run.actor.generate(prompts.repeat(samples), purpose="eval", **sampling)
+    scored = run.score_by_functions(batch, extract=samples > 1, evaluation=None if each is None else each.name)
     check_failures(batch, scored, config.reward.max_failures)
     if failed := int(scored.view("reward_error").sum()):
         log.warning(
-            "the evaluation leaves out %d of %d samples, which have no reward; %s",
+            "the evaluation%s leaves out %d of %d samples, which have no reward; %s",
+            "" if each is None else f" {each.name}",
             failed,
             len(scored),
             first_failure(batch, scored),
@@ -106,6 +114,8 @@ def evaluate_prompts(run: Run, prompts: DataProto) -> Evaluation:
         metrics[f"eval/{name}"] = estimate.value
         metrics[f"eval/{name}_low"] = estimate.low
         metrics[f"eval/{name}_high"] = estimate.high
+    if each is not None:
+        metrics = {f"eval/{each.name}/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
     means = {
         "accuracy": {prompt: float(right[members].mean()) for prompt, members in rows.items()},
         "score": {prompt: float(scores[members].mean()) for prompt, members in rows.items()},
@@ -144,15 +154,18 @@ def _by_prompt(
     return values
 
 
-def metric_names(config: Config, extracts: bool) -> list[str]:
-    """Return the names of all metrics that `evaluate_prompts` can give; extracts: a reward extracts answers."""
+def metric_names(config: Config, extracts: bool, name: str = OWN) -> list[str]:
+    """Return the names of all metrics that `evaluate_prompts` can give.
+
+    extracts: a reward extracts answers. name: the evaluation's in `eval.sets`, whose config `config` then is.
+    """
     counts = sample_counts(config.trainer.eval_samples)
     shares = ["accuracy", *(f"pass@{k}" for k in counts), *(f"maj@{k}" for k in counts if extracts and k > 1)]
     names = [f"{share}{bound}" for share in shares for bound in ("", "_low", "_high")]
     names += ["score", "response_length", "truncated", "reward_errors", "samples"]
     if environment_of(config):
         names.append("failed_episodes")
-    return [f"eval/{name}" for name in names]
+    return [f"eval/{name}/{metric}" if name else f"eval/{metric}" for metric in names]
 
 
 def sample_counts(samples: int) -> list[int]:
@@ -168,20 +181,39 @@ def held_out_evaluation(run: Run, algorithm: Algorithm | None, held_out: DataPro
     return Evaluation(metrics, held_out, {})
 
 
+def evaluations(
+    run: Run, algorithm: Algorithm | None, held_out: DataProto | None, sets: PromptsBySet
+) -> dict[str, Evaluation]:
+    """Return all evaluations by name: on the run's own held-out prompts as OWN, unless None, and those of `sets`.
+
+    The run's own comes first, so that its samples do not depend on the sets. Raises the errors of the evaluations.
+    """
+    found = {} if held_out is None else {OWN: held_out_evaluation(run, algorithm, held_out)}
+    for each, prompts in sets:
+        with naming_set(each.name):
+            found[each.name] = evaluate_prompts(run, prompts, each)
+    return found
+
+
+def all_metrics(found: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Return the metrics of all evaluations."""
+    return {name: value for evaluation in found.values() for name, value in evaluation.metrics.items()}
+
+
 def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, float]:
     """Evaluate as `evaluate_target` does, print and return the metrics."""
-    metrics = evaluate_target(target, config, plugins).metrics
+    metrics = all_metrics(evaluate_target(target, config, plugins))
     for line in metric_lines(metrics):
         print(line)
     return metrics
 
 
-def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> Evaluation:
-    """Evaluate a run's newest checkpoint, one of its checkpoints, or a model folder on held-out prompts.
+def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> dict[str, Evaluation]:
+    """Evaluate a run's newest checkpoint, one of its checkpoints, or a model folder.
 
     `target` is a run folder, one of its checkpoints (RUN/checkpoints/best) or a model folder; for a model folder,
-    `config.model.path` names it too. Raises CheckpointError for a run without a checkpoint and for a damaged one, and
-    the errors of `open_run`.
+    `config.model.path` names it too. Returns the evaluations as `evaluations` does. Raises CheckpointError for a run
+    without a checkpoint and for a damaged one, and the errors of `open_run`.
     """
     algorithm: Algorithm | None = None
     saved: Path | None = None
@@ -211,30 +243,30 @@ def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> Eva
     tools = None if episodes is None else episodes.offered
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
-    needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
+    sets = eval_sets(config, plugins, roles, dataset, rewards)
     tokenizer = load_tokenizer(config.model)
-    prompts = held_out_prompts(config.data, dataset, tokenizer, config.data.eval_size, tools, needs)
-    check_positions(config, int(prompts["prompts"].lengths.max()))
-    size = find_end_tokens(config.model, tokenizer).vocab_size
-    check_tokens(size, tokenizer, [int(prompts["prompts"].values.max())], "prompts")
-    if episodes is not None:
-        episodes.check()
-        episodes.check_batch(prompts)
+    prompts: DataProto | None = None
+    if config.eval.held_out:
+        needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
+        split = PromptSplit(config.data, dataset, tokenizer, "eval", tools)
+        prompts = checked_prompts(config, split, "eval", tokenizer, episodes, needs)
+    loaded = [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
     folder = split_target(target)[0].resolve()
-    with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes) as run:
+    with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes, sets=sets) as run:
         work_begins()
-        return held_out_evaluation(run, algorithm, prompts)
+        return evaluations(run, algorithm, prompts, loaded)
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return the metrics as lines of text, without `eval/`; a metric with an interval has it in its line."""
     lines = []
+    width = max([16, *(len(name.removeprefix("eval/")) for name in metrics if not name.endswith(("_low", "_high")))])
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
-        line = f"{name.removeprefix('eval/'):<16} {value:.4g}"
+        line = f"{name.removeprefix('eval/'):<{width}} {value:.4g}"
         if f"{name}_low" in metrics:
-            line = f"{line:<26} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
+            line = f"{line:<{width + 10}} 95 % interval {metrics[f'{name}_low']:.4g} to {metrics[f'{name}_high']:.4g}"
         lines.append(line)
     return lines
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlcore.config import Config
+from rlcore.config.eval_sets import set_config
 from rlcore.config.schema import TrainerConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Algorithm
-from rlcore.training.evaluate import metric_names
+from rlcore.training.evaluate import OWN, metric_names
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +70,15 @@ class Goals:
         return {"best": self.best, "reached": self.reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint."""
-        self.best, self.reached = state["best"], state["reached"]
+        """Take the state of a checkpoint; an empty one, of a version without goals, has none yet."""
+        self.best, self.reached = state.get("best"), state.get("reached")
 
 
-def check_goals(config: Config, algorithm: Algorithm, extracts: bool) -> None:
+def check_goals(config: Config, algorithm: Algorithm, extracts: Mapping[str, bool]) -> None:
     """Raise ConfigError for a metric of `trainer.best` or `trainer.stop_at` that no evaluation of this run gives.
 
-    extracts: whether a reward extracts answers, so that there is maj@k. The metrics of an algorithm with an evaluation
-    of its own are known after the first one only.
+    extracts: by the name of each evaluation, OWN or one of `eval.sets`, whether a reward extracts answers, so that
+    there is maj@k. The metrics of an algorithm with an evaluation of its own are known after the first one only.
     """
     trainer = config.trainer
     names = dict.fromkeys(trainer.stop_at, "trainer.stop_at")
@@ -92,20 +93,34 @@ def check_goals(config: Config, algorithm: Algorithm, extracts: bool) -> None:
     for name, key in names.items():
         if not trainer.eval_every:
             raise ConfigError(f"{key} needs evaluations, but trainer.eval_every = 0; set it to the steps between them")
-        if algorithm.evaluates:
+        if config.eval.held_out and algorithm.evaluates and _set_of(name) not in config.eval.sets:
             if not name.startswith("eval/"):
                 raise ConfigError(f"{key} names {name!r}; metrics of evaluations begin with eval/, as eval/accuracy")
-        elif name not in (known := metric_names(config, extracts)):
+        elif name not in (known := _known_metrics(config, algorithm, extracts)):
             raise _unknown(trainer, name, known)
+
+
+def _set_of(metric: str) -> str:
+    """Return the SET of eval/SET/NAME; OWN for another metric."""
+    parts = metric.split("/")
+    return parts[1] if len(parts) == 3 else OWN
+
+
+def _known_metrics(config: Config, algorithm: Algorithm, extracts: Mapping[str, bool]) -> list[str]:
+    """Return the metrics of all evaluations but the algorithm's own."""
+    names = metric_names(config, extracts[OWN]) if config.eval.held_out and not algorithm.evaluates else []
+    for name in config.eval.sets:
+        names += metric_names(set_config(config, name), extracts[name], name)
+    return names
 
 
 def _unknown(trainer: TrainerConfig, name: str, known: Sequence[str]) -> ConfigError:
     key = "trainer.best" if name == trainer.best else "trainer.stop_at"
-    needs = ""
+    needs, samples = "", f"eval.sets.{_set_of(name)}.samples" if _set_of(name) else "trainer.eval_samples"
     if "/pass@" in name:
-        needs = " pass@k needs trainer.eval_samples of at least k, which is a power of two."
+        needs = f" pass@k needs {samples} of at least k, which is a power of two."
     if "/maj@" in name:
-        needs = " maj@k needs trainer.eval_samples of at least k, a power of two, and a reward that extracts answers."
+        needs = f" maj@k needs {samples} of at least k, a power of two, and a reward that extracts answers."
     shown = [metric for metric in known if not metric.endswith(("_low", "_high"))]
     return ConfigError(
         f"{key} names {name!r}, which no evaluation of this run gives.{did_you_mean(name, known)}{needs} "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlcore.config import Config, RolloutConfig
 from rlcore.config.devices import local_gpus
+from rlcore.config.eval_sets import naming_set, set_config
 from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.ops.importance import MASKS
@@ -24,6 +25,7 @@ from rlcore.plugins.specs import environment_of
 from rlcore.roles.checks import check_engines
 from rlcore.roles.placement import Placement, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, has_own_settings, resolve_roles, role_config, with_settings
+from rlcore.training.evaluate import OWN
 from rlcore.training.goals import check_goals
 from rlcore.training.run import check_roles
 
@@ -273,6 +275,25 @@ def _saved_algorithm(flight: Preflight) -> None:
         _algorithm(flight)
 
 
+def _eval_sets(flight: Preflight) -> None:
+    config = flight.config
+    if not config.eval.held_out and not config.eval.sets:
+        raise ConfigError(
+            "eval.held_out=false leaves nothing to evaluate on; add eval.sets, or set trainer.eval_every=0 instead"
+        )
+    for name in config.eval.sets:
+        with naming_set(name):
+            own = Preflight(set_config(config, name), flight.plugins, flight.purpose)
+            for check in (_reward, _data, _rollout, _trainer):
+                check(own)
+    evaluates = flight.purpose == "evaluate" or config.trainer.eval_every
+    if config.eval.sets and evaluates and not flight.roles.get("actor", Role()).generates:
+        raise ConfigError(
+            f"eval.sets samples from the role `actor`, which does not generate with algo={config.algorithm}; drop it, "
+            "and evaluate the model of a checkpoint with it: rlcore eval RUN/checkpoints/step_NUMBER/actor/model"
+        )
+
+
 def _evaluation(flight: Preflight) -> None:
     generates = [name for name, role in flight.roles.items() if role.generates]
     if flight.config.trainer.eval_every and "actor" not in generates and not flight.algorithm.evaluates:
@@ -280,7 +301,8 @@ def _evaluation(flight: Preflight) -> None:
             f"an evaluation samples from the role `actor`, but algo={flight.config.algorithm} lets "
             f"{', '.join(generates) or 'no role'} generate and has no evaluate() of its own; set trainer.eval_every=0"
         )
-    check_goals(flight.config, flight.algorithm, extracts=True)  # the rewards are read later, when a run starts
+    # The rewards are read later, when a run starts.
+    check_goals(flight.config, flight.algorithm, dict.fromkeys([OWN, *flight.config.eval.sets], True))
 
 
 def _roles(flight: Preflight) -> None:
@@ -320,6 +342,7 @@ CHECKS = (
     Check(_role_engine_specs, ("train", "evaluate")),
     Check(_algorithm, ("train", "plan")),
     Check(_saved_algorithm, ("evaluate",)),
+    Check(_eval_sets),
     Check(_evaluation, ("train",)),
     Check(_roles, ("train",)),
     Check(_placement, ("train",)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from rlcore.config import Config
+from rlcore.config import Config, RewardConfig
 from rlcore.data.chat import ResponseEncoder, load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.end_tokens import find_end_tokens
@@ -34,6 +34,7 @@ from rlcore.roles.plugin_groups import PluginGroups, group_requests
 from rlcore.roles.pools import REWARD_WORKERS, ROLLOUT
 from rlcore.roles.settings import REWARD_MODEL
 from rlcore.roles.start import RoleStart, start_roles
+from rlcore.training.eval_sets import EvalSet
 from rlcore.workers import ClassWithInitArgs, Executor, Future, WorkerGroup, make_executor, wait_for
 from rlcore.workers.executor import ProcessRequest
 
@@ -64,25 +65,19 @@ class Run:
         folder: Path,
         clock: StepClock,
         roles: Mapping[str, RoleHandle],
-        rewards: WorkerGroup,
+        scorer: Scorer,
         plugin_groups: PluginGroups,
         loaders: Mapping[str, PromptLoader],
-        named_scores: Sequence[str] = (),
-        scores_groups: bool = False,
-        extracts_answers: bool = False,
+        scorers_of_sets: Mapping[str, Scorer],
     ) -> None:
-        """`scores_groups`: a reward function is batched, and may compare the rows of a prompt.
-
-        `extracts_answers`: a reward function can extract a response's final answer.
-        """
+        """`scorers_of_sets`: those of the evaluations of `eval.sets` that have rewards of their own, by name."""
         self.config, self.dir = config, folder
         self.roles = dict(roles)
         self._loaders = loaders
         self._clock = clock
-        self._rewards = rewards
+        self._scorer = scorer
+        self._scorers_of_sets = scorers_of_sets
         self._plugin_groups = plugin_groups
-        self._named_scores, self._scores_groups = named_scores, scores_groups
-        self._extracts_answers = extracts_answers
         self._logged: dict[str, float] = {}
         self._scored: list[ScoredBatch] = []
 
@@ -150,22 +145,18 @@ class Run:
             self._scored.append(ScoredBatch(batch, scored, rewards))
         return rewards
 
-    def score_by_functions(self, batch: DataProto, *, extract: bool = False) -> DataProto:
+    def score_by_functions(
+        self, batch: DataProto, *, extract: bool = False, evaluation: str | None = None
+    ) -> DataProto:
         """Return the scores of all rows by the reward functions only, without a record in the step's metrics.
 
         The score of a row whose reward failed is `reward.error_value`, or NaN. Evaluations use it, as a reward model
         cannot tell whether an answer is right. With `extract` the result has the column `extracted_answer`, where a
-        reward function can extract answers.
+        reward function can extract answers. `evaluation`: the name in `eval.sets` of the evaluation whose functions
+        score.
         """
-        extracts = extract and self._extracts_answers
-        columns = list(batch.non_tensor_batch.keys())
-        tensors = ["sample_index"] if "sample_index" in batch else []
-        tensors += ["responses"] if self.config.reward.special_tokens else []
-        sent, workers = batch.select(tensors, columns, []), self._rewards.world_size
-        if workers == 1 or not self._scores_groups or "uid" not in batch:
-            return self._rewards.score(sent, self._named_scores, extracts)
-        cut, back = split_batch_by_group(sent, list(batch.view("uid")), workers)
-        return self._rewards.score(cut, self._named_scores, extracts)[back]
+        scorer = self._scorer if evaluation is None else self._scorers_of_sets.get(evaluation, self._scorer)
+        return scorer.score(batch, extract)
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
@@ -267,7 +258,31 @@ class Run:
 
     def _groups(self) -> list[WorkerGroup]:
         of_roles = [group for role in self.roles.values() for group in role.groups]
-        return [*of_roles, self._rewards, *self._plugin_groups.groups.values()]
+        scorers = [self._scorer, *self._scorers_of_sets.values()]
+        return [*of_roles, *(scorer.workers for scorer in scorers), *self._plugin_groups.groups.values()]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Reward functions, and the workers that call them under the limits of `config`."""
+
+    workers: WorkerGroup
+    functions: Sequence[WeightedReward]
+    config: RewardConfig
+
+    def score(self, batch: DataProto, extract: bool) -> DataProto:
+        """See `Run.score_by_functions`."""
+        extracts = extract and extracts_answers(self.functions)
+        named = named_scores(self.functions, self.config)
+        columns = list(batch.non_tensor_batch.keys())
+        tensors = ["sample_index"] if "sample_index" in batch else []
+        tensors += ["responses"] if self.config.special_tokens else []
+        sent, workers = batch.select(tensors, columns, []), self.workers.world_size
+        # A batched function may compare the rows of a prompt, so they stay together.
+        if workers == 1 or not any(function.batched for function in self.functions) or "uid" not in batch:
+            return self.workers.score(sent, named, extracts)
+        cut, back = split_batch_by_group(sent, list(batch.view("uid")), workers)
+        return self.workers.score(cut, named, extracts)[back]
 
 
 @dataclass(frozen=True)
@@ -312,6 +327,7 @@ def open_run(
     *,
     placement: Placement | None = None,
     episodes: EpisodeSetup | None = None,
+    sets: Sequence[EvalSet] = (),
     loaders: Mapping[str, PromptLoader] | None = None,
     log_dir: Path | None = None,
     executor: Executor | None = None,
@@ -322,6 +338,7 @@ def open_run(
     roles: from `resolve_roles`, checked by `check_roles`.
     placement: the run's pools; None: plans them here, and raises ConfigError for impossible pools.
     episodes: the setup of the run's environment, from `episode_setup`.
+    sets: the evaluations of `eval.sets`; their rewards run in the processes of the run's own.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes its own log file.
     executor: starts the workers; None: the executor of `cluster.executor`.
@@ -342,17 +359,23 @@ def open_run(
         # All pools before any worker: the cluster must hold them at one time, and a lack shows before models load.
         pools = [(planned, planned.open(executor)) for planned in placement.pools]
         place = next(pool for planned, pool in pools if REWARD_WORKERS in planned.roles).on_cpu()
-        reward_class = ClassWithInitArgs(RewardWorker, rewards, config.reward, config.model)
-        reward = ProcessRequest(place, {REWARD_WORKERS: reward_class}, REWARD_WORKERS)
+        scoring = {REWARD_WORKERS: (rewards, config.reward)}
+        further = {each.name: f"{REWARD_WORKERS}/{each.name}" for each in sets if each.rewards is not rewards}
+        scoring |= {further[each.name]: (each.rewards, each.config.reward) for each in sets if each.name in further}
+        classes = {
+            name: ClassWithInitArgs(RewardWorker, functions, limits, config.model)
+            for name, (functions, limits) in scoring.items()
+        }
+        reward = ProcessRequest(place, classes, REWARD_WORKERS)
         clock = StepClock()
         extra = [reward, *group_requests(placement.groups, pools)]
         start = RoleStart(config, plugins, roles, clock, episodes)
         handles, groups = start_roles(start, executor, pools, extra=extra, meanwhile=meanwhile)
-        scorers = groups.pop(REWARD_WORKERS)
-        own, names = PluginGroups(placement.groups, groups, config), named_scores(rewards, config.reward)
-        batched = any(reward.batched for reward in rewards)
-        loaders, extracts = {} if loaders is None else loaders, extracts_answers(rewards)
-        yield Run(config, folder, clock, handles, scorers, own, loaders, names, batched, extracts)
+        scorers = {name: Scorer(groups.pop(name), *scored_by) for name, scored_by in scoring.items()}
+        of_sets = {name: scorers[worker] for name, worker in further.items()}
+        own = PluginGroups(placement.groups, groups, config)
+        loaders = {} if loaders is None else loaders
+        yield Run(config, folder, clock, handles, scorers[REWARD_WORKERS], own, loaders, of_sets)
 
 
 def _fetch_models(config: Config, roles: Mapping[str, Role]) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -19,8 +19,9 @@ from typing import Any
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
+from rlcore.config.eval_sets import naming_set
 from rlcore.data.chat import check_tokens, load_tokenizer, same_tokenizer
-from rlcore.data.loader import PromptLoader
+from rlcore.data.loader import PromptLoader, check_rendered
 from rlcore.end_tokens import find_end_tokens
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
@@ -32,6 +33,7 @@ from rlcore.exits import work_begins
 from rlcore.model_folder import check_positions
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
 from rlcore.plugins.specs import environment_of
+from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, reward_files
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.rewards.worker import extracts_answers
@@ -39,7 +41,8 @@ from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.roles.settings import resolve_roles, role_config
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
-from rlcore.training.evaluate import held_out_evaluation, sample_rows
+from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_prompts
+from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import logprob_diff_warning, step_metrics
@@ -67,8 +70,10 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     episodes = episode_setup(config, plugins)
     path = default_path(config)
-    check_goals(config, algorithm, extracts_answers(rewards))
-    with _Preparation(config, plugins, algorithm, rewards, episodes, path) as prepared:
+    sets = eval_sets(config, plugins, checked.roles, dataset, rewards) if config.trainer.eval_every else []
+    extracts = {OWN: extracts_answers(rewards), **{each.name: extracts_answers(each.rewards) for each in sets}}
+    check_goals(config, algorithm, extracts)
+    with _Preparation(config, plugins, algorithm, rewards, sets, episodes, path) as prepared:
         opened = open_run(
             config,
             path.resolve(),
@@ -77,16 +82,26 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
             rewards,
             placement=checked.placement,
             episodes=episodes,
+            sets=sets,
             loaders=prepared.loaders,
             log_dir=path.resolve() / "logs",
             meanwhile=prepared.make,
         )
         with opened as run:
-            return Trainer(run, algorithm, plugins, prepared.loaders, prepared.folder, prepared.trackers).run()
+            trainer = Trainer(
+                run,
+                algorithm,
+                plugins,
+                prepared.loaders,
+                prepared.folder,
+                prepared.trackers,
+                prepared.prompts_by_set,
+            )
+            return trainer.run()
 
 
 class _Preparation(ExitStack):
-    """What a run needs besides its workers: data sets, checked rewards, trackers and the open run folder.
+    """What a run needs besides its workers: data sets, prompts of `eval.sets`, checked rewards, trackers, run folder.
 
     `make` makes all of it, while the workers start. The end of the context closes the folder and its log.
     """
@@ -97,27 +112,35 @@ class _Preparation(ExitStack):
         plugins: PluginManager,
         algorithm: Algorithm,
         rewards: list[WeightedReward],
+        sets: list[EvalSet],
         episodes: EpisodeSetup | None,
         path: Path,
     ) -> None:
         super().__init__()
-        self._given = config, plugins, algorithm, rewards, episodes, path
+        self._given = config, plugins, algorithm, rewards, sets, episodes, path
         self.loaders: dict[str, PromptLoader] = {}
+        self.prompts_by_set: list[tuple[EvalSet, DataProto]] = []
         self.trackers: Trackers
         self.folder: RunFolder
 
     def make(self) -> None:
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
-        config, plugins, algorithm, rewards, episodes, path = self._given
+        config, plugins, algorithm, rewards, sets, episodes, path = self._given
         self.loaders.update(_loaders(algorithm, config, plugins, episodes))
         if reward := needing_answer(rewards):
             by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
             self.loaders["train"].require_answers(
                 reward,
                 train=algorithm.uses_reward and bool(by_functions),
-                held_out=bool(config.trainer.eval_every) and not algorithm.evaluates,
+                held_out=bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates,
             )
+        tokenizer = load_tokenizer(config.model)
+        self.prompts_by_set += [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
         check_rewards(rewards, config.reward)
+        further = [each for each in sets if each.rewards is not rewards]
+        for each in further:
+            with naming_set(each.name):
+                check_rewards(each.rewards, each.config.reward)
         if episodes is not None:
             episodes.check()
             self.loaders["train"].check_rows(episodes.row_check())
@@ -126,10 +149,14 @@ class _Preparation(ExitStack):
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
         self.folder.choose_checkpoint()
-        for file, digest in [*plugins.local_files.values(), *reward_files(config.reward), *environment_files(config)]:
+        of_rewards = chain.from_iterable(
+            reward_files(own.reward) for own in [config, *(each.config for each in further)]
+        )
+        for file, digest in [*plugins.local_files.values(), *of_rewards, *environment_files(config)]:
             log.info("code from %s, sha256 %s", file, digest)
         installed = plugins.rewards()
-        starts = [installed[reward.name].on_start for reward in rewards if reward.name in installed]
+        scoring = [*rewards, *chain.from_iterable(each.rewards for each in further)]
+        starts = [installed[reward.name].on_start for reward in scoring if reward.name in installed]
         if name := environment_of(config):
             starts.append(plugins.specs(EnvironmentSpec)[name].on_start)
         for on_start in dict.fromkeys(each for each in starts if each is not None):
@@ -159,7 +186,8 @@ def _loaders(
         loaders[name] = PromptLoader(settings, dataset, tokenizer, seed=config.trainer.seed, tools=tools)
     spec = plugins.algorithm(config.algorithm)
     loaders["train"].check_rows(lambda row: plugins.call(spec, "check_row", algorithm.check_row, row))
-    _check_rendered(config, loaders.values())
+    columns = chain.from_iterable(loader.columns for loader in loaders.values())
+    check_rendered(config.data, list(dict.fromkeys(columns)))
     _check_positions(algorithm, config, max(loader.longest for loader in loaders.values()))
     size = find_end_tokens(config.model, tokenizer).vocab_size
     check_tokens(size, tokenizer, (loader.largest_token for loader in loaders.values()), "prompts")
@@ -182,17 +210,6 @@ def _check_positions(algorithm: Algorithm, config: Config, longest: int) -> None
             raise ConfigError(f"role {name!r}: {error}") from error
 
 
-def _check_rendered(config: Config, loaders: Iterable[PromptLoader]) -> None:
-    """Raise ConfigError for a name in data.rendered that is no column of any data set."""
-    columns = list(dict.fromkeys(chain.from_iterable(loader.columns for loader in loaders)))
-    for name in config.data.rendered:
-        if name not in columns:
-            raise ConfigError(
-                f"data.rendered names {name!r}, which no row has as a column; there are {', '.join(columns)}."
-                f"{did_you_mean(name, columns)}"
-            )
-
-
 class Trainer:
     """The loop of one run: `run()`. The other methods are its parts, in the order of their first call."""
 
@@ -204,6 +221,7 @@ class Trainer:
         loaders: Mapping[str, PromptLoader],
         folder: RunFolder,
         trackers: Trackers,
+        prompts_by_set: PromptsBySet,
     ) -> None:
         self.run_, self.algorithm, self.plugins, self.loaders = run, algorithm, plugins, loaders
         self.loader = loaders["train"]
@@ -221,7 +239,9 @@ class Trainer:
         self._sample_rows = 0
         self._warned_of = 0.0
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
-        self.held_out = self.loader.held_out(self.config.data.eval_size) if self.config.trainer.eval_every else None
+        evaluates_held_out = bool(self.config.trainer.eval_every) and self.config.eval.held_out
+        self.held_out = self.loader.held_out(self.config.data.eval_size) if evaluates_held_out else None
+        self.prompts_by_set = prompts_by_set
 
     def run(self) -> dict[str, Any]:
         """Run all steps and return the summary. The summary is written even if a step raises."""
@@ -414,10 +434,10 @@ class Trainer:
         return bool(every) and (step % every == 0 or step == self.config.trainer.total_steps)
 
     def _evaluate(self) -> None:
-        if self.held_out is None:
+        if self.held_out is None and not self.prompts_by_set:
             return
         self._sync()
-        metrics = held_out_evaluation(self.run_, self.algorithm, self.held_out).metrics
+        metrics = all_metrics(evaluations(self.run_, self.algorithm, self.held_out, self.prompts_by_set))
         self.run_.end_step()
         metrics.update(self._seconds("eval_")())
         self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step
@@ -484,7 +504,7 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
-            self.goals.load_state_dict(state["goals"])
+            self.goals.load_state_dict(state.get("goals", {}))
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])

@@ -164,6 +164,7 @@ def test_version(capsys):
         ("rlcore train cluster=", "cluster=in_process cluster=local"),
         ("rlcore train trainer.total_", "trainer.total_steps="),
         ("rlcore eval runs/a rollout.temp", "rollout.temperature="),
+        ("rlcore eval runs/a runs/b rollout.temp", "rollout.temperature="),
         ("rlcore train experiment=q", "experiment=quickstart"),
     ],
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import rlcore_grpo
 
-from rlcore.config.compose import GROUPS, SECTIONS
-from rlcore.config.reference import group_options, keys
+from rlcore.config.compose import GROUPS
+from rlcore.config.reference import CORE_SECTIONS, group_options, keys
 from rlcore.plugins import PluginManager
 from rlcore.protocol.glossary import check_fields, fields, render_markdown
 from rlcore.training.run import Run
@@ -73,7 +73,7 @@ def plugins() -> PluginManager:
 @cache
 def known_keys() -> set[str]:
     """Return all config keys, also the plugins', and GRPO's under `algo`."""
-    sections = {**SECTIONS, "algo": rlcore_grpo.GRPOConfig, **plugins().sections()}
+    sections = {**CORE_SECTIONS, "algo": rlcore_grpo.GRPOConfig, **plugins().sections()}
     return {key.name for section, cls in sections.items() for key in keys(section, cls)}
 
 

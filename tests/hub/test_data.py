@@ -8,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from rlcore.config import compose
+from rlcore.config.eval_sets import set_config
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.trainer import train
@@ -88,6 +89,16 @@ def test_without_a_held_out_split_a_tenth_is_held_out(hub, composed, folder):
     assert (len(train), len(held_out)) == (36, 4)
     assert sorted(str(row) for row in [*train, *held_out]) == sorted(map(str, ROWS))
     assert "extra.jsonl" not in hub.downloads()
+
+
+def test_the_data_of_an_evaluation_is_pinned_and_whole(hub, composed):
+    commit = hub.push("acme/sums", {"train.jsonl": as_jsonl(ROWS)}, kind="dataset")
+    sets = "eval.sets={sums: {data: {name: file, path: acme/sums, prompt_key: question}}}"
+    config = composed(sets)
+    assert config.eval.sets["sums"].data["path"] == f"acme/sums@{commit}"
+    assert rows_of(set_config(config, "sums"), "eval") == ROWS
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.sums\.data\.path=acme/absent is neither a folder here nor"):
+        composed(sets.replace("acme/sums", "acme/absent"))
 
 
 @pytest.mark.e2e

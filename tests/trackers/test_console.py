@@ -1,12 +1,13 @@
 import io
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rlcore.config.schema import Config, TrainerConfig
+from rlcore.config.schema import Config, EvalConfig, EvalSetConfig, TrainerConfig
 from rlcore.trackers.console import ConsoleTracker
 
 CONFIG = Config(algorithm="grpo", algo=None, trainer=TrainerConfig(total_steps=3))
@@ -53,6 +54,19 @@ def output(terminal, status="finished", summary=SUMMARY, folder="runs/quick star
     tracker.log(2, {**METRICS, "eval/accuracy": 0.9, "reward/errors": 3.0})
     tracker.finish(status, summary)
     return file.getvalue()
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_accuracies_of_named_evaluations_stay_until_the_next(held_out):
+    file = io.StringIO()
+    config = replace(CONFIG, eval=EvalConfig(held_out, {"math500": EvalSetConfig()}))
+    tracker = ConsoleTracker(config, Path("runs/a"), Console(file=file, force_terminal=False, width=100))
+    tracker.log(0, {"eval/accuracy": 0.31, "eval/math500/accuracy": 0.125})
+    tracker.log(1, METRICS)
+    own = "  accuracy 0.310" if held_out else ""
+    first, second = file.getvalue().splitlines()
+    assert first == f"step 0/3{own}  math500 0.125"
+    assert second.startswith(f"step 1/3  reward 0.500{own}  math500 0.125  KL 0.0012  ")
 
 
 def test_plain_lines_where_there_is_no_terminal():

@@ -121,6 +121,17 @@ def test_the_best_survives_a_resume(graded, straight, metrics_of, tmp_path, at):
     assert metrics_of(folder) == metrics_of(straight)
 
 
+def test_a_checkpoint_of_a_version_without_goals_has_none_yet(graded, forget, tmp_path):
+    """Its trainer's state lacks the key: the best is then the best of the steps after it, here step 4 of 3 to 5."""
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="stop here"):
+        graded(folder, "trainer.best=eval/grade", at=4)
+    state = folder / "checkpoints" / "step_00000002" / "trainer.json"
+    state.write_text(json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "goals"}))
+    forget(state.parent, state.name)
+    assert graded(folder, "trainer.best=eval/grade")["best"] == {"step": 4, "value": 0.5}
+
+
 def test_less_is_better_where_the_config_says_so(graded, tmp_path):
     lower = "trainer.lower_is_better=[eval/loss]"
     summary = graded(tmp_path / "run", "trainer.best=eval/loss", lower, "trainer.stop_at={eval/loss: 0.6}")

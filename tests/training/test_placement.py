@@ -2,7 +2,11 @@
 
 import pytest
 
+from rlcore.assets import TINY
 from rlcore.cli import main
+from rlcore.config import compose
+from rlcore.plugins import PluginManager
+from rlcore.training.evaluate import evaluate
 
 PPO = ["algo=ppo", "algo.kl_coef=0.05", "algo.samples=2", "trainer.total_steps=2"]
 APART = "cluster.pools={a: [actor], b: [ref], c: [critic], d: [reward]}"
@@ -43,3 +47,19 @@ def test_in_process(same_as_fused, pools, tmp_path):
 def test_on_ray(ray_cluster, same_as_fused, pools):
     """Every role on a pool of its own; actor and reference as two processes on one place, critic on another."""
     same_as_fused("cluster=local", "cluster.workers=1", pools)
+
+
+def test_rewards_of_an_evaluation_of_its_own_share_the_processes_of_the_runs(ray_cluster, small, tmp_path):
+    """On Ray two classes of reward workers are in each of two processes; the metrics are those in process."""
+    (tmp_path / "even.py").write_text(
+        "def score(prompt, response, answer):\n    return float(response[-1:] in '02468')\n"
+    )
+    own = f"eval.sets={{even: {{reward: {{path: {tmp_path / 'even.py'}\\:score}}, samples: 2}}}}"
+    plugins = PluginManager.load()
+    here, there = (
+        evaluate(TINY, compose([*small, own, *options], plugins), plugins)
+        for options in ([], ["cluster=local", "cluster.workers=1", "reward.workers=2"])
+    )
+    assert here == there
+    assert 0 < here["eval/even/accuracy"] < 1
+    assert here["eval/even/accuracy"] != here["eval/accuracy"]
