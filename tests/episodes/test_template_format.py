@@ -42,7 +42,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str, written_calls: An
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_around_calls_is_content(name: str, written_calls: Any) -> None:
     calls = [("add", {"a": 1, "b": "x"}), ("now", {"zone": "</think>"})][: 1 if name == "gpt_oss" else 2]
-    text = written_calls.written(with_template(TEMPLATES[name]), calls).strip()
+    text = written_calls.written(with_template(TEMPLATES[name]), calls).removeprefix("<|a|>").removesuffix("<|e|>").strip()
     thought = text.replace("</think>", "utc")
     for lead in ("", "I look.\n", f"<think>{thought}</think>", f"I see: {thought}</think>\n"):
         answer = FORMS[name].parse(lead + text)

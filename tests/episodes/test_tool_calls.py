@@ -285,7 +285,7 @@ def test_a_property_called_nullable() -> None:
 CALLS = {
     "hermes": "'<tool_call>\\n' ~ (call.function | tojson) ~ '\\n</tool_call>'",
     "llama": "'{\"name\": \"' ~ call.function.name ~ '\", \"parameters\": ' ~ (call.function.arguments | tojson) ~ '}'",
-    "python_tag": "'<|python_tag|>' ~ (call.function | tojson)",
+    "python_tag": "('<|python_tag|>' if loop.first else '; ') ~ (call.function | tojson)",
     "json": "{'tool_calls': [call]} | tojson",
 }
 
