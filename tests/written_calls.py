@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from typing import Any
 
 import jinja2
@@ -40,8 +40,6 @@ def render(tokenizer: Any, answer: dict[str, Any]) -> str | None:
 
 def written(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Return an answer with these calls, without the rest of the conversation, "" where the template writes none."""
-    import json
-
     for as_text in (False, True):
         for content in ("", None):
             for ids in ("call0000{1}", "functions.{0}:{1}"):
@@ -60,7 +58,7 @@ def written(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]]) -> str:
                 if text.startswith(head):
                     return text.removeprefix(head).removesuffix(tail)
                 user = str(tokenizer.apply_chat_template([USER], tokenize=False))
-                return text.removeprefix(os.path.commonprefix([user, text]))
+                return text.removeprefix(user)
     return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from rlcore.episodes.tool_calls import (
     ToolFormat,
     Turn,
     listed,
+    read_json,
     tool_instructions,
     turn_of,
 )
@@ -197,7 +197,7 @@ class _Template:
             return ""
         # Where the generation prompt is not the header, that ends at a tag or white space: two tags can begin alike.
         is_prompt = bool(self.prompt) and text.startswith(self.prompt)
-        header = self.prompt if is_prompt else _cut_back(os.path.commonprefix([self.head, text]))
+        header = self.prompt if is_prompt else _cut_back(_shared_start(self.head, text))
         text = text[len(header) :]
         reasoning_end = text.rfind("</think>", 0, max(0, text.find(probes[0].name)))
         text = text[reasoning_end + len("</think>") :] if reasoning_end >= 0 else text
@@ -230,7 +230,7 @@ def format_for(tokenizer: PreTrainedTokenizerBase, ends: Sequence[str] = ()) -> 
     for each in (*FORMATS.values(), _learned(template)):
         if each is not None and all(_reads(each, template.calls(*probes), probes) for probes in READ_BACK):
             return each
-    form = " ".join(written.replace(ONE.name, "NAME").replace("probe_key", "KEY").replace("probe value", "VALUE").split())
+    form = " ".join(_example(written).split())
     raise ConfigError(
         f"the chat template writes a tool call as {form[:SHOWN]!r}, a form that cannot be read back; name one with "
         f"env.tool_format ({', '.join(FORMATS)}), whose instructions then stand in the system prompt, or load a plugin "
@@ -263,7 +263,7 @@ class _Frame:
         """The end of a call, which both a further call and the answer's end follow."""
         if self.to_next is None:
             return self.after
-        return _cut_back(os.path.commonprefix([self.after, self.to_next])) or self.after
+        return _cut_back(_shared_start(self.after, self.to_next)) or self.after
 
     @property
     def ending(self) -> str:
@@ -271,25 +271,26 @@ class _Frame:
         return self.after_last[len(self.close) :]
 
     def start(self) -> re.Pattern[str] | None:
+        """Return a pattern for the tag or text by which calls begin; None where that could begin any answer."""
         tag = TAG.match(self.before.strip())
         if tag is not None:
             return re.compile(re.escape(tag[0]))
         return flexible(self.before.strip(), start="") if len(self.before.strip()) > 2 else None
 
-    def chained(self) -> re.Pattern[str] | None:
+    def chained(self, name: str) -> re.Pattern[str] | None:
+        """Return a pattern from a call's close through the next one's name; `name` is the pattern for that."""
         chain = (self.to_next or "")[len(self.close) :]
-        pattern = flexible(chain, end=_white_end(chain)).pattern.replace(re.escape(OTHER.name), ANY_NAME)
-        return re.compile(pattern + NAME) if chain.strip() else None
+        pattern = flexible(chain).pattern.replace(re.escape(OTHER.name), ANY_NAME)
+        return re.compile(pattern + name) if chain.strip() else None
 
 
 def _learned(template: _Template) -> TemplateFormat | None:
     """Return the form that the template's renderings have in common; None if it is none of those with a reader."""
     written = template.calls(ONE)
-    example = written.replace(ONE.name, "NAME").replace("probe_key", "KEY").replace("probe value", "VALUE")
-    return _with_json(template, written, example) or _with_name(template, written, example)
+    return _with_json(template, written) or _with_name(template, written)
 
 
-def _with_json(template: _Template, written: str, example: str) -> TemplateFormat | None:
+def _with_json(template: _Template, written: str) -> TemplateFormat | None:
     """Return the form of calls that are JSON as a whole."""
     for place, end, value in _json_values(written):
         call = next((each for each in listed(value) if isinstance(each, dict) and ONE.name in each.values()), None)
@@ -297,19 +298,21 @@ def _with_json(template: _Template, written: str, example: str) -> TemplateForma
             continue
         keys = {name for name, given in call.items() if given in (ONE.arguments, json.dumps(ONE.arguments))}
         two = template.calls(ONE, OTHER)
-        to_next = two[end : two.find("{", end)] if two.startswith(written[:end]) and "{" in two[end:] else None
-        frame = _Frame(written[:place], written[end:], written[end:], to_next)
+        is_list = isinstance(value, list) or not two.startswith(written[:end]) or "{" not in two[end:]
+        to_next = None if is_list else two[end : two.find("{", end)]
+        after_last = written[end:] if to_next is None else two[two.rfind("}") + 1 :]
+        frame = _Frame(written[:place], written[end:], after_last, to_next)
         start = frame.start()
         if not keys or start is None:
             return None
         name_key = next(key for key, given in call.items() if given == ONE.name)
         reader = JSONCall(flexible(frame.close), name_key, keys.pop())
         opening = flexible(frame.before.strip())
-        return TemplateFormat(start, opening, None, reader, optional(frame.ending), example)
+        return TemplateFormat(start, opening, frame.chained(""), reader, optional(frame.ending), _example(written))
     return None
 
 
-def _with_name(template: _Template, written: str, example: str) -> TemplateFormat | None:
+def _with_name(template: _Template, written: str) -> TemplateFormat | None:
     """Return the form of calls whose arguments follow the name."""
     key, value = written.find("probe_key"), written.find("probe value")
     name = written.rfind(ONE.name, 0, key)
@@ -324,15 +327,14 @@ def _with_name(template: _Template, written: str, example: str) -> TemplateForma
         return None
     if body is not None:
         first = flexible(written[behind : body[0]])
-        reader: Reader | None = JSONArguments(first, flexible(frame.close))
+        reader: Reader | None = JSONArguments(_any_number(first) if template.numbered else first, flexible(frame.close))
     else:
         reader = _of_pairs(template, frame, written[behind:key], written[key + len("probe_key") : value])
     if reader is None:
         return None
-    numbered = [_any_number(each) if template.numbered else each for each in (reader, frame.chained())]
     start = re.compile(recipient + start.pattern)
-    opening = re.compile(recipient + flexible(before.strip(), end=before[len(before.rstrip()) :]).pattern + NAME)
-    return TemplateFormat(start, opening, numbered[1], numbered[0], optional(frame.ending), example)
+    opening = re.compile(recipient + flexible(before).pattern + NAME)
+    return TemplateFormat(start, opening, frame.chained(NAME), reader, optional(frame.ending), _example(written))
 
 
 def _frame(template: _Template, written: str, before: str, arguments: tuple[int, int]) -> _Frame:
@@ -386,23 +388,30 @@ def _without_recipient(before: str, head: str) -> tuple[str, str]:
     return rest.removeprefix(shared), f"(?:{re.escape(first)}{ANY_NAME}{re.escape(shared)})?"
 
 
-def _any_number(value: Any) -> Any:
-    """Return a reader or pattern with any number where the template writes that of the call, as Kimi's ids have it."""
-    if isinstance(value, JSONArguments):
-        return JSONArguments(_any_number(value.first), value.close)
-    return re.compile(re.sub(r":[01](?=\\?\W)", r":\\d+", value.pattern)) if isinstance(value, re.Pattern) else value
+def _any_number(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """Return a pattern that takes any number of a call where the template writes one, as in Kimi's ids."""
+    return re.compile(re.sub(r"^(\\s\*)?:0", r"\1:\\d+", pattern.pattern))
 
 
 def _json_values(text: str, place: int = 0) -> Iterator[tuple[int, int, Any]]:
     """Yield JSON objects and lists of a text from a place on, outermost first, with start and end."""
-    from rlcore.episodes.tool_calls import read_json
-
     while opened := re.compile(r"[{\[]").search(text, place):
         value, end = read_json(text, opened.start())
         is_value = not isinstance(value, ValueError)
         if is_value:
             yield opened.start(), end, value
         place = end if is_value else opened.end()
+
+
+def _example(written: str) -> str:
+    """Return the template's text of the first probe, with NAME, KEY and VALUE."""
+    return written.replace(ONE.name, "NAME").replace("probe_key", "KEY").replace("probe value", "VALUE")
+
+
+def _shared_start(one: str, other: str) -> str:
+    """Return the longest text with which both begin."""
+    size = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:size]
 
 
 def _cut_back(text: str) -> str:

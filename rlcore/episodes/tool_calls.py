@@ -267,6 +267,7 @@ def _after_reasoning(text: str, opening: str) -> int:
 
 
 def skip_white(text: str, place: int) -> int:
+    """Return the first place from this one on that holds no white space."""
     white = WHITE.match(text, place)
     return white.end() if white else place
 
@@ -275,6 +276,7 @@ def skip_white(text: str, place: int) -> int:
 
 
 def turn_of(text: str, found: Iterable[Found], example: str, turn: int) -> Turn:
+    """Return the turn of an answer in which these calls stand; `example` says in errors how to write one."""
     calls: list[ToolCall | BadCall] = []
     content, place = "", 0
     for (start, end), value in found:
@@ -327,5 +329,6 @@ def _check_values(value: Any, depth: int) -> None:
 
 
 def tool_instructions(tools: Sequence[dict[str, Any]], example: str, note: str) -> str:
+    """Return the text that shows the tools' schemas, an example of a call, and a note about it."""
     shown = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return f"You can call these tools:\n{shown}\nWrite a call as {example}. {note}; the result is in the next message."

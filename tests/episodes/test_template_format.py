@@ -42,13 +42,20 @@ def test_calls_are_read_as_the_template_writes_them(name: str, written_calls: An
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_around_calls_is_content(name: str, written_calls: Any) -> None:
     calls = [("add", {"a": 1, "b": "x"}), ("now", {"zone": "</think>"})][: 1 if name == "gpt_oss" else 2]
-    text = written_calls.written(with_template(TEMPLATES[name]), calls).removeprefix("<|a|>").removesuffix("<|e|>").strip()
+    text = (
+        written_calls.written(with_template(TEMPLATES[name]), calls).removeprefix("<|a|>").removesuffix("<|e|>").strip()
+    )
     thought = text.replace("</think>", "utc")
     for lead in ("", "I look.\n", f"<think>{thought}</think>", f"I see: {thought}</think>\n"):
         answer = FORMS[name].parse(lead + text)
-        assert [(call.name, call.arguments) for call in answer.calls] == calls
+        assert [(call.name, call.arguments) for call in answer.calls if isinstance(call, ToolCall)] == calls
         assert answer.content == lead.strip()
-    for other in ("The sum is 3.", f"<think>{thought}</think>3", f"<think>{thought}", '{"name": "add", "arguments": {}}'):
+    for other in (
+        "The sum is 3.",
+        f"<think>{thought}</think>3",
+        f"<think>{thought}",
+        '{"name": "add", "arguments": {}}',
+    ):
         answer = FORMS[name].parse(other)
         assert (answer.calls, answer.content) == ([], other)
     assert pickle.loads(pickle.dumps(FORMS[name])) == FORMS[name]
@@ -56,7 +63,17 @@ def test_the_text_around_calls_is_content(name: str, written_calls: Any) -> None
 
 pieces = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "\n", "[", "("),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<function=add>",
+            "<parameter=a>",
+            "</parameter>",
+            "</function>",
+            "\n",
+            "[",
+            "(",
+        ),
         *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "add", "```json\n", "{", "}", "]", ")"),
         *("<|tool_call_start|>[", "a=", "'", "\\", "<|tool_call_end|>", '<|"|>', "call:add{", "<|tool_call>", ","),
         *("<arg_key>", "a</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "1e999", "[" * 3000),
@@ -89,9 +106,17 @@ def test_a_model_that_repeats_itself_costs_no_time(name: str, written_calls: Any
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n", "is not closed with </parameter>"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n",
+            "is not closed with </parameter>",
+        ),
         ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "has no name behind its start"),
-        ("qwen3_coder", "<tool_call>\n<function=add>\n1\n</function>\n</tool_call>", "has no ><parameter= after the name"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n1\n</function>\n</tool_call>",
+            "has no ><parameter= after the name",
+        ),
         (
             "qwen3_coder",
             "<tool_call><function=add><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
@@ -99,8 +124,16 @@ def test_a_model_that_repeats_itself_costs_no_time(name: str, written_calls: Any
         ),
         ("glm47", "<tool_call>add<arg_key>a</arg_key>1</tool_call>", "has an argument without its key"),
         ("deepseek31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{a: 1}", "is not valid JSON"),
-        ("deepseek31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}", "is not closed with <｜tool▁call▁end｜>"),
-        ("deepseek31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add{}", "has no <｜tool▁sep｜> after the name 'add'"),
+        (
+            "deepseek31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}",
+            "is not closed with <｜tool▁call▁end｜>",
+        ),
+        (
+            "deepseek31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add{}",
+            "has no <｜tool▁sep｜> after the name 'add'",
+        ),
         ("mistral_new", "[TOOL_CALLS]add[ARGS][1]", "has arguments that are not a JSON object"),
         ("lfm2", "<|tool_call_start|>[add(a=1, b=x)]<|tool_call_end|>", "has 'x', which is neither a text in quotes"),
         ("lfm2", "<|tool_call_start|>[add(a='x)]<|tool_call_end|>", "has a text that is not closed with '"),
@@ -159,7 +192,7 @@ def test_a_value_without_quotes_has_the_type_of_its_schema(schema: Any, text: st
     [
         "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
         "<|channel|>commentary to=functions.add<|message|>{}",
-        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add json<|message|>{}",
+        "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{}",
         " to=functions.add<|channel|>commentary json<|message|>{}<|call|>",
     ],
 )
@@ -170,12 +203,15 @@ def test_gpt_oss_writes_other_headers_than_its_template(text: str) -> None:
 
 
 def test_a_form_that_cannot_be_read_is_named_in_one_line() -> None:
-    body = "{% for c in m.tool_calls or [] %}<call>\n{{ c.function.arguments.values() | join }} to {{ c.function.name }}{% endfor %}"
+    call = "<call>\n{{ c.function.arguments.values() | join }} to {{ c.function.name }}"
+    body = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
     template = TEMPLATES["granite"]
     start, end = template.index("{% if m.tool_calls"), template.index("<|e|>")
     with pytest.raises(ConfigError) as error:
         format_for(with_template(template[:start] + body + template[end:]), ["<|e|>"])
-    assert str(error.value).startswith("the chat template writes a tool call as '<call> VALUE to NAME', a form that cannot")
+    assert str(error.value).startswith(
+        "the chat template writes a tool call as '<call> VALUE to NAME', a form that cannot"
+    )
     assert "\n" not in str(error.value)
 
 
