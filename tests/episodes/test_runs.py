@@ -7,6 +7,8 @@ import pytest
 
 from rlcore.assets import TINY
 from rlcore.config import compose
+from rlcore.episodes.from_config import episode_setup
+from rlcore.episodes.tool_calls import ToolCall
 from rlcore.errors import ConfigError, DataError, EpisodesError
 from rlcore.plugins import PluginManager
 from rlcore.training.evaluate import evaluate
@@ -14,6 +16,7 @@ from rlcore.training.preflight import preflight
 from rlcore.training.trainer import train
 
 WORLDS = Path(__file__).with_name("worlds.py")
+PROSE = WORLDS.parent / "templates" / "calls_in_prose.jinja"
 SMALL = [
     "experiment=quickstart",
     "tracker=none",
@@ -188,6 +191,15 @@ def test_rows_whose_arguments_no_episode_can_have_are_found_before_anything_star
         evaluate(TINY, config, plugins)
 
 
+def test_a_run_reads_calls_in_the_form_of_its_chat_template():
+    template = WORLDS.parent / "call_templates" / "glm47.jinja"
+    plugins = PluginManager.load()
+    setup = episode_setup(compose([*HERE, "env=calculator", f"model.chat_template={template}"], plugins), plugins)
+    assert setup is not None
+    written = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert setup.tool_format.parse(written).calls == [ToolCall("add", {"a": 1}, "call00000")]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -197,6 +209,10 @@ def test_rows_whose_arguments_no_episode_can_have_are_found_before_anything_star
         (["env=calculator", "env.turn_len=500"], r"env\.turn_len=500 is more than rollout\.response_len=60"),
         (["env=calculator", "env.tool_format=hermez"], r"env\.tool_format = 'hermez' is not installed"),
         (["env=calculator", "env.path=x.py:Y"], r"env\.path=x\.py:Y is read by env=file only"),
+        (
+            ["env=calculator", f"model.chat_template={PROSE}"],
+            "writes a tool call as '<call> VALUE to NAME', a form that",
+        ),
         (["env.timeout=5"], r"env\.timeout=5\.0 without an environment"),
     ],
 )

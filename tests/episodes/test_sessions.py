@@ -206,7 +206,7 @@ class CallsTools:
     def parse(self, text, turn=0, tools=()):
         from rlcore.episodes.tool_calls import ToolCall, Turn
 
-        return Turn("", [ToolCall("add", {"a": len(text), "text": text}, "x")])
+        return Turn("", [ToolCall(tools[0]["function"]["name"], {"a": len(text), "text": text}, "x")])
 
     def instructions(self, tools):
         return "Write a number to call " + ", ".join(each["function"]["name"] for each in tools)

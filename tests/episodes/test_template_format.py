@@ -192,7 +192,7 @@ def test_a_value_without_quotes_has_the_type_of_its_schema(schema: Any, text: st
     [
         "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
         "<|channel|>commentary to=functions.add<|message|>{}",
-        "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{}",
+        "<|channel|>analysis<|message|>Go<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{}",
         " to=functions.add<|channel|>commentary json<|message|>{}<|call|>",
     ],
 )
@@ -203,15 +203,10 @@ def test_gpt_oss_writes_other_headers_than_its_template(text: str) -> None:
 
 
 def test_a_form_that_cannot_be_read_is_named_in_one_line() -> None:
-    call = "<call>\n{{ c.function.arguments.values() | join }} to {{ c.function.name }}"
-    body = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
-    template = TEMPLATES["granite"]
-    start, end = template.index("{% if m.tool_calls"), template.index("<|e|>")
+    template = Path(__file__).with_name("templates") / "calls_in_prose.jinja"
     with pytest.raises(ConfigError) as error:
-        format_for(with_template(template[:start] + body + template[end:]), ["<|e|>"])
-    assert str(error.value).startswith(
-        "the chat template writes a tool call as '<call> VALUE to NAME', a form that cannot"
-    )
+        format_for(with_template(template.read_text().rstrip("\n")), ["<|e|>"])
+    assert str(error.value).startswith("the chat template writes a tool call as '<call> VALUE to NAME', a form that")
     assert "\n" not in str(error.value)
 
 
