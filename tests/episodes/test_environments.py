@@ -35,7 +35,7 @@ WORLDS = Path(__file__).with_name("worlds.py")
 
 @dataclass(frozen=True)
 class EveryAnswer:
-    """Reads every answer as a call of the first tool with the answer's first number; without a number, as a bad call."""
+    """Reads every answer as a call of the first tool with the answer's first number; without one, as a bad call."""
 
     def parse(self, text, turn=0, tools=()):
         found = re.search(r"\d+", text)
