@@ -26,6 +26,12 @@ def hub_server() -> ModuleType:
     return _module("hub_server")
 
 
+@pytest.fixture(scope="session")
+def written_calls() -> ModuleType:
+    """The module tests/written_calls.py."""
+    return _module("written_calls")
+
+
 def _module(name: str) -> ModuleType:
     """Import a program that lies beside this file."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

@@ -219,7 +219,7 @@ class _Batch:
     def _calls(self, text: str, turn: int) -> list[ToolCall | BadCall]:
         if not self._tools:
             return []
-        calls = self._format.parse(text, turn).calls
+        calls = self._format.parse(text, turn, self._tools).calls
         return [(isinstance(call, ToolCall) and check_call(call, self._tools)) or call for call in calls]
 
     def _reset(self, episode: _Episode, answer: Mapping[str, Any]) -> None:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config import Config
 from rlcore.config.environment import EnvConfig
 from rlcore.data.chat import OfferedTools, PromptEncoder, load_tokenizer
+from rlcore.end_tokens import end_tokens
 from rlcore.engine.rollout import EpisodeSource, RolloutEngine
 from rlcore.episodes.environments import EnvironmentEpisodes
 from rlcore.episodes.processes import pack
 from rlcore.episodes.setup import EpisodeSetup
-from rlcore.episodes.tool_calls import FORMATS, ToolFormat, format_for
+from rlcore.episodes.template_format import format_for
+from rlcore.episodes.tool_calls import ToolFormat
 from rlcore.episodes.tool_schema import schemas_of
 from rlcore.errors import ConfigError
 from rlcore.plugins.specs import (
@@ -86,7 +88,8 @@ def _tool_format(config: Config, plugins: PluginManager) -> ToolFormat:
     name = config.section(EnvConfig).tool_format
     if name != "auto":
         return plugins.specs(ToolFormatSpec)[name].format
-    return FORMATS[format_for(load_tokenizer(config.model))]
+    tokenizer = load_tokenizer(config.model)
+    return format_for(tokenizer, [str(tokenizer.decode([each])) for each in end_tokens(config.model, tokenizer)])
 
 
 def _offered(tools: Sequence[dict[str, Any]], tool_format: ToolFormat, config: Config) -> OfferedTools:

@@ -353,7 +353,8 @@ class Session:
         message = renderer.message_of(row.tokens)
         branch = _whole(pending.conversation)
         branch.sample(row, message)
-        parsed = self._renderers.tool_format.parse(message["content"]) if call.reads_tool_calls else None
+        tool_format = self._renderers.tool_format
+        parsed = tool_format.parse(message["content"], tools=call.tools) if call.reads_tool_calls else None
         calls = [] if parsed is None else [each for each in parsed.calls if isinstance(each, ToolCall)]
         errors = 0 if parsed is None else sum(isinstance(each, BadCall) for each in parsed.calls)
         order = pending.order + at

@@ -8,12 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from rlcore.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rlcore.errors import did_you_mean
 
 DEEPEST = 50
 """Levels of lists and objects that a call's arguments may have."""
@@ -59,11 +56,12 @@ class Turn:
 class ToolFormat(Protocol):
     """How a model writes tool calls; a plugin can bring one."""
 
-    def parse(self, text: str, turn: int = 0) -> Turn:
+    def parse(self, text: str, turn: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """Return the calls in an answer without its end token. Never raises: an unreadable call is a BadCall.
 
         Reasoning holds no calls: <think>...</think>, and everything before a </think> without <think>. `turn` is the
-        answer's number in its episode and goes into the calls' ids.
+        answer's number in its episode and goes into the calls' ids. `tools`, OpenAI function JSON, give the types of
+        values that a format writes as bare text: 5 is a text where the schema wants one.
         """
         ...
 
@@ -77,15 +75,15 @@ class HermesFormat:
 
     example = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
 
-    def parse(self, text: str, turn: int = 0) -> Turn:
+    def parse(self, text: str, turn: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """See ToolFormat. A tag that is not closed is a BadCall."""
         opening = "<tool_call>"
         start = _unopened_reasoning(text, opening)
-        return _turn(text, (found for found, _ in _tagged(text, start, opening, "</tool_call>")), self.example, turn)
+        return turn_of(text, (found for found, _ in _tagged(text, start, opening, "</tool_call>")), self.example, turn)
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
         """See ToolFormat."""
-        return _instructions(tools, self.example, "One answer can hold several calls")
+        return tool_instructions(tools, self.example, "One answer can hold several calls")
 
 
 class LlamaFormat:
@@ -94,19 +92,19 @@ class LlamaFormat:
     example = '{"name": NAME, "parameters": {...}}'
     tag = "<|python_tag|>"
 
-    def parse(self, text: str, turn: int = 0) -> Turn:
+    def parse(self, text: str, turn: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """See ToolFormat. Several calls are separated by semicolons; other JSON than a call is content."""
         start = _after_reasoning(text, self.tag if self.tag in text else "")
         tag = text.find(self.tag, start)
         if tag >= 0:
             (_, first), *more = _sequence(text, tag + len(self.tag))
             end = more[0][0][0] if more else len(text)
-            return _turn(text, [((tag, end), first), *more], self.example, turn)
-        return _turn(text, _whole_answer(text, start), self.example, turn)
+            return turn_of(text, [((tag, end), first), *more], self.example, turn)
+        return turn_of(text, _whole_answer(text, start), self.example, turn)
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
         """See ToolFormat."""
-        return _instructions(tools, self.example, "The call is the whole answer")
+        return tool_instructions(tools, self.example, "The call is the whole answer")
 
 
 class JSONFormat:
@@ -114,7 +112,7 @@ class JSONFormat:
 
     example = '{"name": NAME, "arguments": {...}}'
 
-    def parse(self, text: str, turn: int = 0) -> Turn:
+    def parse(self, text: str, turn: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """See ToolFormat. JSON that is not a call, and other fenced blocks, are content."""
         start = _after_reasoning(text, "")
         found = _whole_answer(text, start) or [
@@ -122,48 +120,17 @@ class JSONFormat:
             for (span, value), body in _tagged(text, start, r"```\w*\s", "```")
             if _is_call(value) or (isinstance(value, ValueError) and CALL_START.match(text, body))
         ]
-        each_found = ((span, each) for span, value in found for each in _listed(value))
-        return _turn(text, each_found, self.example, turn)
+        each_found = ((span, each) for span, value in found for each in listed(value))
+        return turn_of(text, each_found, self.example, turn)
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
         """See ToolFormat."""
-        return _instructions(tools, self.example, "The call is the whole answer, or a block fenced as ```json")
+        return tool_instructions(tools, self.example, "The call is the whole answer, or a block fenced as ```json")
 
 
 FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {"hermes": HermesFormat(), "llama": LlamaFormat(), "json": JSONFormat()}
 )
-
-
-def format_for(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the name of the format in which a tokenizer's chat template writes calls (`hermes` if it writes none).
-
-    Raises ConfigError when it writes them in a format that none of FORMATS reads.
-    """
-    import jinja2
-
-    user = {"role": "user", "content": "?"}
-    wanted = ToolCall("probe_tool", {"probe": "x"}, "call00000")
-    function = {"name": wanted.name, "arguments": wanted.arguments}
-    call = {"id": wanted.id, "type": "function", "function": function}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        start = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
-        written = str(tokenizer.apply_chat_template([user, asked], tokenize=False))
-    except (jinja2.TemplateError, TypeError, ValueError):
-        return "hermes"  # the template knows no calls, so the instructions show the format
-    answer = written.removeprefix(start).strip()
-    while ends := [each for each in tokenizer.all_special_tokens if each and answer.endswith(each)]:
-        answer = answer.removesuffix(ends[0]).rstrip()
-    if wanted.name not in answer:
-        return "hermes"
-    for name, each in FORMATS.items():
-        if each.parse(answer).calls == [wanted]:
-            return name
-    raise ConfigError(
-        f"the chat template writes tool calls as {answer[:SHOWN]!r}, which none of {', '.join(FORMATS)} reads; name a "
-        "format, whose instructions then stand in the system prompt, or load a plugin that brings one"
-    )
 
 
 def check_call(call: ToolCall, schemas: Sequence[dict[str, Any]]) -> BadCall | None:
@@ -208,9 +175,9 @@ def _with_null(schema: Any) -> Any:
 # ---- reading ----
 
 
-def _read(text: str, place: int) -> tuple[Any, int]:
+def read_json(text: str, place: int) -> tuple[Any, int]:
     """Return the JSON value that starts at a place of the text, and its end; a ValueError and `place` for a fault."""
-    start = _after_white(text, place)
+    start = skip_white(text, place)
     if not text.startswith(("{", "["), start):  # before the decoder, whose errors count the lines of the whole text
         return ValueError("is not valid JSON: no { at its start"), place
     try:
@@ -228,7 +195,7 @@ def _tagged(text: str, place: int, opening: str, closing: str) -> Iterator[tuple
         place = opened.end()
         if opened["reasoning"] is not None:
             continue
-        value, end = _read(text, place)
+        value, end = read_json(text, place)
         # A tag that opens again was not closed; a fence cannot, since its opening and closing look alike.
         reopened = text.find(opening, end) if opening == "<tool_call>" else -1
         limit = reopened if reopened >= 0 else len(text)
@@ -250,7 +217,7 @@ def _sequence(text: str, place: int) -> list[Found]:
     """Return the JSON values that fill the rest of the text, between them white space, commas and semicolons."""
     found: list[Found] = []
     while not found or (place < len(text) and not isinstance(found[-1][1], ValueError)):
-        value, end = _read(text, place)
+        value, end = read_json(text, place)
         end = len(text) if isinstance(value, ValueError) else end
         gap = re.compile(r"[\s;,]*").match(text, end)
         after = gap.end() if gap else end
@@ -268,7 +235,7 @@ def _whole_answer(text: str, place: int) -> list[Found]:
     return found if is_wrong or _is_call(found[0][1]) else []
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return the calls of a JSON value: of a list, of OpenAI's `tool_calls`, or the value itself."""
     if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
         value = value["tool_calls"]
@@ -279,7 +246,7 @@ def _listed(value: Any) -> list[Any]:
 def _is_call(value: Any) -> bool:
     return any(
         isinstance(each, dict) and "name" in each and ("arguments" in each or "parameters" in each)
-        for each in _listed(value)
+        for each in listed(value)
     )
 
 
@@ -289,17 +256,18 @@ def _unopened_reasoning(text: str, opening: str) -> int:
     if mark is None or mark[0] == "<think>":
         return 0
     call = text.find(opening)
-    is_argument = 0 <= call < mark.start() and _read(text, call + len(opening))[1] > mark.start()
+    is_argument = 0 <= call < mark.start() and read_json(text, call + len(opening))[1] > mark.start()
     return 0 if is_argument else mark.end()
 
 
 def _after_reasoning(text: str, opening: str) -> int:
     start = _unopened_reasoning(text, opening)
-    reasoning = REASONING.match(text, _after_white(text, start))
+    reasoning = REASONING.match(text, skip_white(text, start))
     return reasoning.end() if reasoning else start
 
 
-def _after_white(text: str, place: int) -> int:
+def skip_white(text: str, place: int) -> int:
+    """Return the first place from this one on that holds no white space."""
     white = WHITE.match(text, place)
     return white.end() if white else place
 
@@ -307,7 +275,8 @@ def _after_white(text: str, place: int) -> int:
 # ---- calls ----
 
 
-def _turn(text: str, found: Iterable[Found], example: str, turn: int) -> Turn:
+def turn_of(text: str, found: Iterable[Found], example: str, turn: int) -> Turn:
+    """Return the turn of an answer in which these calls stand; `example` says in errors how to write one."""
     calls: list[ToolCall | BadCall] = []
     content, place = "", 0
     for (start, end), value in found:
@@ -336,7 +305,7 @@ def _fields(value: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError('has no text as "name"')
     if isinstance(arguments, str):  # as OpenAI's clients write them
         text = arguments
-        arguments, end = _read(text, 0)
+        arguments, end = read_json(text, 0)
         if isinstance(arguments, ValueError) or text[end:].strip():
             raise ValueError("has arguments that are not a JSON object")
     arguments = {} if arguments is None else arguments
@@ -359,6 +328,7 @@ def _check_values(value: Any, depth: int) -> None:
             _check_values(each, depth + 1)
 
 
-def _instructions(tools: Sequence[dict[str, Any]], example: str, note: str) -> str:
+def tool_instructions(tools: Sequence[dict[str, Any]], example: str, note: str) -> str:
+    """Return the text that shows the tools' schemas, an example of a call, and a note about it."""
     shown = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return f"You can call these tools:\n{shown}\nWrite a call as {example}. {note}; the result is in the next message."

@@ -35,11 +35,12 @@ WORLDS = Path(__file__).with_name("worlds.py")
 
 @dataclass(frozen=True)
 class EveryAnswer:
-    """Reads every answer as a call of `double` with the answer's first number; without a number, as a bad call."""
+    """Reads every answer as a call of the first tool with the answer's first number; without one, as a bad call."""
 
-    def parse(self, text, turn=0):
+    def parse(self, text, turn=0, tools=()):
         found = re.search(r"\d+", text)
-        call = ToolCall("double", {"number": int(found[0])}, "c1") if found else BadCall("Error: write a number", text)
+        name = tools[0]["function"]["name"]
+        call = ToolCall(name, {"number": int(found[0])}, "c1") if found else BadCall("Error: write a number", text)
         return Turn(text, [call])
 
     def instructions(self, tools):

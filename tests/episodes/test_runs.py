@@ -7,6 +7,8 @@ import pytest
 
 from rlcore.assets import TINY
 from rlcore.config import compose
+from rlcore.episodes.from_config import episode_setup
+from rlcore.episodes.tool_calls import ToolCall
 from rlcore.errors import ConfigError, DataError, EpisodesError
 from rlcore.plugins import PluginManager
 from rlcore.training.evaluate import evaluate
@@ -187,6 +189,21 @@ def test_rows_whose_arguments_no_episode_can_have_are_found_before_anything_star
         DataError, match=r"^with chat_template_kwargs={'enable_thinking': True}: the chat template is not"
     ):
         evaluate(TINY, config, plugins)
+
+
+def test_a_run_reads_calls_in_the_form_of_its_chat_template():
+    template = WORLDS.parent / "call_templates" / "glm47.jinja"
+    plugins = PluginManager.load()
+    setup = episode_setup(compose([*HERE, "env=calculator", f"model.chat_template={template}"], plugins), plugins)
+    assert setup is not None
+    written = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert setup.tool_format.parse(written).calls == [ToolCall("add", {"a": 1}, "call00000")]
+    prose = template.parents[1] / "templates" / "calls_in_prose.jinja"
+    config = compose([*HERE, "env=calculator", f"model.chat_template={prose}"], plugins)
+    with pytest.raises(
+        ConfigError, match="writes a tool call as '<call> VALUE to NAME', a form that cannot be read back"
+    ):
+        train(config, plugins)
 
 
 @pytest.mark.parametrize(

@@ -203,10 +203,10 @@ def test_special_tokens_in_a_clients_text_are_text(serving):
 class CallsTools:
     """A form of tool calls that even the tiny model writes: each answer is a call of `add`."""
 
-    def parse(self, text, turn=0):
+    def parse(self, text, turn=0, tools=()):
         from rlcore.episodes.tool_calls import ToolCall, Turn
 
-        return Turn("", [ToolCall("add", {"a": len(text), "text": text}, "x")])
+        return Turn("", [ToolCall(tools[0]["function"]["name"], {"a": len(text), "text": text}, "x")])
 
     def instructions(self, tools):
         return "Write a number to call " + ", ".join(each["function"]["name"] for each in tools)
@@ -294,7 +294,7 @@ def test_ids_of_tool_calls_differ_and_are_the_same_again(serving):
 
 def test_a_call_that_does_not_parse_stays_text_and_is_counted(serving):
     class Broken(CallsTools):
-        def parse(self, text, turn=0):
+        def parse(self, text, turn=0, tools=()):
             from rlcore.episodes.tool_calls import BadCall, Turn
 
             return Turn(text, [BadCall("Error: not a call", text)])
@@ -443,7 +443,7 @@ def test_a_framework_that_knows_nothing_of_rlcore(serving):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     class Calls(CallsTools):
-        def parse(self, text, turn=0):
+        def parse(self, text, turn=0, tools=()):
             from rlcore.episodes.tool_calls import ToolCall, Turn
 
             return Turn("", [ToolCall("add", {"a": len(text)}, "x")])

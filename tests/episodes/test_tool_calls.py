@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.episodes.tool_calls import FORMATS, BadCall, ToolCall, check_call, format_for
+from rlcore.episodes.template_format import format_for
+from rlcore.episodes.tool_calls import FORMATS, BadCall, ToolCall, check_call
 
 HERMES, LLAMA, JSON = FORMATS["hermes"], FORMATS["llama"], FORMATS["json"]
 ADD = ToolCall("add", {"a": 1, "b": 2}, "call00000")
@@ -284,9 +285,8 @@ def test_a_property_called_nullable() -> None:
 CALLS = {
     "hermes": "'<tool_call>\\n' ~ (call.function | tojson) ~ '\\n</tool_call>'",
     "llama": "'{\"name\": \"' ~ call.function.name ~ '\", \"parameters\": ' ~ (call.function.arguments | tojson) ~ '}'",
-    "python_tag": "'<|python_tag|>' ~ (call.function | tojson)",
+    "python_tag": "('<|python_tag|>' if loop.first else '; ') ~ (call.function | tojson)",
     "json": "{'tool_calls': [call]} | tojson",
-    "other": "'[TOOL_CALLS]' ~ call.function.name ~ '(' ~ (call.function.arguments | tojson) ~ ')'",
 }
 
 
@@ -303,17 +303,12 @@ def with_calls(tokenizer_of: TokenizerOf, written: str) -> Any:
     ("written", "name"), [("hermes", "hermes"), ("llama", "llama"), ("python_tag", "llama"), ("json", "json")]
 )
 def test_the_format_that_a_template_writes(tokenizer_of: TokenizerOf, written: str, name: str) -> None:
-    assert format_for(with_calls(tokenizer_of, written)) == name
-
-
-def test_a_template_that_writes_another_format(tokenizer_of: TokenizerOf) -> None:
-    with pytest.raises(Exception, match=r"writes tool calls as '\[TOOL_CALLS\]probe_tool.*none of hermes, llama, json"):
-        format_for(with_calls(tokenizer_of, "other"))
+    assert format_for(with_calls(tokenizer_of, written)) is FORMATS[name]
 
 
 @pytest.mark.parametrize("family", ["tiny", "chatml", "mistral"])
 def test_a_template_that_writes_no_calls(tokenizer_of: TokenizerOf, family: str) -> None:
-    assert format_for(tokenizer_of(family)) == "hermes"
+    assert format_for(tokenizer_of(family)) is HERMES
 
 
 @pytest.mark.parametrize("name", FORMATS)
