@@ -51,7 +51,8 @@ def forked_workers() -> Iterator[None]:
         original(self, *args, **kwargs)
         self.setup_worker_path = self.setup_worker_path or str(Path(__file__).resolve())
 
-    with tempfile.TemporaryDirectory(prefix="rlcore-forks-") as folder:
+    # A socket's path has at most 107 bytes, so it is not in the folder of TMPDIR.
+    with tempfile.TemporaryDirectory(prefix="rlcore-forks-", dir="/tmp") as folder:
         os.environ[FOLDER] = folder
         RayParams.__init__ = with_this_file
         try:
@@ -59,16 +60,16 @@ def forked_workers() -> Iterator[None]:
         finally:
             RayParams.__init__ = original
             del os.environ[FOLDER]
+            for log in Path(folder).glob("*.log"):
+                sys.stderr.write(log.read_text(errors="replace"))  # of servers that failed
 
 
 def ask(arguments: list[str]) -> None:
     """Ask the server of this job for a worker, and wait for its end."""
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     data = json.dumps(request).encode()
-    path = Path(os.environ[FOLDER]) / os.environ["RAY_JOB_ID"]
-    started = _start(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(str(path))
+    connection, started = _connect(Path(os.environ[FOLDER]) / "{RAY_RAYLET_PID}-{RAY_JOB_ID}".format(**os.environ))
+    with connection:
         connection.sendall(len(data).to_bytes(4))
         socket.send_fds(connection, [b"f"], [0, 1, 2])
         connection.sendall(data)
@@ -77,20 +78,29 @@ def ask(arguments: list[str]) -> None:
         started.wait()  # so that the forks stay beneath Ray's process
 
 
-def _start(path: Path) -> subprocess.Popen[bytes] | None:
-    """Start the server and return it; None if it runs.
+def _connect(path: Path) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+    """Return a connection to the server, and its process if it was started here, as none ran.
 
     The first worker of a job starts it, as Ray's library reads the job's variables when it is imported.
     """
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            connection.connect(str(path))
+            return connection, None
+        path.unlink(missing_ok=True)  # of a server that was killed
         command = [sys.executable, __file__, "serve", str(path)]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n", "the server of forks did not start"
-        return server
+        # With more threads than one, numpy starts some, and a process with threads cannot be forked.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with path.with_suffix(".log").open("wb") as log:
+            server = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n", f"the server of forks did not start: {log.name}"
+        connection.connect(str(path))
+        return connection, server
 
 
 def serve(path: str) -> None:
@@ -107,13 +117,15 @@ def serve(path: str) -> None:
         server.settimeout(1.0)
         print("ready", flush=True)
         while Path("/proc", os.environ["RAY_RAYLET_PID"]).exists():
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection, _ = server.accept()
-                with connection:
-                    if os.fork() == 0:
-                        server.close()
-                        run(connection)
-                        return
+            except TimeoutError:
+                continue
+            with connection:
+                if os.fork() == 0:
+                    server.close()
+                    run(connection)
+                    return
 
 
 def _prctl(option: int, value: Any) -> None:
@@ -135,11 +147,15 @@ def run(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    import numpy as np
+    import torch
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.workers.setup_worker import parser
 
+    np.random.seed()  # numpy's generator is the server's, and Python's own reseeds itself
     known, arguments = parser.parse_known_args(request["arguments"])
     os.environ.update(RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")

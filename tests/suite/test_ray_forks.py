@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.config import ClusterConfig
 from rlcore.workers import ClassWithInitArgs, Dispatch, Worker, make_executor, register
@@ -23,7 +24,7 @@ class Process(Worker):
             "parent": parent,
             "leads its group": os.getpgrp() == os.getpid(),
             "waits for children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
-            "threads": os.environ["OMP_NUM_THREADS"],
+            "threads": torch.get_num_threads(),
             "has the engine": "rlcore.engine.worker" in sys.modules,
         }
 
@@ -37,7 +38,7 @@ def test_a_worker_is_a_fork_with_the_environment_of_its_pool(ray_cluster: None) 
             "parent": "ray_forks",
             "leads its group": True,
             "waits for children": True,
-            "threads": "3",
+            "threads": 3,
             "has the engine": True,
         }
         assert group.describe() == [expected] * 2
