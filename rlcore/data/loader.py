@@ -139,6 +139,17 @@ class PromptSplit:
                     "or choose another reward, or drop the row"
                 )
 
+    def require_columns(self, reward: str, names: Sequence[str]) -> None:
+        """Raise DataError for a column that `reward` cannot do without and that no row has."""
+        given = dict.fromkeys([*self.columns, *self.keys, "answer"])
+        for name in names:
+            if name not in (*given, *TAKEN, *EPISODES):
+                raise DataError(
+                    f"{self.where}: reward {reward!r} needs the column {name!r}, which no row has; there are "
+                    f"{', '.join(given)}.{nearest(given, name)} Rename the column or the function's parameter, or give "
+                    "the parameter a default"
+                )
+
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         """Return a row's prompt; of a column `messages` without the assistant's last message."""
         prompt = value_at(row, self._config.prompt_key)
@@ -326,12 +337,18 @@ class PromptLoader:
         """The largest token id of a prompt, held-out ones included."""
         return max(max(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
 
-    def require_answers(self, reward: str, *, train: bool, held_out: bool) -> None:
-        """Raise DataError for a training or held-out row without the reference answer that `reward` needs."""
-        if train:
-            self._train.require_answers(reward)
-        if held_out:
-            self._eval.require_answers(reward)
+    def require(
+        self, answers: str | None, columns: Mapping[str, Sequence[str]], *, train: bool, held_out: bool
+    ) -> None:
+        """Raise DataError for training or held-out rows without what reward functions need.
+
+        answers: a reward that needs reference answers, None for none. columns: by reward, the columns that it needs.
+        """
+        for split, is_scored in ((self._train, train), (self._eval, held_out)):
+            if is_scored and answers is not None:
+                split.require_answers(answers)
+            for reward, names in columns.items() if is_scored else ():
+                split.require_columns(reward, names)
 
     def next_batch(self) -> DataProto:
         """Return the next `data.batch_size` prompts (fewer at an epoch's end without `drop_last`), uid `EPOCH:ROW`."""

@@ -81,7 +81,7 @@ class RewardWorker(Worker):
                 "scores": torch.tensor(scored.totals, dtype=torch.float32),
                 "reward_error": torch.tensor([failure is not None for failure in scored.failures], dtype=torch.bool),
             },
-            {"reward_detail": _details(scored.failures, batch)},
+            {"reward_detail": failure_details(scored.failures, batch)},
         )
         for name in named:
             result[f"score/{name}"] = torch.tensor(scored.by_function[name], dtype=torch.float32)
@@ -100,7 +100,7 @@ class RewardWorker(Worker):
         self._rewards.close()
 
 
-def _details(failures: Sequence[dict[str, str] | None], batch: DataProto) -> list[dict[str, Any] | None]:
+def failure_details(failures: Sequence[dict[str, str] | None], batch: DataProto) -> list[dict[str, Any] | None]:
     """Add the uid and sample_index to each failure."""
     names = {name: batch[name] for name in ("uid", "sample_index") if name in batch}
     details: list[dict[str, Any] | None] = []

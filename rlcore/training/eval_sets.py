@@ -105,6 +105,8 @@ def load_prompts(each: EvalSet, tokenizer: PreTrainedTokenizerBase, episodes: Ep
                 "eval.sets.%s.data.prompt_len",
                 *(each.name, split.overlong, len(split.rows), config.data.prompt_len, each.name),
             )
+        for reward in each.rewards:
+            split.require_columns(reward.name, reward.needs_columns)
         prompts = checked_prompts(config, split, f"eval/{each.name}", tokenizer, episodes, needing_answer(each.rewards))
         longest, response = int(prompts["prompts"].lengths.max()), config.rollout.response_len
         if longest + response > each.row_tokens:

@@ -26,7 +26,7 @@ from rlcore.protocol import DataProto
 from rlcore.protocol.balance import split_batch_by_group
 from rlcore.rewards.compose import WeightedReward
 from rlcore.rewards.failures import one_score_each, with_reward
-from rlcore.rewards.worker import RewardWorker, extracts_answers, named_scores
+from rlcore.rewards.worker import RewardWorker, extracts_answers, failure_details, named_scores
 from rlcore.roles import checks
 from rlcore.roles.handles import HANDLES, CriticHandle, PolicyHandle, RewardHandle, RoleHandle, StepClock
 from rlcore.roles.placement import Placement
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 H = TypeVar("H", bound=RoleHandle)
 MODEL_FAILED = {"function": "reward.model", "cause": "gave a score that is not finite", "traceback": ""}
-"""The detail of a row whose score by the reward model is NaN or infinite."""
+"""The failure of a row whose score by the reward model is NaN or infinite."""
 
 
 class Run:
@@ -167,7 +167,8 @@ class Run:
         def scored() -> DataProto:
             of_model = by_model["scores"]
             failed = of_model.isnan()
-            details: list[Any] = [MODEL_FAILED if fails else None for fails in failed.tolist()]
+            failures = [MODEL_FAILED if fails else None for fails in failed.tolist()]
+            details = failure_details(failures, batch)
             weighted = settings.model_weight * of_model
             if by_functions is None:
                 columns = {"scores": weighted, "reward_error": failed}
@@ -180,7 +181,7 @@ class Run:
                 both["reward_error"] = both.view("reward_error") | failed
                 both["reward_detail"] = np.array(details, dtype=object)
             if settings.error_value is not None:
-                both["scores"] = both.view("scores").masked_fill(failed, settings.error_value)
+                both["scores"] = both.view("scores").masked_fill(both.view("reward_error"), settings.error_value)
             return both
 
         return DataProto.deferred(scored)

@@ -127,13 +127,13 @@ class _Preparation(ExitStack):
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
         config, plugins, algorithm, rewards, sets, episodes, path = self._given
         self.loaders.update(_loaders(algorithm, config, plugins, episodes))
-        if reward := needing_answer(rewards):
-            by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
-            self.loaders["train"].require_answers(
-                reward,
-                train=algorithm.uses_reward and bool(by_functions),
-                held_out=bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates,
-            )
+        by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
+        self.loaders["train"].require(
+            needing_answer(rewards),
+            {reward.name: reward.needs_columns for reward in rewards},
+            train=algorithm.uses_reward and bool(by_functions),
+            held_out=bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates,
+        )
         tokenizer = load_tokenizer(config.model)
         self.prompts_by_set += [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
         check_rewards(rewards, config.reward)

@@ -213,15 +213,24 @@ def test_keys_may_be_paths_into_columns(loader: Any) -> None:
 def test_a_row_without_the_answer_that_a_reward_needs_is_refused(loader: Any) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1) if i != 7 else None} for i in range(10)]
     made = loader(rows, EVAL)
-    made.require_answers("arithmetic", train=False, held_out=True)
+    made.require("arithmetic", {}, train=False, held_out=True)
     with pytest.raises(
         DataError, match=r"data=own, split 'train', row 8: reward 'arithmetic' needs .* column 'answer'"
     ):
-        made.require_answers("arithmetic", train=True, held_out=True)
+        made.require("arithmetic", {}, train=True, held_out=True)
     held_out = loader(TRAIN, [{"prompt": "p"}])
-    held_out.require_answers("arithmetic", train=True, held_out=False)
+    held_out.require("arithmetic", {}, train=True, held_out=False)
     with pytest.raises(DataError, match=r"split 'eval', row 1: .* its columns are prompt\. Set data\.answer_key to"):
-        held_out.require_answers("arithmetic", train=True, held_out=True)
+        held_out.require("arithmetic", {}, train=True, held_out=True)
+
+
+def test_a_column_that_a_reward_function_cannot_do_without_is_demanded(loader: Any) -> None:
+    made = loader(TRAIN, [{"prompt": "1+2=", "answer": "3"}])
+    made.require(None, {"f": ("level", "uid", "answer"), "g": ()}, train=True, held_out=False)
+    with pytest.raises(DataError, match=r"split 'eval': reward 'f' needs the column 'level', which no row has; there"):
+        made.require(None, {"f": ("level",)}, train=True, held_out=True)
+    with pytest.raises(DataError, match=r"needs the column 'levle'.* there are level, prompt, answer.*mean 'level'\?"):
+        made.require(None, {"f": ("levle",)}, train=True, held_out=False)
 
 
 def test_the_last_message_of_whole_conversations_is_the_answer(loader: Any) -> None:
@@ -234,7 +243,7 @@ def test_the_last_message_of_whole_conversations_is_the_answer(loader: Any) -> N
     batch = made.held_out()
     assert (batch["prompt_text"].tolist(), batch["answer"].tolist()) == (["<|user|>0+1=<|end|><|assistant|>"], ["1"])
     assert batch["prompt_messages"].tolist() == [[{"role": "user", "content": "0+1="}]]
-    made.require_answers("arithmetic", train=True, held_out=True)
+    made.require("arithmetic", {}, train=True, held_out=True)
     named = [{"prompt": row["messages"]} for row in rows]
     begun = loader(named, named[:1]).held_out()
     assert (begun["prompt_text"].tolist(), begun["answer"].tolist()) == (["<|user|>0+1=<|end|><|assistant|>1"], [None])

@@ -289,7 +289,6 @@ def test_a_killed_run_leaves_no_reward_process_behind(tmp_path):
     script.write_text(f"""
 import sys
 from rlcore.config.schema import RewardConfig
-from rlcore.errors import ConfigError
 from rlcore.rewards.compose import resolve
 from rlcore.rewards.scoring import Rewards
 config = RewardConfig(path={f"{FILE}:misbehave"!r}, timeout=60)

@@ -36,6 +36,8 @@ def test_a_function_of_trls_form_gets_lists_by_name(scored):
     assert totals(scored("reward_len")) == [-19.0, -19.0, -19.0]
     assert totals(scored("with_optional_state")) == [0.0, 0.0, 0.0]
     assert totals(scored("right")) == [1.0, 0.0, None]  # None: does not apply to the third
+    assert totals(scored("by_ground_truth")) == [1.0, 0.0, 0.0]  # verl's name of the answer
+    assert totals(scored("by_ground_truth", ground_truth=["5", "5", "5"])) == [0.0, 1.0, 0.0]  # a column of the data
     found = scored("by_column", answer_key="data.solution", level=[1, 2, 3])
     assert totals(found) == [1.0, 0.0, 0.0]
 

@@ -22,6 +22,10 @@ def by_column(completions, solution, level):
     return [float(text == wanted) * value for text, wanted, value in zip(completions, solution, level, strict=True)]
 
 
+def by_ground_truth(completions, ground_truth):
+    return [float(text == wanted) for text, wanted in zip(completions, ground_truth, strict=True)]
+
+
 def with_state(completions, trainer_state):
     return [0.0] * len(completions)
 

@@ -54,6 +54,14 @@ def test_a_reward_of_ones_own_may_do_without(rows_inside, tmp_path):
     assert rows_inside(*GRPO, f"reward.path={tmp_path}/brief.py:score", "trainer.eval_every=1")["status"] == "finished"
 
 
+def test_a_column_that_a_reward_takes_without_a_default_is_there_before_the_run(rows_inside, tmp_path):
+    (tmp_path / "graded.py").write_text("def score(completions, ground_truth, grade):\n    return [0.0] * len(grade)\n")
+    options = [*GRPO, f"reward.path={tmp_path}/graded.py:score", "trainer.eval_every=0"]
+    with pytest.raises(DataError, match=r"split 'train': reward 'graded\.score' needs the column 'grade', which"):
+        rows_inside(*options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_algorithm_that_scores_nothing_needs_answers_for_evaluations_only(rows_inside):
     options = ["algo=sft", "algo.response_key=text"]
     assert rows_inside(*options, "trainer.eval_every=0")["status"] == "finished"
