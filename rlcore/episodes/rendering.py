@@ -333,9 +333,11 @@ class TurnRenderer:
     def _check_step(self, step: _Step) -> None:
         """Raise ConfigError unless the prompt after a step is the earlier prompt, the answer and the continuation."""
         assert self._turn_end is not None
-        prompt = self._render(step.before, prompt=True)
+        answered = [*step.before, _answer(step.answer)]
+        sampled = _answers(answered)
+        prompt = self._render(step.before, prompt=True, sampled=sampled)
         tail = self._tail(step.before, self.tools, step.new)
-        later = self._render([*step.before, _answer(step.answer), *step.new], prompt=True)
+        later = self._render([*answered, *step.new], prompt=True, sampled=sampled)
         prompt_ids, later_ids, tail_ids = self._ids(prompt), self._ids(later), self._ids_of_tail(tail, ended=True)
         if later_ids[: len(prompt_ids)] != prompt_ids:
             raise self._difference(step, prompt_ids, later_ids)
@@ -345,7 +347,7 @@ class TurnRenderer:
         joined = [*self._ids(row.removesuffix(self._end_token)), self._end_id, *tail_ids]
         if joined != later_ids:
             raise self._difference(step, joined, later_ids)
-        last = self._render([*step.before, _answer(step.answer)], prompt=False)
+        last = self._render(answered, prompt=False, sampled=sampled)
         if not last.startswith(row):
             raise self._difference(step, self._ids(last), later_ids)
 
