@@ -312,7 +312,8 @@ class PromptLoader:
         number = sum(len(rows) for _, rows in found)
         return (
             f"{number} prompts spell out special tokens of the model, which are text there "
-            f"(the first: {split.where}, row {rows[0] + 1}); data.rendered names the columns in which they are tokens"
+            f"(the first: {split.where}, row {rows[0] + 1}); data.rendered names the columns in which they are tokens: "
+            "in texts that a template has rendered, and in the assistant's messages"
         )
 
     @property
