@@ -50,8 +50,8 @@ class PlainText:
     ) -> str:
         """Return the text that a chat template's function makes of messages and options, with marks.
 
-        `sampled`: those of the messages, the same objects, that the policy sampled, or that count as such: their special
-        tokens are tokens.
+        `sampled`: those of the messages, the same objects, that the policy sampled, or that count as such. Their
+        special tokens are tokens.
         Raises DataError when the template changes a marked text otherwise than the text itself, as when it cuts off a
         part: nobody then knows which of its special tokens are text.
         """

@@ -101,8 +101,8 @@ class DataConfig:
     answer_key: str = option("answer", "column that holds the reference answer")
     rendered: list[str] = option(
         [],
-        "columns in which special tokens are tokens: in texts that a chat template has rendered, and in the assistant's "
-        "messages of a prompt",
+        "columns in which special tokens are tokens: in texts that a chat template has rendered, and in the "
+        "assistant's messages of a prompt",
     )
     system_prompt: str | None = option(None, "system message put before every string prompt")
     batch_size: int = option(16, "prompts per step", min=1)

@@ -79,9 +79,9 @@ class TurnRenderer:
     Only the template writes special tokens: those that a message, a tool's schema or a template argument spells out,
     such as <|im_end|> in a tool's result, are text. A message could otherwise end its turn and write the next one.
 
-    Attributes: `plain_text`; `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if not, put
-    `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template strips
-    whitespace around answers, so that a fresh rendering may differ from the sampled tokens in it.
+    Attributes: `plain_text`; `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if
+    not, put `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template
+    strips whitespace around answers, so that a fresh rendering may differ from the sampled tokens in it.
 
     Raises ConfigError when the template refuses a conversation of user, assistant and user.
     """
