@@ -50,12 +50,13 @@ class PlainText:
     ) -> str:
         """Return the text that a chat template's function makes of messages and options, with marks.
 
-        `sampled`: those of the messages, the same objects, that the policy sampled: their special tokens are tokens.
+        `sampled`: those of the messages, the same objects, that the policy sampled, or that count as such. Their
+        special tokens are tokens.
         Raises DataError when the template changes a marked text otherwise than the text itself, as when it cuts off a
         part: nobody then knows which of its special tokens are text.
         """
-        kept = {id(each) for each in sampled}
-        marked = [each if id(each) in kept else self.mark(each) for each in messages]
+        unmarked = {id(message) for message in sampled}
+        marked = [message if id(message) in unmarked else self.mark(message) for message in messages]
         marked_options = self.mark(options)
         rendered = str(template(marked, **marked_options))
         if (marked, marked_options) != (list(messages), options):
@@ -75,21 +76,21 @@ class PlainText:
         """Return the token ids of marked texts. `add_special_tokens`: for a text that no template has rendered."""
         if not marked:
             return []
-        plain = [each for each in marked if not self._marked.search(each)]
+        plain = [text for text in marked if not self._marked.search(text)]
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
         # A list, never apply_chat_template's BatchEncoding.
         ids = iter(self.tokenizer(plain, **options)["input_ids"] if plain else [])
-        return [self._read(each, options) if self._marked.search(each) else list(next(ids)) for each in marked]
+        return [self._read(text, options) if self._marked.search(text) else list(next(ids)) for text in marked]
 
     def _read(self, marked: str, options: Mapping[str, Any]) -> list[int]:
         if not self.tokenizer.is_fast:
-            spaced = self._marked.sub(lambda match: " ".join(_cut(self._texts[match.group()])), marked)
+            spaced = self._marked.sub(lambda match: _space_after_first(self._texts[match.group()]), marked)
             return list(self.tokenizer(spaced, **options)["input_ids"])
         reader, names, ids = self._reader
         # The template's special tokens get other names, so that those that are left are the data's.
         named = self._special.sub(lambda match: names[match.group()], marked)
         read = reader(self.text(named), split_special_tokens=True, **options)["input_ids"]
-        return [ids.get(each, each) for each in read]
+        return [ids.get(token, token) for token in read]
 
     @cached_property
     def _reader(self) -> tuple[PreTrainedTokenizerBase, dict[str, str], dict[int, int]]:
@@ -114,5 +115,5 @@ class PlainText:
         return reader, names, ids
 
 
-def _cut(text: str) -> tuple[str, str]:
-    return text[:1], text[1:]
+def _space_after_first(text: str) -> str:
+    return f"{text[:1]} {text[1:]}"

@@ -100,7 +100,9 @@ class DataConfig:
     prompt_key: str = option("prompt", "column that holds the prompt: a string, or a list of chat messages")
     answer_key: str = option("answer", "column that holds the reference answer")
     rendered: list[str] = option(
-        [], "columns of texts that a chat template has rendered: special tokens in them are tokens, not text"
+        [],
+        "columns in which special tokens are tokens: in texts that a chat template has rendered, and in the "
+        "assistant's messages of a prompt",
     )
     system_prompt: str | None = option(None, "system message put before every string prompt")
     batch_size: int = option(16, "prompts per step", min=1)

@@ -191,8 +191,8 @@ class PromptEncoder:
     """Turns prompts into text and token ids: a string becomes a user message, a list of messages stays as it is.
 
     `system_prompt`, if set, precedes every string prompt. `rendered`: a string prompt is the model's input already, and
-    special tokens in it are tokens. In all other prompts only the chat template writes special tokens: those that a
-    message, a tool's schema or a row's template argument spells out are text.
+    special tokens in it, and in the assistant's messages of other prompts, are tokens. Elsewhere only the chat template
+    writes special tokens: those that a message, a tool's schema or a row's template argument spells out are text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -220,18 +220,25 @@ class PromptEncoder:
             return prompt
         messages = self.messages(prompt)
         continues = messages[-1]["role"] == "assistant"
+        answers = [message for message in messages if message["role"] == "assistant"]
         try:
             return self.plain.render(
                 self.tokenizer.apply_chat_template,
                 messages,
+                sampled=answers if self.rendered else (),
                 tools=[*self.tools.schemas, *tools] or None,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 tokenize=False,
                 **(template_kwargs or {}),
             )
-        except DataError:
-            raise
+        except DataError as error:
+            if not answers or self.rendered:
+                raise
+            raise DataError(
+                f"{error}. Where it is the assistant's, name the prompts' column in data.rendered: special tokens in "
+                "the assistant's messages are tokens then"
+            ) from error
         except Exception as error:  # a template may raise any
             # transformers raises ValueError where the template changes the text that is to be continued.
             does = "continue the last message of" if continues and isinstance(error, ValueError) else "render"

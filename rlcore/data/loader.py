@@ -197,7 +197,7 @@ class PromptSplit:
 
     def _encode(self, encoder: PromptEncoder) -> list[Prompt]:
         key = self._config.prompt_key
-        texts, chats = [], []
+        texts, chats, plain_chats = [], [], []
         for number, row in enumerate(self.rows):
             try:
                 prompt = self._prompt(row)
@@ -209,12 +209,11 @@ class PromptSplit:
                 chats.append(self._render(encoder, prompt, row))
             except (ConfigError, DataError) as error:
                 raise DataError(f"{self.where}, row {number + 1}: {error}") from error
-            text = encoder.plain.text(chats[-1])
-            plain = isinstance(prompt, str)
-            if text != chats[-1]:
+            plain_chats.append(encoder.plain.text(chats[-1]))
+            if plain_chats[-1] != chats[-1]:
                 self.spelled_out.append(number)
-            self._has_messages |= not plain
-            texts.append(prompt if plain else text)
+            self._has_messages |= not isinstance(prompt, str)
+            texts.append(prompt if isinstance(prompt, str) else plain_chats[-1])
         prompts = []
         for number, token_ids in enumerate(encoder.token_ids(chats)):
             if not token_ids:
@@ -232,7 +231,7 @@ class PromptSplit:
                     continue
                 # The end holds the question and the start of the answer's turn.
                 token_ids = token_ids[-self._config.prompt_len :]
-            prompts.append(Prompt(number, texts[number], encoder.plain.text(chats[number]), token_ids))
+            prompts.append(Prompt(number, texts[number], plain_chats[number], token_ids))
         return prompts
 
     def _render(self, encoder: PromptEncoder, prompt: Any, row: Mapping[str, Any]) -> str:
@@ -324,7 +323,8 @@ class PromptLoader:
         number = sum(len(rows) for _, rows in found)
         return (
             f"{number} prompts spell out special tokens of the model, which are text there "
-            f"(the first: {split.where}, row {rows[0] + 1}); data.rendered names the columns in which they are tokens"
+            f"(the first: {split.where}, row {rows[0] + 1}); data.rendered names the columns in which they are tokens: "
+            "in texts that a template has rendered, and in the assistant's messages"
         )
 
     @property

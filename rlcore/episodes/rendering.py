@@ -74,14 +74,14 @@ class TurnRenderer:
     joined by newlines into one user message.
 
     `template_kwargs` are arguments for the template, which override `model.chat_template_kwargs`; `with_kwargs` adds a
-    row's or a request's.
+    row's or a request's. `plain_text` is another renderer's of the same tokenizer, since it may hold a copy of that.
 
     Only the template writes special tokens: those that a message, a tool's schema or a template argument spells out,
     such as <|im_end|> in a tool's result, are text. A message could otherwise end its turn and write the next one.
 
-    Attributes: `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if not, put
-    `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template strips
-    whitespace around answers, so that a fresh rendering may differ from the sampled tokens in it.
+    Attributes: `plain_text`; `has_tool_role`; `writes_tools`, whether the template writes the schemas of `tools` (if
+    not, put `ToolFormat.instructions` into the system prompt); `trims_answers`, set by `check`: whether the template
+    strips whitespace around answers, so that a fresh rendering may differ from the sampled tokens in it.
 
     Raises ConfigError when the template refuses a conversation of user, assistant and user.
     """
@@ -94,13 +94,14 @@ class TurnRenderer:
         template: Literal["exact", "incremental"] = "exact",
         end_ids: Collection[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        plain_text: PlainText | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tools = list(tools) or None
         self.template = template
         self.end_ids = frozenset([tokenizer.eos_token_id] if end_ids is None else end_ids)
         self.template_kwargs = dict(template_kwargs or {})
-        self._plain = PlainText(tokenizer)
+        self.plain_text = plain_text or PlainText(tokenizer)
         self._variants: dict[str, TurnRenderer] = {}
         self.trims_answers = False
         self.has_tool_role = True
@@ -126,6 +127,7 @@ class TurnRenderer:
                 template=self.template,
                 end_ids=self.end_ids,
                 template_kwargs={**self.template_kwargs, **given},
+                plain_text=self.plain_text,
             )
         return self._variants[name]
 
@@ -206,7 +208,7 @@ class TurnRenderer:
         tools = self.tools if tools is ... else tools
         readable = messages if self.has_tool_role else _tool_results_as_user(messages)
         try:
-            return self._plain.render(
+            return self.plain_text.render(
                 self.tokenizer.apply_chat_template,
                 readable,
                 sampled=sampled,
@@ -220,7 +222,7 @@ class TurnRenderer:
             raise DataError(f"the chat template refuses a conversation with {shown}: {error}") from error
 
     def _ids(self, text: str) -> list[int]:
-        return self._plain.token_ids([text])[0]
+        return self.plain_text.token_ids([text])[0]
 
     def _tail(self, before: Messages, tools: Any, new: Messages) -> str:
         """Return the text after an answer that follows `before`, up to the generation after `new`."""
@@ -333,9 +335,11 @@ class TurnRenderer:
     def _check_step(self, step: _Step) -> None:
         """Raise ConfigError unless the prompt after a step is the earlier prompt, the answer and the continuation."""
         assert self._turn_end is not None
-        prompt = self._render(step.before, prompt=True)
+        answered = [*step.before, _answer(step.answer)]
+        sampled = _answers(answered)
+        prompt = self._render(step.before, prompt=True, sampled=sampled)
         tail = self._tail(step.before, self.tools, step.new)
-        later = self._render([*step.before, _answer(step.answer), *step.new], prompt=True)
+        later = self._render([*answered, *step.new], prompt=True, sampled=sampled)
         prompt_ids, later_ids, tail_ids = self._ids(prompt), self._ids(later), self._ids_of_tail(tail, ended=True)
         if later_ids[: len(prompt_ids)] != prompt_ids:
             raise self._difference(step, prompt_ids, later_ids)
@@ -345,7 +349,7 @@ class TurnRenderer:
         joined = [*self._ids(row.removesuffix(self._end_token)), self._end_id, *tail_ids]
         if joined != later_ids:
             raise self._difference(step, joined, later_ids)
-        last = self._render([*step.before, _answer(step.answer)], prompt=False)
+        last = self._render(answered, prompt=False, sampled=sampled)
         if not last.startswith(row):
             raise self._difference(step, self._ids(last), later_ids)
 

@@ -69,7 +69,13 @@ class Renderers:
         name = json.dumps(tools)
         if name not in self._made:
             plain = self.plain
-            renderer = TurnRenderer(plain.tokenizer, tools=list(tools), template=plain.template, end_ids=plain.end_ids)
+            renderer = TurnRenderer(
+                plain.tokenizer,
+                tools=list(tools),
+                template=plain.template,
+                end_ids=plain.end_ids,
+                plain_text=plain.plain_text,
+            )
             instructions = "" if renderer.writes_tools else self.tool_format.instructions(tools)
             self._made[name] = renderer, instructions
             if len(self._made) > MOST_RENDERERS:

@@ -61,13 +61,45 @@ def test_special_tokens_that_a_prompt_spells_out_are_text_unless_rendered(
     assert list(batch["prompt_text"]) == ["1+1=", text, f"<|user|>{text}<|end|><|assistant|>"]
     assert plain.special_tokens_line == (
         "3 prompts spell out special tokens of the model, which are text there (the first: data=own, split "
-        "'train', row 2); data.rendered names the columns in which they are tokens"
+        "'train', row 2); data.rendered names the columns in which they are tokens: in texts that a template has "
+        "rendered, and in the assistant's messages"
     )
     rendered = loader(train=rows[:2], rendered=["prompt"], shuffle=False, batch_size=2)
     assert tokenizer.convert_ids_to_tokens(rendered.next_batch()["prompts"][1]) == ["1", "<|end|>", "<|system|>", "2"]
     assert rendered.special_tokens_line is None
     # The same prompt as a text and as messages: compared as the model reads it.
     assert loader(train=rows, held_out=rows[1:2], batch_size=1).counts["held_out_in_train"] == 2
+
+
+def test_in_a_rendered_column_special_tokens_of_the_assistants_messages_are_tokens(
+    loader: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """An example answer and the beginning of the next one; a user's stay text."""
+    text, ended = "1<|system|>", "<|end|>"
+    roles = ["user", "assistant", "user", "assistant"]
+    rows = [{"prompt": [{"role": role, "content": text} for role in roles]}]
+
+    def tokens(**given: Any) -> list[str]:
+        made = loader(train=rows, batch_size=1, **given)
+        assert made.special_tokens_line is not None
+        return tokenizer.convert_ids_to_tokens(made.next_batch()["prompts"][0])
+
+    user, begun = ["<|user|>", *text, ended, "<|assistant|>"], ["1", "<|system|>"]
+    assert tokens() == [*user, *text, ended, *user, *text]
+    assert tokens(rendered=["prompt"]) == [*user, *begun, ended, *user, *begun]
+
+
+def test_a_template_that_changes_the_assistants_text_names_the_remedy(
+    loader: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen3's, which takes reasoning out of earlier answers."""
+    template = "{% for message in messages %}{{ message.content.split('<|end|>')[-1] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rows = [{"prompt": [{"role": "assistant", "content": "1<|end|>2"}, {"role": "user", "content": "3"}]}]
+    with pytest.raises(DataError, match=r"row 1: the chat template changes .* name the prompts' column in data\.rend"):
+        loader(train=rows, batch_size=1)
+    made = loader(train=rows, batch_size=1, rendered=["prompt"])
+    assert tokenizer.convert_ids_to_tokens(made.next_batch()["prompts"][0]) == ["2", "3"]
 
 
 def test_an_epoch_is_each_prompt_once_and_drop_last_leaves_the_rest_out(loader: Any) -> None:

@@ -21,6 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 SPECIAL = {
     "chatml": ["<|im_start|>", "<|im_end|>"],
     "llama3": ["<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin|>", "<|python_tag|>"],
+    "markers": ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"],
     "mistral": ["</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
 }
 ADD = {
@@ -38,7 +39,10 @@ ADD = {
 
 
 def family_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tiny model's tokenizer with a family's special tokens and template; `tiny`: as it is shipped."""
+    """The tiny model's tokenizer with a family's special tokens and template; `tiny`: as it is shipped.
+
+    `markers`: ChatML, with special tokens around calls and reasoning too.
+    """
     tokenizer = load_tokenizer(ModelConfig())
     if name == "tiny":
         return tokenizer
@@ -49,7 +53,8 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer.add_special_tokens({"additional_special_tokens": special})
         tokenizer.eos_token = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
         tokenizer.bos_token = "<|begin|>" if name == "llama3" else None
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    template = (TEMPLATES / f"{'chatml' if name == 'markers' else name}.jinja").read_text()
+    tokenizer.chat_template = template + "{# <think> #}" * (name == "markers")
     return tokenizer
 
 

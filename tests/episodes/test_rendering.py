@@ -13,7 +13,7 @@ from rlcore.episodes.rendering import VARIANTS, TurnRenderer
 from rlcore.errors import ConfigError, DataError
 
 TEMPLATES = Path(__file__).parent / "templates"
-FAMILIES = ["tiny", "chatml", "qwen2_5", "llama3", "mistral"]
+FAMILIES = ["tiny", "chatml", "markers", "qwen2_5", "llama3", "mistral"]
 USER = {"role": "user", "content": "Add 1 and 2."}
 MORE = {"role": "user", "content": "And 4?"}
 

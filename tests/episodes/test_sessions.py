@@ -118,6 +118,15 @@ def test_a_rows_arguments_count_in_its_session_and_a_calls_override_them():
         assert renderers.tokenizer.decode(session.begin(call).prompt).endswith("<think>\n")
 
 
+def test_renderers_share_the_copy_of_a_tokenizer(add_schema):
+    """The one that reads special tokens as text: tens of MB where the vocabulary is large."""
+    setup = EpisodeSetup(EnvConfig(), ModelConfig(), None, (), FORMATS["hermes"], OfferedTools(), play=None)
+    renderers = Renderers(setup)
+    variants = [renderers.of(tools, given)[0] for tools in ([], [add_schema]) for given in (None, {"date": "today"})]
+    assert len({id(renderer) for renderer in variants}) == 4
+    assert len({id(renderer.plain_text) for renderer in variants}) == 1
+
+
 def test_in_a_run_each_call_continues_a_kept_row_and_says_how_long_it_may_become(serving, tiny_engine, monkeypatch):
     asked, add, before = [], tiny_engine.add, set(tiny_engine._kept)  # other tests' rows
     monkeypatch.setattr(tiny_engine, "add", lambda requests: (asked.extend(requests), add(requests)))
