@@ -16,11 +16,12 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, such as a share of 0 to 1, with the bounds of its 95 % interval."""
+    """A mean, such as a share of 0 to 1, with the bounds of its 95 % interval, and its standard error."""
 
     value: float
     low: float
     high: float
+    error: float
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -91,27 +92,27 @@ def share_with_interval(values: Sequence[float], clusters: Sequence[str], sample
     With one prompt it says nothing: 0 to 1. Without values all three are NaN.
     """
     if not len(values):
-        return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(math.nan, math.nan, math.nan, math.nan)
     mean = float(np.mean(values))
     error = clustered_error(values, clusters)
     prompts = len(set(clusters))
     variance = mean * (1 - mean)
     if prompts == 1:
-        return Estimate(mean, 0.0, 1.0)
+        return Estimate(mean, 0.0, 1.0, error)
     if variance == 0:
         count = float(prompts)
     else:
         count = min(variance / error**2, samples) if error else float(samples)
     centre = (mean * count + Z95**2 / 2) / (count + Z95**2)
     half = Z95 / (count + Z95**2) * math.sqrt(count * variance + Z95**2 / 4)
-    return Estimate(mean, max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean)))
+    return Estimate(mean, max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean)), error)
 
 
 def mean_with_interval(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
     """Return the mean of values of any size, such as differences, with its 95 % interval of 1.96 clustered errors."""
     mean = float(np.mean(values))
-    half = Z95 * clustered_error(values, clusters)
-    return Estimate(mean, mean - half, mean + half)
+    error = clustered_error(values, clusters)
+    return Estimate(mean, mean - Z95 * error, mean + Z95 * error, error)
 
 
 def clustered_error(values: Sequence[float], clusters: Sequence[str]) -> float:
