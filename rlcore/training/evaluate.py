@@ -98,8 +98,19 @@ def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) 
     rewarded = rewarded[one_row_each(episodes(rewarded))[0]]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
-    metrics = {
-        "eval/accuracy": float(right.mean()),
+    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
+    rows = _rows_by_prompt(rewarded, prompts)
+    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
+    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
+    for name, values in by_prompt.items():
+        used = sum(len(rows[prompt]) for prompt in values)
+        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
+    metrics: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        metrics[f"eval/{name}"] = estimate.value
+        metrics[f"eval/{name}_low"] = estimate.low
+        metrics[f"eval/{name}_high"] = estimate.high
+    metrics |= {
         "eval/score": float(scores.mean()),
         "eval/response_length": float(batch["response_length"].float().mean()),
         "eval/truncated": 1.0 - float(batch["finished"].float().mean()),
@@ -108,17 +119,6 @@ def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) 
     }
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
-    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
-    rows = _rows_by_prompt(rewarded, prompts)
-    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
-    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
-    for name, values in by_prompt.items():
-        used = sum(len(rows[prompt]) for prompt in values)
-        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
-    for name, estimate in estimates.items():
-        metrics[f"eval/{name}"] = estimate.value
-        metrics[f"eval/{name}_low"] = estimate.low
-        metrics[f"eval/{name}_high"] = estimate.high
     if each is not None:
         metrics = {f"eval/{each.name}/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
     means = {
