@@ -121,6 +121,23 @@ def test_the_best_survives_a_resume(graded, straight, metrics_of, tmp_path, at):
     assert metrics_of(folder) == metrics_of(straight)
 
 
+def test_a_best_checkpoint_that_was_deleted_is_forgotten(graded, tmp_path, caplog):
+    """Step 2, a new best, deletes the best of step 0; damaged, it sends the run back to step 1, which names step 0."""
+    folder, options = tmp_path / "run", ["trainer.best=eval/grade", "trainer.checkpoint_every=1"]
+    options.append("trainer.keep_checkpoints=2")
+    with pytest.raises(RuntimeError, match="stop here"):
+        graded(folder, *options, at=3)
+    assert steps_of(folder) == [1, 2]
+    (folder / "checkpoints" / "step_00000002" / "trainer.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="stop here"):
+        graded(folder, *options, at=2)
+    assert "the best checkpoint as of step 1, " in caplog.text
+    assert "step_00000000, is not whole: it has been deleted; the best is chosen anew" in caplog.text
+    assert not (folder / "checkpoints" / "best").is_symlink()  # step 2 is the best again, but broke before it was saved
+    assert graded(folder, *options)["best"] == {"step": 2, "value": 0.5}
+    assert os.readlink(folder / "checkpoints" / "best") == "step_00000002"
+
+
 def test_a_checkpoint_of_a_version_without_goals_has_none_yet(graded, forget, tmp_path):
     """Its trainer's state lacks the key: the best is then the best of the steps after it, here step 4 of 3 to 5."""
     folder = tmp_path / "run"
