@@ -442,7 +442,7 @@ class Trainer:
         metrics.update(self._seconds("eval_")())
         self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step
         self.accuracy["after"] = metrics.get("eval/accuracy")
-        self.goals.judge(self.step, metrics)
+        self.goals.judge(self.step, metrics, by_algorithm=self.algorithm.evaluates)
         self.trackers.evaluated(self.step, metrics)
 
     def _sync(self) -> None:

@@ -199,6 +199,11 @@ def test_an_unknown_metric_of_an_evaluation_of_its_own_ends_the_run_before_its_f
             ["trainer.lower_is_better=[eval/score]"],
             r"names 'eval/score', which is neither trainer\.best nor in .*no metric",
         ),
+        (["trainer.stop_at={eval/accuracy: 90}"], r"trainer\.stop_at\.eval/accuracy = 90: it is a share of 0 to 1; 90 %"),
+        (["trainer.stop_at={eval/accuracy_low: -0.1}"], r"eval/accuracy_low = -0\.1: it is a share of 0 to 1"),
+        (["trainer.stop_at={eval/a/truncated: 5}", "eval.sets={a: {}}"], r"eval/a/truncated = 5: it is a share"),
+        (["trainer.stop_at={eval/score: inf}"], r"eval/score = inf is never reached; give a number"),
+        (["trainer.stop_at={eval/score: nan}"], r"trainer\.stop_at\.eval/score = nan "),
         (["trainer.stop_at={eval/accuracy: high}"], r"trainer\.stop_at\.eval/accuracy = 'high' has the wrong type"),
     ],
 )
@@ -216,6 +221,17 @@ def test_maj_at_k_is_no_goal_where_no_reward_extracts_answers(train_small, tmp_p
     ):
         train_small(tmp_path / "run", *options, "~reward", f"reward.path={tmp_path / 'plain.py'}:score")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_is_missing_at_first_ends_the_run_only_if_nobody_could_check_it(caplog):
+    """Failed rewards leave out pass@k. The names of an algorithm's own evaluation are known at step 0 only."""
+    metrics = {"eval/accuracy": 0.5, "eval/a/samples": 4.0}
+    goals = Goals(TrainerConfig(best="eval/pass@4"))
+    goals.judge(0, metrics)
+    assert "step 0: the evaluation gave no eval/pass@4, so it is not judged by it" in caplog.text
+    with pytest.raises(ConfigError, match=r"trainer\.best names 'eval/pass@4', which no evaluation of this run gives"):
+        goals.judge(0, metrics, by_algorithm=True)
+    Goals(TrainerConfig(best="eval/a/pass@4")).judge(0, metrics, by_algorithm=True)  # the set gave its others
 
 
 def test_nan_and_a_lacking_metric_are_never_the_best(caplog):
