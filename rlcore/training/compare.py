@@ -6,13 +6,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore.config import Config
+from rlcore.config import Config, same_run
 from rlcore.config.eval_sets import naming_set
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import split_target
 from rlcore.training.estimates import Estimate, mean_with_interval
 from rlcore.training.evaluate import Evaluation, PreparedTarget, prepare_target, prompt_keys
+
+
+MEASURE = (
+    *("reward.", "rollout.", "env.", "eval.sets.", "trainer.eval_samples", "trainer.eval_temperature"),
+    *("data.system_prompt", "data.answer_key"),
+)
+"""Beginnings of the keys that change an evaluation's numbers."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
                 of_set = differences(first[name], second[name])
             rows |= {f"{name}/{metric}" if name else metric: row for metric, row in of_set.items()}
     print(f"A: {targets[0]}\nB: {targets[1]}")
+    if keys := measured_differently(*configs):
+        print(f"A and B differ in {', '.join(keys)}; an override makes them equal: KEY=VALUE holds for both")
     width = max([10, *map(len, rows)])
     for name, row in rows.items():
         difference = row.difference
@@ -63,6 +72,11 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
             f"(standard error {difference.error:.4g}, {row.prompts} prompts)"
         )
     return rows
+
+
+def measured_differently(first: Config, second: Config) -> list[str]:
+    """Return the keys in which two configs differ and that change an evaluation's numbers on the same model."""
+    return [key for key in same_run(first, second) if key.startswith(MEASURE)]
 
 
 def check_shared_prompts(first: PreparedTarget, second: PreparedTarget) -> None:

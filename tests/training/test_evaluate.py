@@ -221,7 +221,7 @@ def chats(tmp_path_factory):
     return folder / "chats.jsonl", model
 
 
-def test_prompts_of_messages_are_the_same_for_models_with_other_chat_templates(small, chats):
+def test_prompts_of_messages_are_the_same_for_models_with_other_chat_templates(small, chats, capsys):
     file, model = chats
     plugins = PluginManager.load()
     data = [f"data.path={file}", "data.eval_size=0", "data.held_out_share=0.9"]
@@ -230,6 +230,7 @@ def test_prompts_of_messages_are_the_same_for_models_with_other_chat_templates(s
     assert set(first.prompts[OWN]["prompt_text"]).isdisjoint(second.prompts[OWN]["prompt_text"])
     rows = compare([TINY, model], configs, plugins)
     assert rows["accuracy"].prompts == len(first.prompts[OWN]) >= 2
+    assert "differ" not in capsys.readouterr().out  # in model.path alone
 
 
 def test_other_prompts_end_a_comparison_before_a_model_loads(small, chats, tmp_path):
@@ -250,11 +251,23 @@ def test_other_prompts_end_a_comparison_before_a_model_loads(small, chats, tmp_p
         compare([model, model], [own, own], plugins)
 
 
+def test_two_runs_that_are_measured_differently_say_so(small, capsys):
+    plugins = PluginManager.load()
+    short = ["rollout.response_len=2", "reward.pass_score=0.5", "trainer.eval_every=5", "data.system_prompt=Add"]
+    configs = [compose([*small, *GREEDY, *more], plugins) for more in ([], short)]
+    compare([TINY, TINY], configs, plugins)
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line.startswith("A and B differ in data.system_prompt, reward.pass_score, rollout.response_len; an override")
+
+
 def test_an_evaluation_of_its_own_cannot_be_compared(trained, small):
     plugins = PluginManager.load()
     config = compose([*small, "algo=dpo"], plugins)
     with pytest.raises(ConfigError, match=r"is a run of algo=dpo, whose own evaluation has no values by prompt"):
         compare([trained, trained], [config, config], plugins)
+    best = trained / "checkpoints" / "step_00000001"
+    with pytest.raises(ConfigError, match=rf"as {trained}/checkpoints/step_NUMBER/actor/model$"):
+        compare([best, trained], [config, config], plugins)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(trained, small, tmp_path):
