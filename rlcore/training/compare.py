@@ -14,7 +14,6 @@ from rlcore.training.checkpoint import split_target
 from rlcore.training.estimates import Estimate, mean_with_interval
 from rlcore.training.evaluate import Evaluation, PreparedTarget, prepare_target, prompt_keys
 
-
 MEASURE = (
     *("reward.", "rollout.", "env.", "eval.sets.", "trainer.eval_samples", "trainer.eval_temperature"),
     *("data.system_prompt", "data.answer_key"),

@@ -199,7 +199,7 @@ def test_an_unknown_metric_of_an_evaluation_of_its_own_ends_the_run_before_its_f
             ["trainer.lower_is_better=[eval/score]"],
             r"names 'eval/score', which is neither trainer\.best nor in .*no metric",
         ),
-        (["trainer.stop_at={eval/accuracy: 90}"], r"trainer\.stop_at\.eval/accuracy = 90: it is a share of 0 to 1; 90 %"),
+        (["trainer.stop_at={eval/accuracy: 90}"], r"stop_at\.eval/accuracy = 90: it is a share of 0 to 1; 90"),
         (["trainer.stop_at={eval/accuracy_low: -0.1}"], r"eval/accuracy_low = -0\.1: it is a share of 0 to 1"),
         (["trainer.stop_at={eval/a/truncated: 5}", "eval.sets={a: {}}"], r"eval/a/truncated = 5: it is a share"),
         (["trainer.stop_at={eval/score: inf}"], r"eval/score = inf is never reached; give a number"),
