@@ -526,7 +526,7 @@ class Trainer:
         log.info("resumed from %s", path)
 
     def _restore_best(self) -> None:
-        """Link the best checkpoint as of this step; where it has been pruned for a later one, now damaged, forget it."""
+        """Link the best checkpoint as of this step, or forget one that a later best, now damaged, has replaced."""
         step, folder = self.goals.best_step, self.folder.checkpoints
         if step is None:
             return
