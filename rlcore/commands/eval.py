@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,23 @@ RLCORE_API = 1
 def run(line: CommandLine) -> int:
     """Evaluate the run, checkpoint or model folder given as the first word, or compare the first two."""
     targets = list(itertools.takewhile(_is_target, line.overrides))
-    if len(targets) not in (1, 2):
+    overrides = line.overrides[len(targets) :]
+    if len(targets) > 2:
+        raise ConfigError(
+            f"rlcore eval compares two runs or models at a time, and {', '.join(targets)} are {len(targets)}; compare "
+            "them in pairs"
+        )
+    if targets and (late := [word for word in overrides if _is_target(word)]):
+        raise ConfigError(
+            f"{late[0]!r} comes after the override {overrides[0]!r}; put runs and models before overrides, and "
+            "write an override as KEY=VALUE"
+        )
+    if not targets:
         raise ConfigError(
             "the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]; two are compared: "
             "rlcore eval RUN_OR_MODEL RUN_OR_MODEL [OVERRIDE ...]"
         )
-    configs = [_checked_config(line, target, line.overrides[len(targets) :]) for target in targets]
+    configs = [_checked_config(line, target, overrides) for target in targets]
     from rlcore.training.compare import compare
     from rlcore.training.evaluate import evaluate
 
@@ -36,8 +48,8 @@ def run(line: CommandLine) -> int:
 
 
 def _is_target(word: str) -> bool:
-    """Whether a word names a run or model, and not an override as `key=value` or `~key`."""
-    return "=" not in word and not word.startswith("~")
+    """Whether a word names a run or model, also a folder such as `lr=1e-5`, and not an override."""
+    return ("=" not in word and not word.startswith("~")) or os.path.exists(word)
 
 
 def _checked_config(line: CommandLine, target: str, overrides: list[str]) -> Config:

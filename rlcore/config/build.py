@@ -332,6 +332,8 @@ def _unknown(key: str, allowed: list[str], path: str, keys: Sequence[str] = ()) 
         near = f" Did you mean {' or '.join(map(repr, elsewhere))}?"
     elif near and path:
         near = near.replace("'", f"'{path}.", 1)
+    if key == "env" and path.startswith("eval.sets."):
+        near = " The sets are played in the run's environment; to evaluate in another: rlcore eval RUN env=NAME."
     return f"unknown key {full!r}.{near} Allowed {where}: {', '.join(allowed) or 'none'}"
 
 

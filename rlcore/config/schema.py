@@ -217,10 +217,10 @@ class TrainerConfig:
     eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
     eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
     best: str | None = option(
-        None, "metric of the evaluations, as eval/accuracy, whose best checkpoint stays, as checkpoints/best"
+        None, "metric of the evaluations, e.g. eval/accuracy, whose best checkpoint stays, as checkpoints/best"
     )
     stop_at: dict[str, float] = option(
-        {}, "the run ends after the evaluation that reaches all of these, as {eval/accuracy: 0.9}"
+        {}, "the run ends after the evaluation that reaches all of these, e.g. {eval/accuracy: 0.9}"
     )
     lower_is_better: list[str] = option([], "metrics of `best` and `stop_at` where less is better")
     deterministic: bool = option(

@@ -51,15 +51,17 @@ def math(prompt: str, response: str, answer: Any) -> float:
 
 
 def math_answer(response: str) -> str | None:
-    """Return the final answer that `math` compares, as text without spaces and full stops around it; None without one.
+    r"""Return the final answer that `math` compares, as text without spaces and full stops around it; None without one.
 
-    Two texts of equal value, `1/2` and `0.5`, stay different.
+    Of several boxes all count, joined by commas and a repeated one once, as they may be the parts of one answer:
+    `\boxed{1} and \boxed{2}` is `1, 2`. Two texts of equal value, `1/2` and `0.5`, stay different.
     """
     text = _after_thinking(response)
     if text is None:
         return None
-    boxes = _boxes(text)
-    final = boxes[-1] if boxes else _stated(text)
+    if boxes := _boxes(text):
+        return ", ".join(dict.fromkeys(filter(None, map(_plain, boxes)))) or None
+    final = _stated(text)
     if final is None:
         parsed = _read(text.replace("**", " "))  # an expression and its text
         final = str(parsed[-1]) if parsed else ""

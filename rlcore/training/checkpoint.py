@@ -73,7 +73,7 @@ def faults(path: Path, part: str = "") -> list[str]:
         expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         known = {name: (entry["bytes"], entry["sha256"]) for name, entry in expected.items()}
     except FileNotFoundError:
-        return [f"{MANIFEST} is missing (an older rlcore wrote none)"]
+        return [f"{MANIFEST} is missing (an older rlcore wrote none)" if path.is_dir() else "it has been deleted"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
     names = [name for name in known if Path(name).is_relative_to(part)]
@@ -155,15 +155,16 @@ def link_best(folder: Path, step: int) -> None:
     aside = folder / (_ASIDE + BEST)
     try:
         aside.unlink(missing_ok=True)
-        aside.symlink_to(_name(step))
+        aside.symlink_to(path_of(folder, step).name)
         os.replace(aside, folder / BEST)
         _sync(folder)
     except OSError as error:
         raise CheckpointError(f"{folder / BEST} cannot be written: {error}") from error
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint in `folder`, whether it exists or not."""
+    return folder / f"step_{step:08d}"
 
 
 def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep: int, best: int | None = None) -> Path:
@@ -173,7 +174,7 @@ def save(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], keep:
     if it is this one, the link `best` names it. Raises CheckpointError when the disk refuses; earlier checkpoints stay
     intact.
     """
-    final = folder / _name(step)
+    final = path_of(folder, step)
     aside = folder / (_ASIDE + final.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)

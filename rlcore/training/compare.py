@@ -6,25 +6,28 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore.config import Config
+from rlcore.config import Config, same_run
 from rlcore.config.eval_sets import naming_set
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
-from rlcore.training.estimates import Estimate, clustered_error, mean_with_interval
-from rlcore.training.evaluate import Evaluation, evaluate_target
+from rlcore.training.checkpoint import split_target
+from rlcore.training.estimates import Estimate, mean_with_interval
+from rlcore.training.evaluate import Evaluation, PreparedTarget, prepare_target, prompt_keys
+
+MEASURE = (
+    *("reward.", "rollout.", "env.", "eval.sets.", "trainer.eval_samples", "trainer.eval_temperature"),
+    *("data.system_prompt", "data.answer_key"),
+)
+"""Beginnings of the keys that change an evaluation's numbers."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of two evaluations over the prompts that both have: its means, and second minus first.
-
-    error: the standard error of the difference. prompts: number of prompts.
-    """
+    """A metric of two evaluations over the prompts that both have: its means, and second minus first."""
 
     first: float
     second: float
     difference: Estimate
-    error: float
     prompts: int
 
 
@@ -33,8 +36,8 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
 
     A metric of an evaluation of `eval.sets` that both have is SET/NAME.
 
-    Raises ConfigError before the first evaluation for an algorithm with an evaluation of its own, and the errors of
-    `evaluate_target` and `differences`.
+    Raises ConfigError before the first evaluation for an algorithm with an evaluation of its own and for two that share
+    fewer than two prompts, and the errors of `prepare_target`, of the evaluations and of `differences`.
     """
     for target, config in zip(targets, configs, strict=True):
         if (
@@ -44,53 +47,86 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
         ):
             raise ConfigError(
                 f"{target} is a run of algo={config.algorithm}, whose own evaluation has no values by prompt; "
-                f"compare the models in its checkpoints, as {target}/checkpoints/step_NUMBER/actor/model"
+                f"compare the models in its checkpoints, as {split_target(target)[0]}/checkpoints/step_NUMBER/actor/"
+                "model"
             )
-    first, second = (evaluate_target(target, config, plugins) for target, config in zip(targets, configs, strict=True))
-    found: dict[str, Difference] = {}
+    prepared = [prepare_target(target, config, plugins) for target, config in zip(targets, configs, strict=True)]
+    check_shared_prompts(*prepared)
+    first, second = (each.run() for each in prepared)
+    rows: dict[str, Difference] = {}
     for name in first:
         if name in second:
             with naming_set(name) if name else nullcontext():
-                rows = differences(first[name], second[name])
-            found |= {f"{name}/{metric}" if name else metric: row for metric, row in rows.items()}
+                of_set = differences(first[name], second[name])
+            rows |= {f"{name}/{metric}" if name else metric: row for metric, row in of_set.items()}
     print(f"A: {targets[0]}\nB: {targets[1]}")
-    width = max([10, *map(len, found)])
-    for name, row in found.items():
-        low, high = row.difference.low, row.difference.high
+    if keys := measured_differently(*configs):
+        print(f"A and B differ in {', '.join(keys)}; an override makes them equal: KEY=VALUE holds for both")
+    width = max([10, *map(len, rows)])
+    for name, row in rows.items():
+        difference = row.difference
         print(
-            f"{name:<{width}} A {row.first:<8.4g} B {row.second:<8.4g} B - A {row.difference.value:<+9.4g} "
-            f"95 % interval {low:+.4g} to {high:+.4g} (standard error {row.error:.4g}, {row.prompts} prompts)"
+            f"{name:<{width}} A {row.first:<8.4g} B {row.second:<8.4g} B - A {difference.value:<+9.4g} "
+            f"95 % interval {difference.low:+.4g} to {difference.high:+.4g} "
+            f"(standard error {difference.error:.4g}, {row.prompts} prompts)"
         )
-    return found
+    return rows
+
+
+def measured_differently(first: Config, second: Config) -> list[str]:
+    """Return the keys in which two configs differ and that change an evaluation's numbers on the same model."""
+    return [key for key in same_run(first, second) if key.startswith(MEASURE)]
+
+
+def check_shared_prompts(first: PreparedTarget, second: PreparedTarget) -> None:
+    """Raise ConfigError where an evaluation of both shares fewer than two prompts, or where they share no evaluation.
+
+    Prompts are the same if their uid is, and their messages or else their text.
+    """
+    names = [name for name in first.prompts if name in second.prompts]
+    if not names:
+        of_first, of_second = (
+            ", ".join(name or "the run's own" for name in each.prompts) or "none" for each in (first, second)
+        )
+        raise ConfigError(
+            f"the two have no evaluation in common: {of_first} and {of_second}; give both the same eval.held_out and "
+            "eval.sets"
+        )
+    for name in names:
+        left, right = (prompt_keys(each.prompts[name]) for each in (first, second))
+        with naming_set(name) if name else nullcontext():
+            _check_enough(len(set(left) & set(right)), len(left), len(right))
+
+
+def _check_enough(shared: int, first: int, second: int) -> None:
+    if shared < 2:
+        raise ConfigError(
+            f"the two evaluations share {shared} of their prompts ({first} and {second}), and a difference needs two; "
+            "give both the same data, as data=file data.path=FILE"
+        )
 
 
 def differences(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
     """Return the paired difference of each metric that both evaluations have by prompt, with its 95 % interval.
 
-    Prompts are the same if uid, seat and text are; a prompt without a reward in one of the two is left out. As the
-    difficulty of a prompt is in both, the interval is mostly narrower than the two intervals suggest (arXiv
-    2411.00640, paired differences). Raises ConfigError when fewer than two prompts are shared.
+    Prompts are the same if uid, seat, and messages or else text are; a prompt without a reward in one of the two is
+    left out. As the difficulty of a prompt is in both, the interval is mostly narrower than the two intervals suggest
+    (arXiv 2411.00640, paired differences). Raises ConfigError when fewer than two prompts are shared.
     """
-    found = {}
-    for name, of_first in first.by_prompt.items():
-        of_second = second.by_prompt.get(name, {})
-        shared = [prompt for prompt in of_first if prompt in of_second]
+    rows = {}
+    for name, values in first.by_prompt.items():
+        others = second.by_prompt.get(name, {})
+        shared = [prompt for prompt in values if prompt in others]
         clusters = [uid for uid, _, _ in shared]
-        if name == "accuracy" and len(set(clusters)) < 2:
-            raise ConfigError(
-                f"the two evaluations share {len(set(clusters))} of their prompts ({len(of_first)} and "
-                f"{len(of_second)}), and a difference needs two; give both the same data, as data=file data.path=FILE"
-            )
-        if len(set(clusters)) < 2:
+        prompts = len(set(clusters))
+        if name == "accuracy":
+            _check_enough(prompts, len({uid for uid, _, _ in values}), len({uid for uid, _, _ in others}))
+        if prompts < 2:
             continue
-        before = [of_first[prompt] for prompt in shared]
-        after = [of_second[prompt] for prompt in shared]
-        change = [b - a for a, b in zip(before, after, strict=True)]
-        found[name] = Difference(
-            sum(before) / len(shared),
-            sum(after) / len(shared),
-            mean_with_interval(change, clusters),
-            clustered_error(change, clusters),
-            len(set(clusters)),
+        rows[name] = Difference(
+            sum(values[prompt] for prompt in shared) / len(shared),
+            sum(others[prompt] for prompt in shared) / len(shared),
+            mean_with_interval([others[prompt] - values[prompt] for prompt in shared], clusters),
+            prompts,
         )
-    return found
+    return rows

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,14 +40,17 @@ OWN = ""
 """The name of the evaluation on the run's own held-out prompts, among those of `eval.sets`."""
 
 Prompt: TypeAlias = tuple[str, int, str]
-"""A held-out prompt: its uid, the player's seat (0 without seats), and its text."""
+"""A held-out prompt: its uid, the player's seat (0 without seats), and its messages as JSON or else its text.
+
+The messages are the same for two models whose chat templates differ.
+"""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation: `metrics` by name, and `batch` with responses and scores, one row per sample.
 
-    by_prompt: accuracy, score, pass@k and maj@k of each prompt, by name and then by prompt: (uid, seat, prompt's text).
+    by_prompt: accuracy, score, pass@k and maj@k of each prompt, by name and then by prompt.
     For an algorithm with an evaluation of its own it is empty, and `batch` has the held-out rows.
     """
 
@@ -93,8 +98,19 @@ def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) 
     rewarded = rewarded[one_row_each(episodes(rewarded))[0]]
     scores = rewarded["scores"].numpy()
     right = scores >= config.reward.pass_score
-    metrics = {
-        "eval/accuracy": float(right.mean()),
+    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
+    rows = _rows_by_prompt(rewarded, prompts)
+    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
+    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
+    for name, values in by_prompt.items():
+        used = sum(len(rows[prompt]) for prompt in values)
+        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
+    metrics: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        metrics[f"eval/{name}"] = estimate.value
+        metrics[f"eval/{name}_low"] = estimate.low
+        metrics[f"eval/{name}_high"] = estimate.high
+    metrics |= {
         "eval/score": float(scores.mean()),
         "eval/response_length": float(batch["response_length"].float().mean()),
         "eval/truncated": 1.0 - float(batch["finished"].float().mean()),
@@ -103,17 +119,6 @@ def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) 
     }
     if "episode" in batch:
         metrics["eval/failed_episodes"] = float(len(prompts) * samples - len(set(batch["episode"])))
-    answers = list(rewarded["extracted_answer"]) if "extracted_answer" in rewarded and not branched else None
-    rows = _rows_by_prompt(rewarded)
-    by_prompt = _by_prompt(rows, right.tolist(), answers, samples)
-    estimates = {"accuracy": share_with_interval(right, list(rewarded["uid"]), len(right))}
-    for name, values in by_prompt.items():
-        used = sum(len(rows[prompt]) for prompt in values)
-        estimates[name] = share_with_interval(list(values.values()), [uid for uid, _, _ in values], used)
-    for name, estimate in estimates.items():
-        metrics[f"eval/{name}"] = estimate.value
-        metrics[f"eval/{name}_low"] = estimate.low
-        metrics[f"eval/{name}_high"] = estimate.high
     if each is not None:
         metrics = {f"eval/{each.name}/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
     means = {
@@ -123,14 +128,25 @@ def evaluate_prompts(run: Run, prompts: DataProto, each: EvalSet | None = None) 
     return Evaluation(metrics, batch, {**means, **by_prompt})
 
 
-def _rows_by_prompt(rewarded: DataProto) -> dict[Prompt, list[int]]:
-    """Return the rows of each prompt; the seats of a game count apart."""
+def _rows_by_prompt(rewarded: DataProto, prompts: DataProto) -> dict[Prompt, list[int]]:
+    """Return the rows of each of the held-out prompts; the seats of a game count apart."""
+    texts = dict(prompt_keys(prompts))
     uids = list(rewarded["uid"])
     seats = rewarded["seat"].tolist() if "seat" in rewarded else [0] * len(uids)
     rows: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(zip(uids, seats, rewarded["prompt_text"], strict=True)):
-        rows.setdefault(prompt, []).append(row)
+    for row, (uid, seat) in enumerate(zip(uids, seats, strict=True)):
+        rows.setdefault((uid, seat, texts[uid]), []).append(row)
     return rows
+
+
+def prompt_keys(prompts: DataProto) -> list[tuple[str, str]]:
+    """Return the uid of each held-out prompt, with its messages as JSON or else its text."""
+    texts = list(prompts["prompt_text"])
+    messages = list(prompts["prompt_messages"]) if "prompt_messages" in prompts else [None] * len(texts)
+    return [
+        (uid, text if chat is None else json.dumps(chat))
+        for uid, text, chat in zip(prompts["uid"], texts, messages, strict=True)
+    ]
 
 
 def _by_prompt(
@@ -209,11 +225,41 @@ def evaluate(target: Path, config: Config, plugins: PluginManager) -> dict[str, 
 
 
 def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> dict[str, Evaluation]:
-    """Evaluate a run's newest checkpoint, one of its checkpoints, or a model folder.
+    """Evaluate a target as `prepare_target` describes it, and return the evaluations as `evaluations` does."""
+    return prepare_target(target, config, plugins).run()
+
+
+@dataclass(frozen=True)
+class PreparedTarget:
+    """A target whose prompts are loaded and checked, before its models are.
+
+    held_out: the prompts of its own evaluation; None without one. sets: the evaluations of `eval.sets` with theirs.
+    """
+
+    algorithm: Algorithm | None
+    held_out: DataProto | None
+    sets: PromptsBySet
+    start: Callable[[], AbstractContextManager[Run]]
+
+    @property
+    def prompts(self) -> dict[str, DataProto]:
+        """The prompts by the evaluation's name."""
+        own = {} if self.held_out is None else {OWN: self.held_out}
+        return own | {each.name: prompts for each, prompts in self.sets}
+
+    def run(self) -> dict[str, Evaluation]:
+        """Start the workers and return all evaluations. Raises the errors of `open_run` and of the evaluations."""
+        with self.start() as run:
+            work_begins()
+            return evaluations(run, self.algorithm, self.held_out, self.sets)
+
+
+def prepare_target(target: Path, config: Config, plugins: PluginManager) -> PreparedTarget:
+    """Load the prompts with which a run's newest checkpoint, one of its checkpoints, or a model folder is evaluated.
 
     `target` is a run folder, one of its checkpoints (RUN/checkpoints/best) or a model folder; for a model folder,
-    `config.model.path` names it too. Returns the evaluations as `evaluations` does. Raises CheckpointError for a run
-    without a checkpoint and for a damaged one, and the errors of `open_run`.
+    `config.model.path` names it too. Raises CheckpointError for a run without a checkpoint and for a damaged one, and
+    DataError and ConfigError for prompts that cannot be evaluated on.
     """
     algorithm: Algorithm | None = None
     saved: Path | None = None
@@ -252,9 +298,11 @@ def evaluate_target(target: Path, config: Config, plugins: PluginManager) -> dic
         prompts = checked_prompts(config, split, "eval", tokenizer, episodes, needs)
     loaded = [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
     folder = split_target(target)[0].resolve()
-    with open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes, sets=sets) as run:
-        work_begins()
-        return evaluations(run, algorithm, prompts, loaded)
+
+    def start() -> AbstractContextManager[Run]:
+        return open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes, sets=sets)
+
+    return PreparedTarget(algorithm, prompts, loaded, start)
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:

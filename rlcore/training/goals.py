@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,16 +35,16 @@ class Goals:
         """The step of the best evaluation."""
         return None if self.best is None else int(self.best["step"])
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+    def judge(self, step: int, metrics: Mapping[str, float], *, by_algorithm: bool = False) -> None:
         """Compare an evaluation with the best so far and with `trainer.stop_at`.
 
-        Of equal ones the first is the best; NaN never is. Raises ConfigError before the first step, listing the
-        metrics, for a name that the evaluation does not give; a later evaluation without it is warned of and not judged
-        by it.
+        Of equal ones the first is the best; NaN never is. An evaluation without a metric, as without pass@k where
+        rewards failed, is warned of and not judged by it. by_algorithm: the evaluation is the algorithm's own, whose
+        metrics nobody knew before; then a missing one raises ConfigError before the first step, listing the metrics.
         """
         best, goals = self._config.best, self._config.stop_at
         for name in dict.fromkeys([*goals, *([] if best is None else [best])]):
-            if name not in metrics and step == 0:
+            if name not in metrics and step == 0 and by_algorithm and f"eval/{_set_of(name)}/samples" not in metrics:
                 raise _unknown(self._config, name, [metric for metric in metrics if metric.startswith("eval/")])
             if name not in metrics:
                 log.warning("step %d: the evaluation gave no %s, so it is not judged by it", step, name)
@@ -90,14 +91,25 @@ def check_goals(config: Config, algorithm: Algorithm, extracts: Mapping[str, boo
                 f"trainer.lower_is_better names {name!r}, which is neither trainer.best nor in trainer.stop_at; they "
                 f"have {', '.join(names) or 'no metric'}"
             )
+    for name, goal in trainer.stop_at.items():
+        _check_goal(name, goal)
     for name, key in names.items():
         if not trainer.eval_every:
             raise ConfigError(f"{key} needs evaluations, but trainer.eval_every = 0; set it to the steps between them")
         if config.eval.held_out and algorithm.evaluates and _set_of(name) not in config.eval.sets:
             if not name.startswith("eval/"):
-                raise ConfigError(f"{key} names {name!r}; metrics of evaluations begin with eval/, as eval/accuracy")
+                raise ConfigError(f"{key} names {name!r}; metrics of evaluations begin with eval/, e.g. eval/accuracy")
         elif name not in (known := _known_metrics(config, algorithm, extracts)):
             raise _unknown(trainer, name, known)
+
+
+def _check_goal(name: str, goal: float) -> None:
+    """Raise ConfigError for a value of `trainer.stop_at` that the metric never reaches."""
+    if not math.isfinite(goal):
+        raise ConfigError(f"trainer.stop_at.{name} = {goal} is never reached; give a number")
+    is_share = re.fullmatch(r"eval/([\w-]+/)?(accuracy|truncated|(pass|maj)@\d+)(_low|_high)?", name) is not None
+    if is_share and not 0 <= goal <= 1:
+        raise ConfigError(f"trainer.stop_at.{name} = {goal:g}: it is a share of 0 to 1; 90 % is 0.9")
 
 
 def _set_of(metric: str) -> str:

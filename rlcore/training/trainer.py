@@ -442,7 +442,7 @@ class Trainer:
         metrics.update(self._seconds("eval_")())
         self._last_end = time.perf_counter()  # the evaluation does not count as time of the next step
         self.accuracy["after"] = metrics.get("eval/accuracy")
-        self.goals.judge(self.step, metrics)
+        self.goals.judge(self.step, metrics, by_algorithm=self.algorithm.evaluates)
         self.trackers.evaluated(self.step, metrics)
 
     def _sync(self) -> None:
@@ -521,10 +521,27 @@ class Trainer:
                 role.group.load_state(str((path / name).resolve()))
         self._sync()
         self.saved_step = self.step
-        if self.goals.best_step is not None:
-            checkpoint.link_best(self.folder.checkpoints, self.goals.best_step)  # as it was at this step
+        self._restore_best()
         self.run_.begin_step(self.step)
         log.info("resumed from %s", path)
+
+    def _restore_best(self) -> None:
+        """Link the best checkpoint as of this step, or forget one that a later best, now damaged, has replaced."""
+        step, folder = self.goals.best_step, self.folder.checkpoints
+        if step is None:
+            return
+        wrong = [] if step == self.step else checkpoint.faults(checkpoint.path_of(folder, step))
+        if not wrong:
+            checkpoint.link_best(folder, step)
+            return
+        log.warning(
+            "the best checkpoint as of step %d, %s, is not whole: %s; the best is chosen anew among later evaluations",
+            self.step,
+            checkpoint.path_of(folder, step),
+            "; ".join(wrong[:5]),
+        )
+        self.goals.best = None
+        (folder / checkpoint.BEST).unlink(missing_ok=True)
 
     def _summary(self, status: str) -> dict[str, Any]:
         return {

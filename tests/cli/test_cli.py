@@ -83,6 +83,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
         (["train", *ECHO, "-p", "no:absent"], "no:absent blocks nothing"),
         (["eval"], "rlcore eval RUN_OR_MODEL"),
         (["eval", "data=riddles"], "rlcore eval RUN_OR_MODEL"),
+        (["eval", "a", "b", "c", "data=riddles"], "two runs or models at a time, and a, b, c are 3; compare them in"),
+        (["eval", "a", "data=riddles", "b"], "'b' comes after the override 'data=riddles'; put runs and models before"),
         (
             ["eval", "no/such/folder"],
             "'no/such/folder' does not exist: it must be a folder with config.yaml (a run) or",
@@ -108,6 +110,12 @@ def test_unknown_options(argv, capsys):
 def test_eval_of_a_folder_that_holds_neither(stand_in, capsys, tmp_path):
     assert main([*stand_in, "eval", str(tmp_path)]) == 2
     assert "holds neither config.yaml (a run) nor config.json (a Hugging Face model)" in capsys.readouterr().err
+
+
+def test_eval_takes_a_folder_with_the_characters_of_an_override(stand_in, capsys, tmp_path):
+    (tmp_path / "lr=1e-5,seed=1").mkdir()
+    assert main([*stand_in, "eval", str(tmp_path / "lr=1e-5,seed=1")]) == 2
+    assert "lr=1e-5,seed=1' holds neither config.yaml (a run) nor" in capsys.readouterr().err
 
 
 def test_plugins_as_json(stand_in, capsys):

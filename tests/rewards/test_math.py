@@ -190,7 +190,10 @@ def test_a_response_that_cannot_be_read_is_not_logged(caplog):
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        (r"\boxed{1}, no: \boxed{\frac{1}{2}.}", r"\frac{1}{2}"),
+        (r"so \boxed{\frac{1}{2}.}", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2.}", "1, 2"),
+        (r"\boxed{42}, so it is \boxed{42}.", "42"),
+        (r"\boxed{}", None),
         (r"<think>\boxed{1}</think> <answer> 42 </answer>", "42"),
         ("Answer: **10\\,080**", "10080"),
         ("so it is $x^2$", "x^2"),

@@ -28,7 +28,7 @@ def test_the_difference_is_paired_by_prompt():
     assert (found.first, found.second, found.prompts) == (0.375, 0.625, 4)
     # The variance of the differences is 4 * (1/4)^2 / 3, the error its root over sqrt(4).
     error = math.sqrt(1 / 12) / 2
-    assert found.error == pytest.approx(error)
+    assert found.difference.error == pytest.approx(error)
     assert found.difference.value == 0.25
     assert found.difference.low == pytest.approx(0.25 - 1.96 * error, abs=1e-4)
     assert found.difference.high == pytest.approx(0.25 + 1.96 * error, abs=1e-4)
@@ -39,7 +39,7 @@ def test_equal_evaluations_differ_by_nothing():
     found = differences(one, one)
     assert set(found) == {"accuracy", "pass@2"}
     for row in found.values():
-        assert (row.difference.value, row.difference.low, row.difference.high, row.error) == (0, 0, 0, 0)
+        assert (row.difference.value, row.difference.low, row.difference.high, row.difference.error) == (0, 0, 0, 0)
 
 
 def test_a_metric_of_one_of_the_two_is_left_out():
@@ -52,7 +52,7 @@ def test_seats_of_one_game_are_one_cluster():
     first, second = (Evaluation({}, DataProto(), {"accuracy": each}) for each in values)
     found = differences(first, second)["accuracy"]
     # Deviations from 2/3: 2/3 in the first game and -2/3 in the second. sqrt(2 * (4/9 + 4/9)) / 3.
-    assert (found.prompts, found.error) == (2, pytest.approx(4 / 9))
+    assert (found.prompts, found.difference.error) == (2, pytest.approx(4 / 9))
 
 
 def test_other_prompts_cannot_be_compared():

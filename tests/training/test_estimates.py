@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from fractions import Fraction
 
@@ -77,6 +78,57 @@ def test_maj_at_k_is_the_mean_over_all_subsets_and_ties():
                 assert maj_at_k(answers, right, k) == pytest.approx(float(mean), abs=1e-12), (answers, right, k)
 
 
+def counted(answers, right, k):
+    """maj@k in whole numbers: the subsets whose most votes are `most`, by samples drawn and number of winners."""
+    members = {}
+    for answer, correct in zip(answers, right, strict=True):
+        if answer is not None:
+            members.setdefault(answer, []).append(correct)
+    chance = Fraction(0)
+    for most in range(1, k + 1):
+        able = [(len(each), sum(each)) for each in members.values() if len(each) >= most]
+        free = len(answers) - sum(size for size, _ in able)
+        subsets = {(drawn, 0): (math.comb(free, drawn), Fraction(0)) for drawn in range(min(free, k) + 1)}
+        for size, correct in able:
+            longer = {}
+            for (drawn, winners), (ways, shares) in subsets.items():
+                for taken in range(min(most, k - drawn) + 1):
+                    key = (drawn + taken, winners + (taken == most))
+                    old_ways, old_shares = longer.get(key, (0, 0))
+                    gain = Fraction(correct, size) * ways if taken == most else 0
+                    times = math.comb(size, taken)
+                    longer[key] = (old_ways + times * ways, old_shares + times * (shares + gain))
+            subsets = longer
+        chance += sum(shares / winners for (drawn, winners), (_, shares) in subsets.items() if drawn == k and winners)
+    return float(chance / math.comb(len(answers), k))
+
+
+@pytest.mark.parametrize(("samples", "answers"), [(24, 2), (32, 7), (40, 60)])
+def test_maj_at_k_agrees_with_whole_numbers(samples, answers):
+    draw = random.Random(samples)
+    votes = [draw.choice([None, *map(str, range(answers))]) for _ in range(samples)]
+    right = [draw.random() < 0.4 for _ in range(samples)]
+    for k in (1, 2, 3, 4, 8, 16, samples - 1, samples):
+        assert maj_at_k(votes, right, k) == pytest.approx(counted(votes, right, k), abs=1e-12), k
+
+
+@pytest.mark.parametrize("samples", [3, 10, 100, 256])
+def test_maj_at_k_is_exact_where_all_subsets_agree(samples):
+    for k in (1, 2, 3, samples // 2, samples):
+        assert maj_at_k(["A"] * samples, [True] * samples, k) == 1.0
+        assert maj_at_k(["A"] * samples, [False] * samples, k) == 0.0
+    assert maj_at_k(["A"] * samples + ["B"], [True] * samples + [False], 3) == 1.0
+
+
+def test_maj_at_k_of_256_samples_is_quick():
+    """All k take 0.03 s; whole numbers take 2.5 s."""
+    votes = [str(answer) for answer in range(23) for _ in range(answer)] + [None] * 3
+    started = time.perf_counter()
+    for power in range(1, 9):
+        maj_at_k(votes, [vote == "22" for vote in votes], 2**power)
+    assert time.perf_counter() - started < 1.0
+
+
 def test_maj_at_k_of_many_samples():
     answers, right = ["A"] * 1100 + ["B"] * 900, [True] * 1100 + [False] * 900
     assert maj_at_k(answers, right, 1) == pytest.approx(0.55)
@@ -111,6 +163,8 @@ def wilson(mean, count):
         ([0.5, 1.0, 0.5, 1.0], "abcd", 16, 9),  # pass@k: 3/16 / (1/16 * 4/3 / 4)
         ([1, 1, 1, 1], "aabb", 4, 2),  # all right: as many as there are prompts
         ([0] * 10, "abcdefghij", 10, 10),
+        ([1 - 2e-16] * 10, "abcdefghij", 640, 10),  # rounding errors are no variance
+        ([1 + 2e-16] * 10, "abcdefghij", 640, 10),
     ],
 )
 def test_intervals_by_hand(values, clusters, samples, count):

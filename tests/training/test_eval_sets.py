@@ -165,7 +165,7 @@ def test_another_data_set_starts_from_the_defaults_and_is_evaluated_on_whole(sma
             r"^eval\.sets\.a\.samples = 2 greedy .* eval\.sets\.a\.temperature above",
         ),
         ("{a b: {}}", r"eval\.sets\.a b: the name is part of metrics"),
-        ("{a: {env: {name: calculator}}}", r"unknown key 'eval\.sets\.a\.env'"),
+        ("{a: {env: {name: calculator}}}", r"'eval\.sets\.a\.env'\. .* in another: rlcore eval RUN env=NAME\."),
     ],
 )
 def test_the_config_of_a_set_is_checked_before_anything_starts(sets, message):

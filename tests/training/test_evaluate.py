@@ -13,11 +13,11 @@ import torch
 from rlcore.assets import TINY
 from rlcore.cli import main
 from rlcore.config import compose
-from rlcore.errors import CheckpointError, ConfigError, RewardsError
+from rlcore.errors import CheckpointError, ConfigError, RewardsError, WorkerError
 from rlcore.plugins import PluginManager
 from rlcore.protocol import DataProto
 from rlcore.training.compare import compare
-from rlcore.training.evaluate import evaluate, evaluate_prompts, metric_names, sample_rows
+from rlcore.training.evaluate import OWN, evaluate, evaluate_prompts, metric_names, prepare_target, sample_rows
 
 
 def test_greedy_evaluation_is_the_same_each_time(open_small):
@@ -209,11 +209,65 @@ def test_two_checkpoints_are_compared_on_the_same_prompts(trained, small, metric
     assert "6 prompts" in line
 
 
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A file of three prompts as messages, and a copy of the shipped model whose chat template differs."""
+    folder = tmp_path_factory.mktemp("chats")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(3)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = shutil.copytree(TINY, folder / "model")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ '<|system|>count<|end|>' }}" + template.read_text())
+    return folder / "chats.jsonl", model
+
+
+def test_prompts_of_messages_are_the_same_for_models_with_other_chat_templates(small, chats, capsys):
+    file, model = chats
+    plugins = PluginManager.load()
+    data = [f"data.path={file}", "data.eval_size=0", "data.held_out_share=0.9"]
+    configs = [compose([*small, *GREEDY, *data, f"model.path={path}"], plugins) for path in (TINY, model)]
+    first, second = (prepare_target(path, config, plugins) for path, config in zip((TINY, model), configs, strict=True))
+    assert set(first.prompts[OWN]["prompt_text"]).isdisjoint(second.prompts[OWN]["prompt_text"])
+    rows = compare([TINY, model], configs, plugins)
+    assert rows["accuracy"].prompts == len(first.prompts[OWN]) >= 2
+    assert "differ" not in capsys.readouterr().out  # in model.path alone
+
+
+def test_other_prompts_end_a_comparison_before_a_model_loads(small, chats, tmp_path):
+    """The model's weights are cut off, so a run of it would end with another error."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    plugins = PluginManager.load()
+    options = [*small, *GREEDY, f"model.path={model}"]
+    other = [f"data.path={chats[0]}", "data.held_out_share=0.9"]
+    sets = ["eval.held_out=false", "eval.sets={a: {samples: 2}}"]
+    own, on_other, on_set = (compose([*options, *more], plugins) for more in ([], other, sets))
+    with pytest.raises(ConfigError, match=r"share 0 of their prompts \(6 and \d\), and a difference needs two"):
+        compare([model, model], [own, on_other], plugins)
+    with pytest.raises(ConfigError, match=r"no evaluation in common: the run's own and a; give both"):
+        compare([model, model], [own, on_set], plugins)
+    with pytest.raises(WorkerError, match="file not fully covered"):
+        compare([model, model], [own, own], plugins)
+
+
+def test_two_runs_that_are_measured_differently_say_so(small, capsys):
+    plugins = PluginManager.load()
+    short = ["rollout.response_len=2", "reward.pass_score=0.5", "trainer.eval_every=5", "data.system_prompt=Add"]
+    configs = [compose([*small, *GREEDY, *more], plugins) for more in ([], short)]
+    compare([TINY, TINY], configs, plugins)
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line.startswith("A and B differ in data.system_prompt, reward.pass_score, rollout.response_len; an override")
+
+
 def test_an_evaluation_of_its_own_cannot_be_compared(trained, small):
     plugins = PluginManager.load()
     config = compose([*small, "algo=dpo"], plugins)
     with pytest.raises(ConfigError, match=r"is a run of algo=dpo, whose own evaluation has no values by prompt"):
         compare([trained, trained], [config, config], plugins)
+    best = trained / "checkpoints" / "step_00000001"
+    with pytest.raises(ConfigError, match=rf"as {trained}/checkpoints/step_NUMBER/actor/model$"):
+        compare([best, trained], [config, config], plugins)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(trained, small, tmp_path):

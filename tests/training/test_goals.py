@@ -121,6 +121,23 @@ def test_the_best_survives_a_resume(graded, straight, metrics_of, tmp_path, at):
     assert metrics_of(folder) == metrics_of(straight)
 
 
+def test_a_best_checkpoint_that_was_deleted_is_forgotten(graded, tmp_path, caplog):
+    """Step 2, a new best, deletes the best of step 0; damaged, it sends the run back to step 1, which names step 0."""
+    folder, options = tmp_path / "run", ["trainer.best=eval/grade", "trainer.checkpoint_every=1"]
+    options.append("trainer.keep_checkpoints=2")
+    with pytest.raises(RuntimeError, match="stop here"):
+        graded(folder, *options, at=3)
+    assert steps_of(folder) == [1, 2]
+    (folder / "checkpoints" / "step_00000002" / "trainer.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="stop here"):
+        graded(folder, *options, at=2)
+    assert "the best checkpoint as of step 1, " in caplog.text
+    assert "step_00000000, is not whole: it has been deleted; the best is chosen anew" in caplog.text
+    assert not (folder / "checkpoints" / "best").is_symlink()  # step 2 is the best again, but broke before it was saved
+    assert graded(folder, *options)["best"] == {"step": 2, "value": 0.5}
+    assert os.readlink(folder / "checkpoints" / "best") == "step_00000002"
+
+
 def test_a_checkpoint_of_a_version_without_goals_has_none_yet(graded, forget, tmp_path):
     """Its trainer's state lacks the key: the best is then the best of the steps after it, here step 4 of 3 to 5."""
     folder = tmp_path / "run"
@@ -182,6 +199,11 @@ def test_an_unknown_metric_of_an_evaluation_of_its_own_ends_the_run_before_its_f
             ["trainer.lower_is_better=[eval/score]"],
             r"names 'eval/score', which is neither trainer\.best nor in .*no metric",
         ),
+        (["trainer.stop_at={eval/accuracy: 90}"], r"stop_at\.eval/accuracy = 90: it is a share of 0 to 1; 90"),
+        (["trainer.stop_at={eval/accuracy_low: -0.1}"], r"eval/accuracy_low = -0\.1: it is a share of 0 to 1"),
+        (["trainer.stop_at={eval/a/truncated: 5}", "eval.sets={a: {}}"], r"eval/a/truncated = 5: it is a share"),
+        (["trainer.stop_at={eval/score: inf}"], r"eval/score = inf is never reached; give a number"),
+        (["trainer.stop_at={eval/score: nan}"], r"trainer\.stop_at\.eval/score = nan "),
         (["trainer.stop_at={eval/accuracy: high}"], r"trainer\.stop_at\.eval/accuracy = 'high' has the wrong type"),
     ],
 )
@@ -199,6 +221,17 @@ def test_maj_at_k_is_no_goal_where_no_reward_extracts_answers(train_small, tmp_p
     ):
         train_small(tmp_path / "run", *options, "~reward", f"reward.path={tmp_path / 'plain.py'}:score")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_is_missing_at_first_ends_the_run_only_if_nobody_could_check_it(caplog):
+    """Failed rewards leave out pass@k. The names of an algorithm's own evaluation are known at step 0 only."""
+    metrics = {"eval/accuracy": 0.5, "eval/a/samples": 4.0}
+    goals = Goals(TrainerConfig(best="eval/pass@4"))
+    goals.judge(0, metrics)
+    assert "step 0: the evaluation gave no eval/pass@4, so it is not judged by it" in caplog.text
+    with pytest.raises(ConfigError, match=r"trainer\.best names 'eval/pass@4', which no evaluation of this run gives"):
+        goals.judge(0, metrics, by_algorithm=True)
+    Goals(TrainerConfig(best="eval/a/pass@4")).judge(0, metrics, by_algorithm=True)  # the set gave its others
 
 
 def test_nan_and_a_lacking_metric_are_never_the_best(caplog):
