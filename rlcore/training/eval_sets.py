@@ -105,9 +105,7 @@ def load_prompts(each: EvalSet, tokenizer: PreTrainedTokenizerBase, episodes: Ep
                 "eval.sets.%s.data.prompt_len",
                 *(each.name, split.overlong, len(split.rows), config.data.prompt_len, each.name),
             )
-        for reward in each.rewards:
-            split.require_columns(reward.name, reward.needs_columns)
-        prompts = checked_prompts(config, split, f"eval/{each.name}", tokenizer, episodes, needing_answer(each.rewards))
+        prompts = checked_prompts(config, split, f"eval/{each.name}", tokenizer, episodes, each.rewards)
         longest, response = int(prompts["prompts"].lengths.max()), config.rollout.response_len
         if longest + response > each.row_tokens:
             raise ConfigError(
@@ -125,14 +123,16 @@ def checked_prompts(
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     episodes: EpisodeSetup | None,
-    reward: str | None,
+    rewards: Sequence[WeightedReward],
 ) -> DataProto:
     """Return the first `data.eval_size` prompts of a split (0: all), uid `NAME:ROW`, after all checks of them.
 
-    reward: the reward that needs the rows' reference answers, None for none. Raises DataError and ConfigError.
+    rewards: the functions that will score them. Raises DataError and ConfigError.
     """
-    if reward is not None:
-        split.require_answers(reward)
+    if needing := needing_answer(rewards):
+        split.require_answers(needing)
+    for reward in rewards:
+        split.require_columns(reward.name, reward.needs_columns)
     prompts = split.batch(split.prompts[: config.data.eval_size or None], name)
     check_positions(config, int(prompts["prompts"].lengths.max()))
     size = find_end_tokens(config.model, tokenizer).vocab_size

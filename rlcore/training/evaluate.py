@@ -24,7 +24,7 @@ from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.plugins.specs import environment_of
 from rlcore.protocol import DataProto
-from rlcore.rewards.compose import needing_answer, resolve
+from rlcore.rewards.compose import resolve
 from rlcore.rewards.failures import check_failures, first_failure, one_score_each
 from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
@@ -293,9 +293,9 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
     tokenizer = load_tokenizer(config.model)
     prompts: DataProto | None = None
     if config.eval.held_out:
-        needs = None if algorithm is not None and algorithm.evaluates else needing_answer(rewards)
+        scoring = [] if algorithm is not None and algorithm.evaluates else rewards
         split = PromptSplit(config.data, dataset, tokenizer, "eval", tools)
-        prompts = checked_prompts(config, split, "eval", tokenizer, episodes, needs)
+        prompts = checked_prompts(config, split, "eval", tokenizer, episodes, scoring)
     loaded = [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
     folder = split_target(target)[0].resolve()
 
