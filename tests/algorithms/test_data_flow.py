@@ -28,7 +28,7 @@ def columns_read_here(tmp_path, *overrides):
         run.begin_step(1)
         metrics = algorithm.step(run, loader.next_batch())
         _, scored = run.end_step()
-        groups = [role.group for role in run.roles.values()] + [run._rewards]
+        groups = [role.group for role in run.roles.values()] + [run._scorer.workers]
         read = {name for group in groups for name in group.fetched}
         scored[0].view("responses")
         assert "responses" in {name for group in groups for name in group.fetched}, "a read is not counted"

@@ -247,7 +247,6 @@ def test_in_a_run_an_episode_counts_once_for_all_its_branches(tmp_path):
     overrides += [
         "data.batch_size=2",
         "algo.group_size=2",
-        "data.max_rows=128",
         "data.eval_size=2",
         "trainer.eval_samples=2",
     ]

@@ -116,7 +116,7 @@ def two_steps(folder: Path, *overrides: str) -> dict[str, Any]:
             run.begin_step(step)
             metrics.append(dict(algorithm.step(run, run.next_prompts())))
             run.end_step()
-        groups = {name: role.group for name, role in run.roles.items()} | {"reward": run._rewards}
+        groups = {name: role.group for name, role in run.roles.items()} | {"reward": run._scorer.workers}
         nodes = {
             name: [info.node for info in getattr(group._processes, "_infos", ())] for name, group in groups.items()
         }

@@ -160,7 +160,7 @@ def test_offload_is_a_remedy_only_where_it_is_off_and_the_engine_has_it(
 def test_a_forward_that_does_not_fit_names_its_call_and_a_key(model_folder, monkeypatch, call):
     worker = worker_of(ModelWorker, model_folder())
     monkeypatch.setattr(worker.train, "compute", no_memory)
-    arguments = {"log_probs": ("old_log_probs", False), "values": (), "score": ("scores",)}[call]
+    arguments = {"log_probs": ("old_log_probs", False), "values": (), "score": ("scores", False)}[call]
     with pytest.raises(DeviceMemoryError, match=rf"{call} of 1 rows .*engine.micro_batch_tokens="):
         getattr(worker, call)(rows(), *arguments)
 
