@@ -420,13 +420,7 @@ def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase,
     limit: int = 0,
     tools: OfferedTools | None = None,
-    reward: str | None = None,
 ) -> DataProto:
-    """Return `PromptLoader.held_out(limit)` without reading the training split.
-
-    `reward`: the reward that will need the rows' reference answers, if one does; DataError for a row without one.
-    """
+    """Return `PromptLoader.held_out(limit)` without reading the training split."""
     split = PromptSplit(config, dataset, tokenizer, "eval", tools)
-    if reward is not None:
-        split.require_answers(reward)
     return split.batch(split.prompts[: limit or None], "eval")
