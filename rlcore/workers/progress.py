@@ -88,15 +88,17 @@ class ProgressWatch:
     def _watch(self) -> None:
         seen: Position = None, []
         began = looked = time.monotonic()
-        used = usage()
+        used, own = usage(), time.thread_time()
         while True:
             time.sleep(self._interval)
             call, now = self._call, time.monotonic()
             frames = [] if call is None else frames_of(call[2])
             at: Position = call, [(id(frame.f_code), frame.f_lasti) for frame in frames]
             before, used = used, usage()
-            # The end of a child process lowers the sums, which is progress too.
-            cpu, disk = abs(used[0] - before[0]), abs(used[1] - before[1])
+            looks, own = time.thread_time() - own, time.thread_time()
+            # The end of a child process lowers the sums, which is progress too. These looks are none: among some
+            # hundred threads one takes 10 ms.
+            cpu, disk = abs(used[0] - before[0] - looks), abs(used[1] - before[1])
             busy = cpu > CPU_SHARE * (now - looked) or disk > DISK_BYTES
             spins = busy and _is_same_function(at, seen) and _python_is_busy()
             if call is None or (not spins and (busy or at != seen)):
