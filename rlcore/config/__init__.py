@@ -4,12 +4,14 @@ from rlcore.config.build import build
 from rlcore.config.compose import compose
 from rlcore.config.files import from_yaml, same_run, to_yaml
 from rlcore.config.schema import (
+    ALL_LINEAR,
     ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
     EvalConfig,
     EvalSetConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RoleConfig,
@@ -21,12 +23,14 @@ from rlcore.config.schema import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "ClusterConfig",
     "Config",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
     "EvalSetConfig",
+    "LoraConfig",
     "ModelConfig",
     "RewardConfig",
     "RoleConfig",

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
-from rlcore.config.schema import SECTIONS, EvalSetConfig, RoleConfig
+from rlcore.config.schema import SECTIONS, EvalSetConfig, LoraConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -44,7 +44,12 @@ sections of their own. A run has the sections of its engines and of all installe
 """
 
 
-CORE_SECTIONS: dict[str, type] = {**SECTIONS, "roles.NAME": RoleConfig, "eval.sets.NAME": EvalSetConfig}
+CORE_SECTIONS: dict[str, type] = {
+    **SECTIONS,
+    "model.lora": LoraConfig,
+    "roles.NAME": RoleConfig,
+    "eval.sets.NAME": EvalSetConfig,
+}
 """The dataclasses of the core's keys by dotted name; NAME stands for each role, and for each evaluation."""
 
 
@@ -62,6 +67,8 @@ def keys(section: str, cls: type) -> Iterator[Key]:
     """Yield the keys of one dataclass, named `section.FIELD`, in the order of the fields."""
     hints, values = get_type_hints(cls), core_values()[section] if section in SECTIONS else defaults(cls)
     for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):  # a section of its own
+            continue
         limits = [(sign, field.metadata.get(end)) for end, sign in (("min", ">="), ("max", "<="))]
         bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
         doc = field.metadata.get("doc", "")

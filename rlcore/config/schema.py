@@ -45,6 +45,35 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The adapter that is trained in place of the model's own weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int = option(0, "rows of an adapter's A; 0: no adapter, unless `path` is one", min=0)
+    alpha: float | None = option(None, "an adapter's B A counts alpha / rank times (default: 2 * rank)", min=0.0)
+    dropout: float = option(0.0, "share of an adapter's inputs that are dropped in training", min=0.0, max=1.0)
+    targets: Literal["all-linear"] | list[str] = option(
+        ALL_LINEAR,
+        "layers with an adapter, by the ends of their names, as [q_proj, v_proj]; all-linear: all but the head",
+    )
+    path: str | None = option(
+        None, "folder of an adapter to start from, in peft's format; rank and targets are its own"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an adapter."""
+        return self.rank > 0 or self.path is not None
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A of a new adapter."""
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The language model that is trained."""
@@ -68,6 +97,7 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "run Python code that comes with the model folder")
     chat_template: str | None = option(None, "file with a Jinja chat template to use in place of the tokenizer's own")
     chat_template_kwargs: dict[str, Any] = option({}, "arguments for the chat template, as {enable_thinking: false}")
+    lora: LoraConfig = option(LoraConfig(), "train an adapter and keep the model's own weights; docs/lora.md")
     date: str | None = option(
         None,
         "today for chat templates that write the date, as 2026-11-28; `auto`: the day of the run's start",
@@ -199,6 +229,9 @@ class RoleConfig:
     dtype: Literal["fp32", "bf16"] | None = option(None, "the role's own precision, or `auto` (default: model.dtype)")
     lr: float | None = option(None, "the role's own peak learning rate (default: engine.lr)", min=0.0)
     engine: str | None = option(None, "the role's own train engine (default: engine.name)")
+    lora: dict[str, Any] = option(
+        {}, "the role's own keys of model.lora, as {rank: 16}, or {rank: 0} to train all of its weights"
+    )
     rollout: dict[str, Any] = option(
         {}, "the role's own rollout settings, as {temperature: 0.7}; the others come from `rollout`"
     )

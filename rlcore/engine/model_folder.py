@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlcore.adapter_folder import SETTINGS, WEIGHTS
 from rlcore.config import ModelConfig
+from rlcore.engine.adapter import adapted
 from rlcore.engine.collectives import Ranks
 from rlcore.errors import CheckpointError, ConfigError
+from rlcore.hub import is_pinned
 from rlcore.model_folder import model_path, read_tokenizer
 
 GENERATION = "generation_config.json"
@@ -29,15 +33,63 @@ def write_model_folder(
     because gathering may be collective. Rank 0 keeps them in main memory and writes. Raises CheckpointError for a
     folder that cannot be written.
     """
+    _write(weights, folder / "model.safetensors", ranks, lambda: _write_settings(hf, model, folder))
+
+
+def write_adapter_folder(
+    hf: Any, weights: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
+) -> None:
+    """Write a folder that the package peft opens: the adapter's settings and weights, and the tokenizer of `model`.
+
+    `hf` has the adapted layers; `weights` are whole, by their names in the file. See `write_model_folder`.
+    """
+
+    def settings() -> None:
+        written = json.dumps(_adapter_settings(hf, model), indent=2)
+        (folder / SETTINGS).write_text(written + "\n", encoding="utf-8")
+        _write_tokenizer(read_tokenizer(model), model, folder)
+
+    _write(weights, folder / WEIGHTS, ranks, settings)
+
+
+def _adapter_settings(hf: Any, model: ModelConfig) -> dict[str, Any]:
+    layers = adapted(hf)
+    first = next(iter(layers.values()))
+    repo, _, commit = model.path.partition("@") if is_pinned(model.path) else (None, "", None)
+    has_score = hasattr(hf, "score")
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
+        "base_model_name_or_path": repo or str(model_path(model.path, "config").resolve()),
+        "revision": commit,
+        "r": first.rank,
+        "lora_alpha": first.scale * first.rank,
+        "lora_dropout": first.dropout,
+        "target_modules": _target_modules(hf, layers),
+        "modules_to_save": ["score"] if has_score else None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _target_modules(hf: Any, layers: Iterable[str]) -> list[str]:
+    """Return the last words of the adapted layers' names, or whole names where other layers have these words too."""
+    layers = set(layers)
+    words = {name.rpartition(".")[2] for name in layers}
+    others = [name for name, each in hf.named_modules() if isinstance(each, nn.Linear) and name not in layers]
+    return sorted(layers if any(name.rpartition(".")[2] in words for name in others) else words)
+
+
+def _write(weights: Iterable[tuple[str, Tensor]], file: Path, ranks: Ranks, settings: Callable[[], None]) -> None:
     # Every rank draws every tensor: gathering is a collective. Only rank 0 needs the memory for all of them.
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if ranks.rank == 0}
     if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(kept, file, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
-        _write_settings(hf, model, folder)
+            raise CheckpointError(f"{file} cannot be written: {error}") from error
+        settings()
     # No rank goes on before the folder is complete.
     ranks.gather(None)
 
@@ -71,6 +123,10 @@ def _write_settings(hf: Any, model: ModelConfig, folder: Path) -> None:
     given = model_path(model.path, "tokenizer") / GENERATION
     if given.is_file():
         shutil.copyfile(given, folder / GENERATION)
+    _write_tokenizer(tokenizer, model, folder)
+
+
+def _write_tokenizer(tokenizer: Any, model: ModelConfig, folder: Path) -> None:
     if model.chat_template is not None:
         tokenizer.chat_template = Path(model.chat_template).expanduser().read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)

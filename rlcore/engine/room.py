@@ -70,7 +70,7 @@ def cache_bytes(config: Any, tokens: int, element: int) -> int:
 def local_parameters(engine: TrainEngine) -> int:
     """Return the number of parameters of which this rank holds gradients and moments."""
     mesh, count = engine.mesh, 0
-    for spec in engine.shard_specs.values():
+    for spec in engine.trained_specs.values():
         if mesh.coordinates.pp in spec.stages:
             count += math.prod(spec.shape) // (mesh.layout.tp if spec.dim is not None else 1)
     return -(-count // mesh.shards)

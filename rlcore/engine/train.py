@@ -24,6 +24,7 @@ from rlcore.engine.update.micro_batch_size import micro_batch_limit
 from rlcore.engine.update.updater import Updater
 from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.transfer import Shapes
+from rlcore.errors import DataError
 from rlcore.model_folder import model_dtype
 from rlcore.ops import Need
 from rlcore.plugins import POLICY, RoleKind
@@ -57,7 +58,7 @@ class TrainSetup(Generic[C]):
     processes of the role. `trains` False: no optimizer and no gradients. `new_head`: a critic or reward model may start
     from a folder without a score head, and gets one of zeros. `frozen`: only forwards read the weights, so the engine
     may keep them in the precision of the forward. `temperature` divides the logits, as in sampling. `total_steps` is
-    the run's, for the learning-rate schedule.
+    the run's, for the learning-rate schedule. `seed` is the run's, for the weights of a new adapter (`model.lora`).
     """
 
     model: ModelConfig
@@ -70,6 +71,7 @@ class TrainSetup(Generic[C]):
     frozen: bool = False
     temperature: float = 1.0
     total_steps: int = 1
+    seed: int = 0
 
 
 class TrainEngine(ABC):
@@ -202,6 +204,18 @@ class TrainEngine(ABC):
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         """How the layout divides each parameter, by the names of `shapes`; the same on every rank."""
         return {name: ShardSpec(shape, (0,)) for name, shape in self.shapes.items()}
+
+    @property
+    def trained_specs(self) -> Mapping[str, ShardSpec]:
+        """How the layout divides each parameter that the optimizer steps: all of them, but with an adapter fewer."""
+        return self.shard_specs
+
+    def without_adapter(self) -> TrainEngine:
+        """Return a frozen engine on the same weights, whose adapters are as they started.
+
+        Raises DataError for an engine without an adapter.
+        """
+        raise DataError(f"{type(self).__name__} trains no adapter, so it cannot compute without one")
 
     def export_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's model-parallel shard of each parameter of its stage, in the dtype of the forward.

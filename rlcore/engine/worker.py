@@ -88,6 +88,7 @@ class RoleSetup:
     `train_config` and `rollout_config`: the engines' own sections, `engine.NAME` and `rollout.NAME`; None without one.
     `frozen`: only forwards read the weights; they are not trained, followed, sent or sampled with. `reads_text`: a
     reward model that reads texts, as its tokenizer differs from the actor's. `row_tokens`: as in RolloutSetup.
+    `base_of`: the role in the same processes whose model without its adapter this role is, so that it loads none.
     """
 
     role: Role
@@ -104,6 +105,7 @@ class RoleSetup:
     frozen: bool = False
     reads_text: bool = False
     row_tokens: int = 0
+    base_of: str | None = None
 
 
 class _GeneratingWorker(Worker):
@@ -318,20 +320,7 @@ class ModelWorker(_GeneratingWorker):
         # For draws from torch's global generator, such as dropout. Sampling has noise of its own, by row.
         torch.manual_seed(setup.seed + self.rank)
         self.ranks = Ranks(self.rank, self.world_size, self.device)
-        self.train = setup.train_engine.create(
-            TrainSetup(
-                model=setup.model,
-                engine=setup.engine,
-                config=setup.train_config,
-                ranks=self.ranks,
-                trains=setup.role.trains,
-                kind=setup.role.kind,
-                new_head=setup.role.may_start_headless,
-                frozen=setup.frozen,
-                temperature=setup.rollout.temperature,
-                total_steps=setup.total_steps,
-            )
-        )
+        self.train = self._create_train_engine()
         layout = self.train.layout
         generation = GenerationLayout(layout, tp=setup.rollout.tp if setup.role.generates else 1)
         if self.world_size > 1:
@@ -344,6 +333,28 @@ class ModelWorker(_GeneratingWorker):
             can = setup.rollout_engine.capabilities
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
             self.route = choose_route(self.train, self.rollout, can, generation, groups)
+
+    def _create_train_engine(self) -> TrainEngine:
+        setup = self.setup
+        if setup.base_of is not None:
+            owner = self.sibling(setup.base_of)
+            assert isinstance(owner, ModelWorker)
+            return owner.train.without_adapter()
+        return setup.train_engine.create(
+            TrainSetup(
+                model=setup.model,
+                engine=setup.engine,
+                config=setup.train_config,
+                ranks=self.ranks,
+                trains=setup.role.trains,
+                kind=setup.role.kind,
+                new_head=setup.role.may_start_headless,
+                frozen=setup.frozen,
+                temperature=setup.rollout.temperature,
+                total_steps=setup.total_steps,
+                seed=setup.seed,
+            )
+        )
 
     def _engines(self) -> list[TrainEngine | RolloutEngine]:
         return [self.train, *super()._engines()]

@@ -135,6 +135,7 @@ class TrainCapabilities:
     layouts: it spreads a model over pipeline stages, tensor shards and data-parallel ranks (`engine.pp`, `tp`, `dp`).
     Without it the engine has one worker, with the full model.
     offload: weights and optimizer state can leave the GPU while responses are sampled (`engine.offload`).
+    adapters: it trains a LoRA adapter in place of all weights (`model.lora`).
     settings: config keys of the engine that decide time and memory of a step, by meaning. `shard`: data-parallel ranks
     that share one copy of the weights. `recompute`: activations are computed again in backward. `layerwise_above`:
     number of parameters above which layers are sharded one by one. `logits_chunk`: positions whose logits are in memory
@@ -144,6 +145,7 @@ class TrainCapabilities:
     kinds: tuple[RoleKind, ...] = (POLICY,)
     layouts: bool = False
     offload: bool = False
+    adapters: bool = False
     settings: Mapping[Setting, str] = field(default_factory=dict)
 
 

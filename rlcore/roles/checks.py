@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from rlcore.config import Config
+from rlcore.adapter_folder import AdapterFolder
+from rlcore.config import Config, RoleConfig
 from rlcore.data.chat import check_role_folder, load_any_tokenizer
 from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.errors import ConfigError
@@ -31,6 +32,7 @@ def check_roles(
         if role.follows is not None:
             _check_leader(name, role, role.follows, roles)
         _check_engine_holds(name, role, config, plugins)
+        _check_adapter(name, role, config, plugins)
     for name, role in roles.items():
         if role.model is not None:
             check_role_folder(_setting_of_folder(name, role, config), role, config.model)
@@ -107,6 +109,35 @@ def _check_engine_holds(name: str, role: Role, config: Config, plugins: PluginMa
         raise ConfigError(
             f"role {name!r} is a {role.kind}, which engine={own.engine.name} does not support; it supports a "
             f"{' or a '.join(map(str, kinds))}. Choose another engine for this role: roles.{name}.engine=NAME"
+        )
+
+
+def _check_adapter(name: str, role: Role, config: Config, plugins: PluginManager) -> None:
+    given = config.roles.get(name, RoleConfig()).lora
+    own = role_config(config, name, role)
+    lora = own.model.lora
+    if given and not role.trains:
+        why = f"follows {role.follows!r}" if role.follows is not None else "does not train"
+        raise ConfigError(f"roles.{name}.lora={given}: role {name!r} {why}, so it has no adapter; leave it out")
+    if lora.path is not None:
+        adapter = AdapterFolder.of(lora.path)
+        if lora.rank not in (0, adapter.rank):
+            raise ConfigError(
+                f"model.lora.rank={lora.rank}, but the adapter of model.lora.path={lora.path} has rank {adapter.rank}; "
+                "leave out model.lora.rank"
+            )
+    if not (role.trains and lora.is_on):
+        return
+    if not plugins.train_engines()[own.engine.name].capabilities.adapters:
+        able = [engine for engine, spec in plugins.train_engines().items() if spec.capabilities.adapters]
+        raise ConfigError(
+            f"model.lora: engine={own.engine.name}, which trains the role {name!r}, has no adapters; choose one that "
+            f"has: {', '.join(able) or 'none is installed'}; or roles.{name}.lora={{rank: 0}}"
+        )
+    if own.engine.tp > 1:
+        raise ConfigError(
+            f"engine.tp={own.engine.tp} with model.lora: adapters are not divided over tensor-parallel ranks yet; set "
+            "engine.tp=1, and engine.pp or more data-parallel workers for a model that does not fit"
         )
 
 

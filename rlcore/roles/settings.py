@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlcore.config import Config, RoleConfig, RolloutConfig, build
+from rlcore.config import Config, LoraConfig, RoleConfig, RolloutConfig, build
 from rlcore.config.build import to_plain
 from rlcore.data.chat import same_tokenizer
 from rlcore.engine.parallel.model_shape import engine_of
@@ -81,6 +81,7 @@ def role_config(config: Config, name: str, role: Role) -> Config:
     if role.rollout:
         rollout = build(RolloutConfig, {**to_plain(rollout), **role.rollout}, f"roles.{name}.rollout")
     model = replace(config.model, path=role.model or config.model.path, dtype=role.dtype or config.model.dtype)
+    model = replace(model, lora=_lora(config, name, role))
     if role.kind.reads_text and role.model is not None:
         model = replace(model, chat_template_kwargs=config.roles.get(name, RoleConfig()).chat_template_kwargs)
     return replace(
@@ -89,6 +90,18 @@ def role_config(config: Config, name: str, role: Role) -> Config:
         engine=replace(engine, name=role.engine or engine.name, lr=engine.lr if role.lr is None else role.lr),
         rollout=rollout,
     )
+
+
+def _lora(config: Config, name: str, role: Role) -> LoraConfig:
+    """Return a role's adapter: `model.lora` with the keys of `roles.NAME.lora`.
+
+    A role with a model of its own starts from no adapter, unless it names one. Of a role that does not train, only the
+    adapter counts from which it starts.
+    """
+    given = config.roles.get(name, RoleConfig()).lora
+    shared = replace(config.model.lora, path=None) if role.model is not None else config.model.lora
+    lora = build(LoraConfig, {**to_plain(shared), **given}, f"roles.{name}.lora") if given else shared
+    return lora if role.trains else LoraConfig(path=lora.path)
 
 
 def has_own_settings(config: Config, own: Config) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,8 @@ def start_roles(
     process_sets: list[tuple[ResourcePool, Sequence[str]]] = []
     for planned, pool in pools:
         process_sets += [(pool, names) for names in planned.process_sets]
+    for _, names in process_sets:
+        setups |= {name: replace(setups[name], base_of=base_of(name, names, setups)) for name in names}
     models = [_process_request(pool, names, setups) for pool, names in process_sets]
     groups: dict[str, WorkerGroup] = {}
     # Ray starts few processes at a time; those with models have the most to import.
@@ -108,7 +110,7 @@ def start_roles(
     for started in executor.worker_groups(requests, meanwhile=meanwhile):
         groups.update(started)
     # Extra processes first: an error in their start (a reward function, a judge) shows before models are loaded.
-    _load([*extra, *models], groups)
+    _load([*extra, *models], groups, {name for name, setup in setups.items() if setup.base_of is not None})
     # By role, the names of the roles in the same processes.
     process_mates: dict[str, Sequence[str]] = {}
     for _, names in process_sets:
@@ -127,6 +129,27 @@ def start_roles(
     return handles, further
 
 
+def base_of(name: str, mates: Sequence[str], setups: Mapping[str, RoleSetup]) -> str | None:
+    """Return the role among `mates`, those in the same processes, whose model without its adapter is this role's.
+
+    A frozen role then needs no memory of its own. None: it loads its model.
+    """
+    own = setups[name]
+    if not own.frozen:
+        return None
+    for mate in mates:
+        other = setups[mate]
+        same = own.role.kind == other.role.kind and own.train_engine == other.train_engine
+        same &= own.train_config == other.train_config and own.rollout.temperature == other.rollout.temperature
+        same &= (
+            replace(own.model, lora=other.model.lora) == other.model and own.model.lora.path == other.model.lora.path
+        )
+        same &= (own.engine.pp, own.engine.tp) == (other.engine.pp, other.engine.tp)
+        if same and other.role.trains and other.model.lora.is_on and (own.engine.pp == 1 or not own.model.lora.path):
+            return mate
+    return None
+
+
 def _remote_leader(role: Role, mates: Sequence[str], groups: Mapping[str, WorkerGroup]) -> WorkerGroup | None:
     """Return the workers of the followed role, unless it shares its processes with this role (`mates`)."""
     if role.follows is None or role.follows in mates:
@@ -134,16 +157,21 @@ def _remote_leader(role: Role, mates: Sequence[str], groups: Mapping[str, Worker
     return groups[role.follows]
 
 
-def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup]) -> None:
-    """Call the non-blocking `start` of all workers that have one, and wait for all of them."""
+def _load(requests: Sequence[ProcessRequest], groups: Mapping[str, WorkerGroup], borrowing: Collection[str]) -> None:
+    """Call the non-blocking `start` of all workers that have one, and wait for all of them.
+
+    borrowing: the roles that compute with the weights of another role.
+    """
     loading = []
     for request in requests:
         for name, made in request.classes.items():
             registration = registration_of(made.cls, "start")
             if registration is not None and not registration.blocking:
-                groups[name].start()
-                loading.append(groups[name])
-    wait_for([future for group in loading for future in group.outstanding()])
+                loading.append(name)
+    # A role on another one's weights starts after it.
+    for name in sorted(loading, key=lambda name: name in borrowing):
+        groups[name].start()
+    wait_for([future for name in loading for future in groups[name].outstanding()])
 
 
 def _process_request(pool: ResourcePool, names: Sequence[str], setups: Mapping[str, RoleSetup]) -> ProcessRequest:

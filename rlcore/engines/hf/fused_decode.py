@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlcore.engine.adapter import LoraLinear
 from rlcore.engine.parallel.model_shape import FULL_ATTENTION, attention_kinds
 from rlcore.engines.hf.cache import BufferedCache
 
@@ -47,6 +49,40 @@ def fused_weights(modules: Sequence[nn.Linear], dtype: torch.dtype) -> list[Tens
     parts = [[part.detach() for part in parts] for parts in _weights_and_biases(modules)]
     wholes = [(each, adjacent(each)) for each in parts]
     return [(torch.cat(each) if whole is None else whole).to(dtype) for each, whole in wholes]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Several linear layers that read the same input, as one: y = W x + bias + B A x.
+
+    `weight` [outputs of all, inputs], `bias` [outputs of all]. `a` [ranks of all, inputs] and `b` [outputs of all,
+    ranks of all], the adapters' scale in it, are of the layers that have an adapter; None where none has.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+    @staticmethod
+    def of(modules: Sequence[nn.Linear], dtype: torch.dtype) -> Product:
+        """Return the product of layers with their current weights. See `fused_weights`."""
+        weight, *bias = fused_weights(modules, dtype)
+        a = b = None
+        if any(isinstance(module, LoraLinear) for module in modules):
+            ranks = [(m.lora_a, m.lora_b * m.scale) if isinstance(m, LoraLinear) else _no_adapter(m) for m in modules]
+            a = torch.cat([into for into, _ in ranks]).detach().to(dtype)
+            b = torch.block_diag(*(out for _, out in ranks)).detach().to(dtype)
+        return Product(weight, bias[0] if bias else None, a, b)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return y [..., outputs of all] of x [..., inputs]."""
+        outputs = F.linear(inputs, self.weight, self.bias)
+        return outputs if self.a is None or self.b is None else outputs + F.linear(F.linear(inputs, self.a), self.b)
+
+
+def _no_adapter(module: nn.Linear) -> tuple[Tensor, Tensor]:
+    return module.weight.new_zeros(0, module.in_features), module.weight.new_zeros(module.out_features, 0)
 
 
 def _weights_and_biases(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
@@ -83,8 +119,8 @@ class FusedDecodeStep:
             for modules in linear_groups(layer):
                 if len(modules) > 1:
                     make_adjacent(*modules)
-        self._weights: list[list[list[Tensor]]] = []
-        self._head: list[Tensor] = []
+        self._products: list[list[Product]] = []
+        self._head: Product | None = None
         self._positions = 0
 
     @staticmethod
@@ -106,19 +142,17 @@ class FusedDecodeStep:
 
         Rotary tables cover the first `positions` positions; a later call with more extends them.
         """
-        if not self._weights:
+        if not self._products:
             layers = self._base.layers
-            self._weights = [
-                [fused_weights(modules, self.dtype) for modules in linear_groups(layer)] for layer in layers
-            ]
-            self._head = fused_weights([self.hf.get_output_embeddings()], self.dtype)
+            self._products = [[Product.of(modules, self.dtype) for modules in linear_groups(layer)] for layer in layers]
+            self._head = Product.of([self.hf.get_output_embeddings()], self.dtype)
         if positions > self._positions:
             self._positions = positions
             self._cos, self._sin = rotary_tables(self._base, positions, device)
 
     def release(self) -> None:
         """Drop the weights: copies would take memory from training, and views keep buffers alive."""
-        self._weights, self._head, self._positions = [], [], 0
+        self._products, self._head, self._positions = [], None, 0
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: BufferedCache) -> Tensor:
         """Return the logits [rows, vocab] after further tokens of each row, int64 [rows, new], at `positions`.
@@ -133,10 +167,10 @@ class FusedDecodeStep:
         if mask is not None:  # the heads of a group read the same keys, so they are queries like the new tokens
             bias = mask.to(self.dtype)[:, None, None].expand(-1, -1, self._groups, -1, -1).flatten(2, 3)
         hidden = F.embedding(tokens.flatten(), self._base.embed_tokens.weight).float()
-        for layer, weights, kept in zip(self._base.layers, self._weights, cache.layers, strict=True):
-            qkv, out, gate_up, down = weights
+        for layer, products, kept in zip(self._base.layers, self._products, cache.layers, strict=True):
+            qkv, out, gate_up, down = products
             attention = layer.self_attn
-            states = F.linear(_norm(layer.input_layernorm, hidden).to(self.dtype), *qkv).view(rows * new, -1, size)
+            states = qkv(_norm(layer.input_layernorm, hidden).to(self.dtype)).view(rows * new, -1, size)
             rotated, values = states[:, : heads + keys], states[:, heads + keys :]
             if hasattr(attention, "q_norm"):
                 parts = (_norm(attention.q_norm, states[:, :heads]), _norm(attention.k_norm, rotated[:, heads:]))
@@ -148,10 +182,11 @@ class FusedDecodeStep:
             read = read.view(rows, heads, new, size).transpose(1, 2)
             if layer is self._base.layers[-1]:  # of the last layer only the last token is read
                 read, hidden = read[:, -1], hidden.view(rows, new, -1)[:, -1]
-            hidden = hidden + F.linear(read.reshape(-1, heads * size), *out)
-            gate, up = F.linear(_norm(layer.post_attention_layernorm, hidden).to(self.dtype), *gate_up).chunk(2, -1)
-            hidden = hidden + F.linear(layer.mlp.act_fn(gate) * up, *down)
-        return F.linear(_norm(self._base.norm, hidden).to(self.dtype), *self._head)
+            hidden = hidden + out(read.reshape(-1, heads * size))
+            gate, up = gate_up(_norm(layer.post_attention_layernorm, hidden).to(self.dtype)).chunk(2, -1)
+            hidden = hidden + down(layer.mlp.act_fn(gate) * up)
+        assert self._head is not None
+        return self._head(_norm(self._base.norm, hidden).to(self.dtype))
 
     @torch.no_grad()
     def probe(self) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlcore.config import ModelConfig
 from rlcore.end_tokens import end_tokens
+from rlcore.engine.adapter import adapted, effective_weights
 from rlcore.engine.attention import plain_attention
 from rlcore.engine.rollout import Finished, Reason, Request, RolloutEngine, check_requests, refuse_in_flight
 from rlcore.engine.weights.fingerprint import checksum
@@ -95,7 +96,9 @@ class HFRollout(RolloutEngine):
         self._mode: ExitStack | None = None
         self._in_slots = False
         self._slots: SlotRows | None = None
-        if graphs == "auto" and device.type == "cuda" and self._fused is not None:
+        if adapted(self.hf):
+            self.description += ", with its adapter"
+        elif graphs == "auto" and device.type == "cuda" and self._fused is not None:
             with self._decoding_mode():
                 self._slots, form = capturable(self.hf, self.dtype, self.end_ids, self.tokenizer, self._prefilled)
             self.description = f"decodes {form}" if self._slots is not None else f"{self.description}, as {form}"
@@ -128,7 +131,7 @@ class HFRollout(RolloutEngine):
         """See RolloutEngine."""
         if self._shards is not None:
             return self._shards.fingerprint(self.hf, self.shapes)
-        return {name: checksum(parameter) for name, parameter in self.hf.named_parameters()}
+        return {name: checksum(weight) for name, weight in effective_weights(self.hf)}
 
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine."""

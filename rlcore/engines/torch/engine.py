@@ -5,6 +5,8 @@ If every rank holds the full model, the module is not wrapped.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlcore.engine.model_folder import check_writable, write_model_folder
+from rlcore.adapter_folder import AdapterFolder, file_name
+from rlcore.engine.adapter import (
+    LoraLinear,
+    adapted,
+    add_adapters,
+    is_part,
+    merge_adapter,
+    merged,
+    merged_weight,
+    train_adapters_only,
+    with_dropout,
+)
+from rlcore.engine.model_folder import check_writable, write_adapter_folder, write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
@@ -30,6 +44,7 @@ from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
 from rlcore.engines.torch.pipeline import Pipeline, Stage
 from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.selection import Selection, total_tokens
+from rlcore.engines.torch.without_adapter import WithoutAdapter
 from rlcore.errors import DataError, WeightsError
 from rlcore.ops import Need
 from rlcore.protocol import DataProto
@@ -52,6 +67,7 @@ class TorchEngine(TrainEngine):
             check_writable(self.model.hf, setup.model, self.ranks)
         self.description = self.model.description
         self.model.requires_grad_(setup.trains)
+        self.has_adapter = self._adapt(setup)
         if setup.frozen and self.dtype is torch.bfloat16:
             self._keep_in_bf16()
         if setup.trains and self.config.activation_checkpointing:
@@ -89,6 +105,25 @@ class TorchEngine(TrainEngine):
             device=device,
             compiles_layers=compiles_layers,
         )
+
+    def _adapt(self, setup: TrainSetup[TorchConfig]) -> bool:
+        """Add the adapter of `model.lora` to a model that trains, merge it into another; return whether one trains."""
+        lora, hf = setup.model.lora, self.model.hf
+        start = None if lora.path is None else AdapterFolder.of(lora.path)
+        if not (setup.trains and lora.is_on):
+            if start is not None:
+                merge_adapter(hf, start)
+            return False
+        layers = add_adapters(hf, lora, start, setup.seed)
+        train_adapters_only(hf)
+        rank = next(iter(layers.values())).rank
+        self.description += f", adapters of rank {rank} in {len(layers)} layers"
+        if self.dtype is torch.bfloat16 and self.mesh.is_whole:
+            for layer in self._rounded_layers():
+                for parameter in (layer.weight, layer.bias):
+                    if parameter is not None and not parameter.requires_grad:
+                        parameter.data = parameter.data.to(torch.bfloat16)
+        return True
 
     def _keep_in_bf16(self) -> None:
         """Round the weights that every forward would round: half the memory, and the same outputs.
@@ -154,7 +189,8 @@ class TorchEngine(TrainEngine):
             self._run_pipeline(self._pipeline, parts, needs, finish, backward=True)
             return
         sharded_copies = self.mesh.copies > 1 and not self.mesh.is_whole
-        with self.model.in_compiled_layers(), self._rounded_weights() as collect_gradients:
+        dropout = with_dropout(self.adapted.values())
+        with self.model.in_compiled_layers(), dropout, self._rounded_weights() as collect_gradients:
             for index, part in enumerate(parts):
                 if sharded_copies:
                     # Copies of the shards all-reduce their gradients once, in the last backward before the step.
@@ -224,7 +260,7 @@ class TorchEngine(TrainEngine):
     def _sampled(self) -> Iterator[Tensor]:
         """Yield evenly spaced elements of this rank's shard of each parameter, about SAMPLED of each."""
         self._ensure_resharded()
-        for _, parameter in self.parameters.named_local():
+        for _, parameter in self.parameters.trained():
             held = state.local(parameter.detach()).flatten()
             yield held[:: max(1, len(held) // SAMPLED)]
 
@@ -273,13 +309,18 @@ class TorchEngine(TrainEngine):
 
     @property
     def shapes(self) -> Shapes:
-        """See TrainEngine."""
-        return self.parameters.shapes
+        """See TrainEngine. Of the weights with the adapter merged into them, as `export` gives them."""
+        return {name: shape for name, shape in self.parameters.shapes.items() if not is_part(name)}
 
     @property
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         """See TrainEngine."""
-        return self.parameters.shard_specs
+        return {name: spec for name, spec in self.parameters.shard_specs.items() if not is_part(name)}
+
+    @property
+    def trained_specs(self) -> Mapping[str, ShardSpec]:
+        """See TrainEngine."""
+        return {name: self.parameters.shard_specs[name] for name in self.parameters.trained_names}
 
     @property
     def vocab_size(self) -> int:
@@ -293,8 +334,9 @@ class TorchEngine(TrainEngine):
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        # Another dtype than the forward's comes from the fp32 masters: rounding twice would lose bits.
-        if dtype is not self.dtype:
+        # Another dtype than the forward's comes from the fp32 masters: rounding twice would lose bits. So do merged
+        # weights.
+        if dtype is not self.dtype or self.has_adapter:
             return ((name, tensor.to(dtype)) for name, tensor in self.masters())
         self._ensure_resharded()
         return self.parameters.iter_gathered(self.root, self.dtype)
@@ -302,21 +344,52 @@ class TorchEngine(TrainEngine):
     def export_local(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
         self._ensure_resharded()
-        return self.parameters.iter_tp_shards(self.root, self.dtype)
+        shards = self.parameters.iter_tp_shards(self.root, self.dtype)
+        return ((name, shard.to(self.dtype)) for name, shard in merged(shards, self._scales))
 
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""
-        return {name: state.local(parameter.detach()) for name, parameter in self.parameters.named_local()}
+        local = self.parameters.named_local()
+        return {name: state.local(parameter.detach()) for name, parameter in local if not is_part(name)}
 
     def fingerprint(self, dtype: torch.dtype) -> dict[str, int]:
-        """See TrainEngine. Made of the masters' shards, so it shares no code with `export`."""
+        """See TrainEngine. Without an adapter made of the masters' shards, so it shares no code with `export`."""
+        if self.has_adapter:
+            return super().fingerprint(dtype)
         self._ensure_resharded()
         return sum_checksums(self.ranks.gather(self.parameters.checksums(dtype)))
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole parameter in fp32, in the order of `shapes`; all ranks iterate to the end."""
+        """Yield every whole parameter in fp32, with the adapter merged into it; all ranks iterate to the end."""
         self._ensure_resharded()
+        return ((name, tensor.float()) for name, tensor in merged(self._whole(), self._scales))
+
+    def masters_as_started(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole parameter in fp32 as it was before training; all ranks iterate to the end."""
+        self._ensure_resharded()
+        for name, tensor in self._whole():
+            layer = self.adapted.get(name.rpartition(".")[0])
+            if is_part(name):
+                continue
+            if layer is not None and layer.start_a is not None and layer.start_b is not None and "weight" in name:
+                tensor = merged_weight(tensor, layer.start_a, layer.start_b, layer.scale)
+            yield name, tensor.float()
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
         return self.parameters.iter_full(dict(self.parameters.named_local()))
+
+    @property
+    def adapted(self) -> Mapping[str, LoraLinear]:
+        """The layers with an adapter by name; empty for an engine that trains all weights."""
+        return adapted(self.model.hf) if self.has_adapter else {}
+
+    @property
+    def _scales(self) -> Mapping[str, float]:
+        return {name: layer.scale for name, layer in self.adapted.items()}
+
+    def without_adapter(self) -> TrainEngine:
+        """See TrainEngine."""
+        return WithoutAdapter(self) if self.has_adapter else super().without_adapter()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], shapes: Shapes, tau: float) -> None:
@@ -328,6 +401,9 @@ class TorchEngine(TrainEngine):
         """See TrainEngine. The other engine has the same layout, so each rank reads its own shards."""
         if not isinstance(other, TorchEngine):
             raise DataError(f"a TorchEngine can follow only another TorchEngine, not a {type(other).__name__}")
+        if other.has_adapter:
+            super().follow(other, tau)  # the merged weights, which no rank holds a shard of
+            return
         other._ensure_resharded()
         theirs = dict(other.parameters.named_local())
         self._move(other.shapes, lambda name: state.local(theirs[name]), tau)
@@ -335,6 +411,8 @@ class TorchEngine(TrainEngine):
     def _move(self, shapes: Shapes, target: Callable[[str], Tensor], tau: float) -> None:
         """Move this rank's shard of each parameter by `tau` of the way to `target(name)`, the matching shard."""
         self._ensure_resharded()
+        if self.has_adapter:
+            raise DataError("this engine trains an adapter (model.lora), whose base cannot take other weights")
         check_same_parameters(self.shapes, shapes)
         for name, parameter in self.parameters.named_local():
             own, towards = state.local(parameter), target(name)
@@ -360,17 +438,35 @@ class TorchEngine(TrainEngine):
         reshard_fsdp(self.root)
 
     def save_pretrained(self, folder: Path) -> None:
-        """See TrainEngine."""
-        write_model_folder(self.model.hf, self.masters(), self.model_config, folder, self.ranks)
+        """See TrainEngine. With an adapter: the adapter's folder, in peft's format."""
+        if not self.has_adapter:
+            write_model_folder(self.model.hf, self.masters(), self.model_config, folder, self.ranks)
+            return
+        self._ensure_resharded()
+        names = self.parameters.trained_names
+        whole = self.parameters.iter_full(dict(self.parameters.named_local()), names)
+        weights = ((file_name(name), tensor) for name, tensor in whole)
+        write_adapter_folder(self.model.hf, weights, self.model_config, folder, self.ranks)
 
     def save(self, folder: Path) -> None:
         """See TrainEngine."""
         self.save_pretrained(folder / "model")
         self._ensure_resharded()
-        state.save_engine_state(self.parameters, self.optimizer, self.version, folder, self.ranks)
+        base = self._base_checksum()
+        state.save_engine_state(self.parameters, self.optimizer, self.version, folder, self.ranks, base)
 
     def restore(self, folder: Path) -> None:
         """See TrainEngine."""
         self._ensure_resharded()
-        state.load_weights(self.parameters, folder / "model", self.ranks)
+        state.check_base(folder, self._base_checksum(), self.model_config.path)
+        state.load_weights(self.parameters, folder / "model", self.ranks, adapter=self.has_adapter)
         self.version = state.load_engine_state(self.parameters, self.optimizer, folder, self.ranks)
+
+    def _base_checksum(self) -> str | None:
+        """Return a checksum of the weights that an adapter leaves as they are; None without one."""
+        if not self.has_adapter:
+            return None
+        trained = set(self.parameters.trained_names)
+        checksums = sum_checksums(self.ranks.gather(self.parameters.checksums(torch.float32)))
+        base = {name: checksum for name, checksum in sorted(checksums.items()) if name not in trained}
+        return hashlib.sha256(json.dumps(base).encode()).hexdigest()

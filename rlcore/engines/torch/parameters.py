@@ -25,7 +25,7 @@ class Parameters:
     """A model's parameters by their Hugging Face names, tied ones once.
 
     The constructor divides the model in place: pipeline stages first, then tensor shards. FSDP shards it afterwards.
-    `shapes` and `shard_specs` are those of the whole model, on every rank and in the same order.
+    `shapes`, `shard_specs` and `trained_names` are those of the whole model, on every rank and in the same order.
     """
 
     def __init__(self, model: PackedModel, mesh: TrainMesh) -> None:
@@ -33,6 +33,7 @@ class Parameters:
         layout = mesh.layout
         self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self._hf.named_parameters()}
         names = list(self.shapes)
+        self.trained_names = [name for name, each in self._hf.named_parameters() if each.requires_grad]
         plan = tensor_parallel.plan_of(self._hf) if layout.tp > 1 else {}
         dims = tensor_parallel.cut_dims(plan, names)
         stages = stages_of(self._hf, names, layout.pp)
@@ -51,10 +52,15 @@ class Parameters:
         """Yield the parameters with a shard on this rank, in the order of `shapes`."""
         yield from self._hf.named_parameters()
 
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield those of `named_local` that train: all, or with an adapter fewer."""
+        names = set(self.trained_names)
+        return ((name, parameter) for name, parameter in self.named_local() if name in names)
+
     def by_mesh(self) -> list[dict[str, Any]]:
-        """Return the parameters in optimizer groups by DeviceMesh, as AdamW's fused step cannot mix meshes."""
+        """Return what trains in optimizer groups by DeviceMesh, as AdamW's fused step cannot mix meshes."""
         groups: dict[Any, list[nn.Parameter]] = {}
-        for _, parameter in self.named_local():
+        for _, parameter in self.trained():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return [{"params": parameters} for parameters in groups.values()]
 
@@ -68,13 +74,16 @@ class Parameters:
             whole = chunks[mesh.shard] if mesh.shard < len(chunks) else whole[:0]
         return whole
 
-    def iter_full(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather tensors that are divided like the parameters and yield them in full, in the order of `shapes`.
+    def iter_full(
+        self, tensors: Mapping[str, Tensor], names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors that are divided like the parameters `names` and yield them in full; None: in `shapes`' order.
 
         `tensors` has every name with a shard on this rank. All ranks iterate to the end.
         """
         mesh = self._mesh
-        for name, cut in self.shard_specs.items():
+        for name in self.shard_specs if names is None else names:
+            cut = self.shard_specs[name]
             if mesh.coordinates.pp == cut.stages[0]:
                 rows = cut.shape[0] // (mesh.layout.tp if cut.dim == 0 else 1)
                 shard = mesh.join_data_shards(state.local(tensors[name].detach()), rows)

@@ -33,6 +33,7 @@ def rlcore_train_engines() -> TrainEngineSpec[TorchConfig]:
             kinds=KINDS,
             layouts=True,
             offload=True,
+            adapters=True,
             settings={
                 "shard": "engine.torch.shard",
                 "recompute": "engine.torch.activation_checkpointing",

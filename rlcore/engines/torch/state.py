@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlcore.adapter_folder import WEIGHTS, file_name
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
@@ -32,28 +33,41 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def load_weights(parameters: Parameters, folder: Path, ranks: Ranks) -> None:
+def load_weights(parameters: Parameters, folder: Path, ranks: Ranks, *, adapter: bool) -> None:
     """Copy this rank's shards of the weights from a folder that `save_pretrained` wrote.
 
-    Raises CheckpointError when names or shapes differ.
+    adapter: the folder holds an adapter, and only its weights are read. Raises CheckpointError when names or shapes
+    differ.
     """
-    saved, wanted = sharded_files.shapes(folder / "model.safetensors"), parameters.shapes
+    names = {name: file_name(name) for name in parameters.trained_names} if adapter else {}
+    names = names or {name: name for name in parameters.shapes}
+    file = folder / (WEIGHTS if adapter else "model.safetensors")
+    saved, wanted = sharded_files.shapes(file), {names[name]: parameters.shapes[name] for name in names}
     if set(saved) != set(wanted):
         raise CheckpointError(
-            f"{folder / 'model.safetensors'} does not fit the model: "
+            f"{file} does not fit the model: "
             f"missing {sorted(set(wanted) - set(saved))[:5]}, unknown {sorted(set(saved) - set(wanted))[:5]}"
         )
     for name, shape in wanted.items():
         if saved[name] != shape:
             raise CheckpointError(f"{folder}: {name} has shape {saved[name]}, the model's is {shape}")
     with torch.no_grad():
-        sharded_files.load({name: parameter.detach() for name, parameter in parameters.named_local()}, folder, ranks)
+        local = dict(parameters.named_local())
+        sharded_files.load({names[name]: local[name].detach() for name in names if name in local}, folder, ranks)
 
 
 def save_engine_state(
-    parameters: Parameters, optimizer: torch.optim.Optimizer | None, version: int, folder: Path, ranks: Ranks
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer | None,
+    version: int,
+    folder: Path,
+    ranks: Ranks,
+    base: str | None = None,
 ) -> None:
-    """Write the optimizer's moments (each rank its shards), the version, and the random state of every rank."""
+    """Write the optimizer's moments (each rank its shards), the version, and the random state of every rank.
+
+    base: the checksum of the weights beneath an adapter.
+    """
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     states = {} if optimizer is None else optimizer.state
@@ -72,10 +86,29 @@ def save_engine_state(
         merged: dict[str, float] = {}
         for _, of_rank in everyone:
             merged |= of_rank
-        written = {"version": version, "steps": merged, "random": [state for state, _ in everyone]}
+        written = {"version": version, "steps": merged, "random": [state for state, _ in everyone], "base": base}
         (folder / ENGINE_STATE).write_text(json.dumps(written))
     # No rank goes on before ENGINE_STATE marks the state as complete.
     ranks.gather(None)
+
+
+def check_base(folder: Path, base: str | None, model: str) -> None:
+    """Raise CheckpointError when a saved adapter was trained on other weights than those of `model.path`.
+
+    base: the checksum of these weights; None without an adapter.
+    """
+    try:
+        saved = json.loads((folder / ENGINE_STATE).read_text()).get("base")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / ENGINE_STATE} cannot be read: {type(error).__name__}: {error}") from error
+    if saved != base:
+        raise CheckpointError(
+            f"{folder} holds an adapter that was trained on other weights than those of model.path={model}; give the "
+            "model with which the run began"
+            if saved and base
+            else f"{folder} was saved {'with' if saved else 'without'} an adapter, and the run is "
+            f"{'with' if base else 'without'} one; give the run's own keys of model.lora"
+        )
 
 
 def load_engine_state(
