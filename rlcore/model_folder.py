@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.adapter_folder import is_adapter
 from rlcore.assets import TINY
-from rlcore.config import Config, ModelConfig
+from rlcore.config import Config, LoraConfig, ModelConfig
 from rlcore.errors import ConfigError
 from rlcore.hub import Need, is_pinned
 from rlcore.hub import model_folder as hub_folder
@@ -28,6 +30,14 @@ def model_path(path: str, need: Need = "weights", *, code: bool = False) -> Path
     if path == "tiny":
         return TINY
     return hub_folder(path, need, code=code) if is_pinned(path) else Path(path).expanduser()
+
+
+def saved_model(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the config of a model that a checkpoint of `model` holds: the folder's, or `model` with its adapter."""
+    saved = str(folder.resolve())
+    if is_adapter(folder):
+        return replace(model, lora=LoraConfig(path=saved))
+    return replace(model, path=saved, lora=LoraConfig())
 
 
 def loading_options(model: ModelConfig) -> dict[str, Any]:

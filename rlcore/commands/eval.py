@@ -65,7 +65,8 @@ def _checked_config(line: CommandLine, target: str, overrides: list[str]) -> Con
 
 
 def target_values(target: str) -> dict[str, Any]:
-    """Return the saved config of a run folder or of a checkpoint's run, or for a model a config with that model."""
+    """Return the saved config of a run folder or of a checkpoint's run, or a config with a model or an adapter."""
+    from rlcore.adapter_folder import AdapterFolder, is_adapter
     from rlcore.config.files import read_values
     from rlcore.hub import split_name
     from rlcore.training.checkpoint import split_target
@@ -73,10 +74,15 @@ def target_values(target: str) -> dict[str, Any]:
     folder, _ = split_target(Path(target))
     if (folder / "config.yaml").is_file():
         return read_values(folder / "config.yaml")
+    if is_adapter(folder):
+        return {"model": {"path": AdapterFolder(folder).base, "lora": {"path": target}}}
     if (folder / "config.json").is_file() or target == "tiny" or split_name(target) is not None:
         return {"model": {"path": target}}
     if folder.is_dir():
-        raise ConfigError(f"{target!r} holds neither config.yaml (a run) nor config.json (a Hugging Face model)")
+        raise ConfigError(
+            f"{target!r} holds neither config.yaml (a run) nor config.json (a Hugging Face model) nor "
+            "adapter_config.json (a LoRA adapter)"
+        )
     raise ConfigError(
         f"{target!r} does not exist: it must be a folder with config.yaml (a run) or config.json (a Hugging Face "
         "model), or the name of a model on the hub, ORG/NAME"

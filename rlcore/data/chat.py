@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.adapter_folder import is_adapter
 from rlcore.config.schema import ModelConfig
 from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.end_tokens import EndTokens, special_tokens
@@ -122,8 +123,9 @@ def _existing_folder(model: ModelConfig, setting: str, wanted: str) -> Path:
             f"ORG/NAME.{_why_not_asked(model.path)}"
         )
     if not (folder / "config.json").is_file():
-        is_adapter = (folder / "adapter_config.json").exists()
-        hint = " It is an adapter: merge it into its base model first." if is_adapter else ""
+        hint = ""
+        if is_adapter(folder):
+            hint = f" It is an adapter: give its base model here, and model.lora.path={model.path}"
         if any(folder.glob("*.gguf")):
             hint = " It holds GGUF files: give the model that they were made from, in safetensors."
         raise ConfigError(f"{setting}{model.path} has no config.json, so it is not a Hugging Face model folder.{hint}")

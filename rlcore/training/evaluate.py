@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +13,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rlcore.config import Config
+from rlcore.adapter_folder import is_adapter
+from rlcore.config import Config, RoleConfig
 from rlcore.config.eval_sets import naming_set
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptSplit
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
+from rlcore.model_folder import saved_model
 from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.plugins.specs import environment_of
@@ -272,13 +274,13 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
             )
         if only_actor:
-            config = replace(config, model=replace(config.model, path=str((saved / "actor" / "model").resolve())))
+            config = replace(config, model=saved_model(config.model, saved / "actor" / "model"))
     declared = evaluated_roles(algorithm)
     config = restrict_to_roles(config, declared)
     if saved is not None and algorithm is not None and algorithm.evaluates:
-        roles = {
-            name: _as_saved(role, saved / name / "model") for name, role in with_settings(declared, config).items()
-        }
+        declared = with_settings(declared, config)
+        roles = {name: _as_saved(role, saved / name / "model") for name, role in declared.items()}
+        config = _with_adapters(config, saved, declared)
         placement = Placement.of(config, roles, plugins)
     else:
         # model.path has the weights to evaluate, so the run's own folder for the actor is ignored.
@@ -321,8 +323,17 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
 
 def _as_saved(role: Role, folder: Path) -> Role:
     """Return the frozen role with the checkpoint's weights, or with its own model folder if it has none there."""
-    saved = str(folder.resolve()) if folder.is_dir() else role.model
+    saved = str(folder.resolve()) if folder.is_dir() and not is_adapter(folder) else role.model
     return replace(role, trains=False, follows=None, model=saved)
+
+
+def _with_adapters(config: Config, saved: Path, roles: Iterable[str]) -> Config:
+    """Return the config in which each role starts from the adapter that the checkpoint has of it, if it has one."""
+    own = dict(config.roles)
+    for name in roles:
+        if is_adapter(folder := saved / name / "model"):
+            own[name] = replace(own.get(name, RoleConfig()), lora={"path": str(folder.resolve())})
+    return replace(config, roles=own)
 
 
 def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
