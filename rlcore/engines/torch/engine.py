@@ -67,7 +67,8 @@ class TorchEngine(TrainEngine):
             check_writable(self.model.hf, setup.model, self.ranks)
         self.description = self.model.description
         self.model.requires_grad_(setup.trains)
-        self.has_adapter = self._adapt(setup)
+        # By layer, of all stages: which layers have an adapter, and its scale.
+        self._scales = self._adapt(setup)
         if setup.frozen and self.dtype is torch.bfloat16:
             self._keep_in_bf16()
         if setup.trains and self.config.activation_checkpointing:
@@ -106,14 +107,14 @@ class TorchEngine(TrainEngine):
             compiles_layers=compiles_layers,
         )
 
-    def _adapt(self, setup: TrainSetup[TorchConfig]) -> bool:
-        """Add the adapter of `model.lora` to a model that trains, merge it into another; return whether one trains."""
+    def _adapt(self, setup: TrainSetup[TorchConfig]) -> Mapping[str, float]:
+        """Add the adapter of `model.lora` to a model that trains and return its scales; merge it into another model."""
         lora, hf = setup.model.lora, self.model.hf
         start = None if lora.path is None else AdapterFolder.of(lora.path)
         if not (setup.trains and lora.is_on):
             if start is not None:
                 merge_adapter(hf, start)
-            return False
+            return {}
         layers = add_adapters(hf, lora, start, setup.seed)
         train_adapters_only(hf)
         rank = next(iter(layers.values())).rank
@@ -123,7 +124,12 @@ class TorchEngine(TrainEngine):
                 for parameter in (layer.weight, layer.bias):
                     if parameter is not None and not parameter.requires_grad:
                         parameter.data = parameter.data.to(torch.bfloat16)
-        return True
+        return {name: layer.scale for name, layer in layers.items()}
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter trains, and not the model's own weights."""
+        return bool(self._scales)
 
     def _keep_in_bf16(self) -> None:
         """Round the weights that every forward would round: half the memory, and the same outputs.
@@ -380,12 +386,8 @@ class TorchEngine(TrainEngine):
 
     @property
     def adapted(self) -> Mapping[str, LoraLinear]:
-        """The layers with an adapter by name; empty for an engine that trains all weights."""
+        """The layers of this rank with an adapter, by name; none for an engine that trains all weights."""
         return adapted(self.model.hf) if self.has_adapter else {}
-
-    @property
-    def _scales(self) -> Mapping[str, float]:
-        return {name: layer.scale for name, layer in self.adapted.items()}
 
     def without_adapter(self) -> TrainEngine:
         """See TrainEngine."""
