@@ -1,0 +1,83 @@
+"""Runs in which roles train LoRA adapters (model.lora): all algorithms, the shared base, eval, and wrong settings."""
+
+import json
+
+import pytest
+from rlcore_plugin_testing.algorithm.problem import STEPS
+from rlcore_plugin_testing.suites import open_suite
+
+from rlcore.adapter_folder import WEIGHTS
+from rlcore.cli import main
+from rlcore.config import compose
+from rlcore.errors import ConfigError
+from rlcore.plugins import PluginManager
+from rlcore.training.preflight import preflight
+
+BUILT_IN = ["grpo", "online_dpo", "ppo", "rejection_sampling"]
+OTHERS = sorted(set(PluginManager.load([]).algorithms()) - set(BUILT_IN))
+SMALL = [
+    *("experiment=quickstart", "cluster=in_process", "model.lora.rank=8", "engine.lr=3e-3", "data.max_rows=64"),
+    *("data.batch_size=4", "algo.group_size=4", "data.eval_size=16", "trainer.eval_temperature=0"),
+]
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_an_algorithm_trains_adapters_and_resumes_bit_for_bit(name, tmp_path):
+    settings = ["model.lora.rank=4", "engine.lr=1e-2"]
+    with open_suite(name, tmp_path, settings=settings) as suite:
+        result = suite.result("resume")
+        assert result.outcome == "pass", result.text
+        first, last = suite.plain.saved(1), suite.plain.saved(STEPS)
+    trained = [file for file in last if file.endswith(f"model/{WEIGHTS}")]
+    assert trained
+    for file in trained:
+        assert last[file][1] != first[file][1], file
+    assert not [file for file in last if file.endswith("model/model.safetensors")]
+
+
+def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
+    folder = tmp_path / "run"
+    assert main(["train", *SMALL, "algo.kl_coef=0.01", "trainer.total_steps=3", f"run.dir={folder}"]) == 0
+    told = capfd.readouterr().out
+    assert "adapters of rank 8 in 21 layers" in told
+    assert "ref: CPU, fp32, attention sdpa, rows packed, on the weights of the adapter's base" in told
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line["eval/score"] for line in lines if "eval/score" in line]
+    kl = [line["kl/mean"] for line in lines if "kl/mean" in line]
+    assert kl[0] == 0
+    assert kl[-1] > 0
+
+    adapter = folder / "checkpoints" / "step_00000003" / "actor" / "model"
+    scores = {}
+    for target in (folder, adapter):
+        assert main(["eval", str(target), "cluster=in_process", "data.eval_size=16", "trainer.eval_temperature=0"]) == 0
+        told = capfd.readouterr().out
+        scores[target] = float(next(line.split()[1] for line in told.splitlines() if line.startswith("score ")))
+    assert scores[folder] == scores[adapter] == pytest.approx(evaluated[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["roles.ref.lora={rank: 4}", "algo.kl_coef=0.1"], "roles.ref.lora={'rank': 4}: role 'ref' does not train"),
+        (["roles.actor.lora={rnk: 4}"], "unknown key 'roles.actor.lora.rnk'"),
+        (["cluster.workers=2", "cluster=local", "engine.tp=2"], "engine.tp=2 with model.lora"),
+        (["model.lora.path=/nowhere"], "model.lora.path=/nowhere does not exist"),
+        (["model.lora.rank=-1"], "model.lora.rank = -1 is out of bounds"),
+    ],
+)
+def test_wrong_settings_are_named_before_the_run(overrides, message):
+    plugins = PluginManager.load([])
+    with pytest.raises(ConfigError) as raised:
+        preflight(compose([*SMALL, *overrides], plugins), plugins)
+    assert message in str(raised.value)
+
+
+def test_a_role_may_train_all_of_its_weights_beside_one_with_an_adapter(tmp_path):
+    folder = tmp_path / "run"
+    ppo = [each for each in SMALL if "group_size" not in each]
+    overrides = [*ppo, "algo=ppo", "roles.critic.lora={rank: 0}", "trainer.total_steps=1", "trainer.eval_every=0"]
+    assert main(["train", *overrides, f"run.dir={folder}"]) == 0
+    saved = folder / "checkpoints" / "step_00000001"
+    assert (saved / "actor" / "model" / WEIGHTS).is_file()
+    assert (saved / "critic" / "model" / "model.safetensors").is_file()
