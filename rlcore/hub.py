@@ -217,8 +217,8 @@ def _check_is_model(repo: str, files: Sequence[str]) -> None:
     has_weights = any(name.endswith(".safetensors") for name in fetched)
     if "config.json" not in files and "adapter_config.json" in files:
         raise ConfigError(
-            f"{repo} holds an adapter and no model: run `hf download {repo} --local-dir FOLDER`, and give its base model "
-            "here and model.lora.path=FOLDER"
+            f"{repo} holds an adapter and no model: run `hf download {repo} --local-dir FOLDER`, and give its base "
+            "model here and model.lora.path=FOLDER"
         )
     if not has_weights and any(name.endswith(".gguf") for name in files):
         raise ConfigError(

@@ -13,6 +13,8 @@ from rlcore.engine.parallel.model_shape import engine_of
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import REWARD, Algorithm, Role
 
+SLOW_ADAPTER = 1e-5
+"""Learning rate below which a run says that adapters want a higher one."""
 REWARD_MODEL = "reward_model"
 """The role that `reward.model` adds to the algorithm's roles."""
 
@@ -102,6 +104,17 @@ def _lora(config: Config, name: str, role: Role) -> LoraConfig:
     shared = replace(config.model.lora, path=None) if role.model is not None else config.model.lora
     lora = build(LoraConfig, {**to_plain(shared), **given}, f"roles.{name}.lora") if given else shared
     return lora if role.trains else LoraConfig(path=lora.path)
+
+
+def slow_adapters(config: Config, roles: Mapping[str, Role]) -> list[str]:
+    """Return a line for each role whose adapter has a learning rate for training all weights."""
+    own = {name: role_config(config, name, role) for name, role in roles.items() if role.trains}
+    return [
+        f"{name}: a learning rate of {each.engine.lr:g} is one for training all weights; an adapter wants about ten "
+        "times as much (docs/lora.md)"
+        for name, each in own.items()
+        if each.model.lora.is_on and each.engine.lr < SLOW_ADAPTER
+    ]
 
 
 def has_own_settings(config: Config, own: Config) -> bool:

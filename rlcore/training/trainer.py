@@ -38,7 +38,7 @@ from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, rewa
 from rlcore.rewards.scoring import check as check_rewards
 from rlcore.rewards.worker import extracts_answers
 from rlcore.roles.micro_batches import fit_micro_batches
-from rlcore.roles.settings import resolve_roles, role_config
+from rlcore.roles.settings import resolve_roles, role_config, slow_adapters
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
 from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_prompts
@@ -285,6 +285,7 @@ class Trainer:
             lines.append(found)
         for name, role in self.run_.roles.items():
             lines += [f"{name}: {group.describe()}" for group in role.groups]
+        lines += slow_adapters(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for name, loader in self.loaders.items():
             said = loader.schema_line, loader.special_tokens_line
             lines += [f"data {name}: {line}" for line in said if line]

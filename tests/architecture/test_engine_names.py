@@ -16,11 +16,19 @@ ROOT = Path(__file__).parents[2]
 ENGINES = sorted(path.name for path in (ROOT / "rlcore" / "engines").iterdir() if (path / "plugin.py").is_file())
 STRANGERS = sorted((ROOT / "tests" / "fixtures" / "engines").rglob("*.py"))
 PUBLIC = {*rlcore.__all__, *rlcore.engine.__all__, *dir(rlcore.ops)}
+ADAPTERS = {
+    *("AdapterFolder", "WEIGHTS", "file_name", "write_adapter_folder"),
+    *("LoraLinear", "adapted", "add_adapters", "as_started", "is_part", "merge_adapter", "merged", "merged_weight"),
+    *("train_adapters_only", "with_dropout"),
+}
 PRIVATE = {
     "hf": {
         "FULL_ATTENTION",
+        "LoraLinear",
+        "adapted",
         "attention_kinds",
         "check_attention",
+        "effective_weights",
         "pays_to_compile",
         "plain_attention",
         "plan_of",
@@ -30,6 +38,7 @@ PRIVATE = {
     "torch": {
         "FULL_ATTENTION",
         "KINDS",
+        *ADAPTERS,
         "attention_kinds",
         "check_attention",
         "check_model_layout",

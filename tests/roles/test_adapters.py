@@ -1,6 +1,7 @@
 """Runs in which roles train LoRA adapters (model.lora): all algorithms, the shared base, eval, and wrong settings."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rlcore_plugin_testing.algorithm.problem import STEPS
@@ -15,15 +16,23 @@ from rlcore.training.preflight import preflight
 
 BUILT_IN = ["grpo", "online_dpo", "ppo", "rejection_sampling"]
 OTHERS = sorted(set(PluginManager.load([]).algorithms()) - set(BUILT_IN))
+PLAIN = str(Path(__file__).parents[1] / "fixtures/engines/rlcore-plugin-plain/rlcore_plugin_plain.py")
 SMALL = [
     *("experiment=quickstart", "cluster=in_process", "model.lora.rank=8", "engine.lr=3e-3", "data.max_rows=64"),
     *("data.batch_size=4", "algo.group_size=4", "data.eval_size=16", "trainer.eval_temperature=0"),
 ]
 
 
+NEEDS = {
+    "on_policy_distill": ["algo.teacher=tiny"],
+    "safe_rlhf": ["reward.functions={arithmetic: 1, gsm8k_flexible: 0}", "algo.cost_function=gsm8k_flexible"],
+}
+"""What an algorithm has to be given."""
+
+
 @pytest.mark.parametrize("name", [*BUILT_IN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_an_algorithm_trains_adapters_and_resumes_bit_for_bit(name, tmp_path):
-    settings = ["model.lora.rank=4", "engine.lr=1e-2"]
+    settings = ["model.lora.rank=4", "engine.lr=1e-2", *NEEDS.get(name, [])]
     with open_suite(name, tmp_path, settings=settings) as suite:
         result = suite.result("resume")
         assert result.outcome == "pass", result.text
@@ -37,9 +46,13 @@ def test_an_algorithm_trains_adapters_and_resumes_bit_for_bit(name, tmp_path):
 
 def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
     folder = tmp_path / "run"
-    assert main(["train", *SMALL, "algo.kl_coef=0.01", "trainer.total_steps=3", f"run.dir={folder}"]) == 0
+    assert (
+        main(["train", *SMALL, "algo.kl_coef=0.01", "engine.lr=3e-6", "trainer.total_steps=3", f"run.dir={folder}"])
+        == 0
+    )
     told = capfd.readouterr().out
     assert "adapters of rank 8 in 21 layers" in told
+    assert "actor: a learning rate of 3e-06 is one for training all weights; an adapter wants about ten" in told
     assert "ref: CPU, fp32, attention sdpa, rows packed, on the weights of the adapter's base" in told
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line["eval/score"] for line in lines if "eval/score" in line]
@@ -63,11 +76,12 @@ def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
         (["roles.actor.lora={rnk: 4}"], "unknown key 'roles.actor.lora.rnk'"),
         (["cluster.workers=2", "cluster=local", "engine.tp=2"], "engine.tp=2 with model.lora"),
         (["model.lora.path=/nowhere"], "model.lora.path=/nowhere does not exist"),
+        (["engine=plain"], "engine=plain, which trains the role 'actor', has no adapters; choose one that has: torch"),
         (["model.lora.rank=-1"], "model.lora.rank = -1 is out of bounds"),
     ],
 )
 def test_wrong_settings_are_named_before_the_run(overrides, message):
-    plugins = PluginManager.load([])
+    plugins = PluginManager.load([PLAIN])
     with pytest.raises(ConfigError) as raised:
         preflight(compose([*SMALL, *overrides], plugins), plugins)
     assert message in str(raised.value)

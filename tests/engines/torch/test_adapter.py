@@ -196,7 +196,7 @@ def test_a_state_of_another_base_is_refused(model_folder, random_batch, tmp_path
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
     model.save_pretrained(other)
-    with pytest.raises(CheckpointError, match="trained on other weights than those of model.path="):
+    with pytest.raises(CheckpointError, match=r"trained on other weights than those of model.path="):
         make(other).restore(tmp_path / "state")
     with pytest.raises(CheckpointError, match="saved with an adapter, and the run is without one"):
         make(model_folder(), rank=0).restore(tmp_path / "state")
@@ -269,10 +269,10 @@ def test_an_optimizer_that_steps_no_adapter_is_found(model_folder, random_batch)
 
 def test_layers_that_do_not_exist_are_named(model_folder):
     with pytest.raises(
-        ConfigError, match="model.lora.targets names 'query', which no linear layer of Qwen2.* has; it has"
+        ConfigError, match=r"model.lora.targets names 'query', which no linear layer of Qwen2.* has; it has"
     ):
         make(model_folder(), targets=["q_proj", "query"])
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no torch.nn.Linear but its head"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no torch.nn.Linear but its head"):
         make(model_folder("gpt2"))
 
 

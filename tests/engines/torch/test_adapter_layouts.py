@@ -1,4 +1,4 @@
-"""An adapter trained under several layouts: what adapter_ranks.py measures, in up to 2 processes, against one process."""
+"""An adapter trained under several layouts: what adapter_ranks.py measures on 2 ranks, against one."""
 
 import json
 import os

@@ -18,7 +18,7 @@ from rlcore.config import from_yaml, to_yaml
 from rlcore.engine import Numerics, TrainEngine, UpdateItem
 from rlcore.ops import Loss
 from rlcore_plugin_testing.report import CheckFailed, NotApplicable, expect_error
-from rlcore_plugin_testing.train_engine import problem, state_checks
+from rlcore_plugin_testing.train_engine import adapter_checks, problem, state_checks
 from rlcore_plugin_testing.train_engine.ranks import ranks
 from rlcore_plugin_testing.train_engine.reference import Reference
 from rlcore_plugin_testing.train_engine.suite import (
@@ -293,6 +293,7 @@ CHECKS: dict[str, Callable[[TrainEngineSuite], str]] = {
         state_checks.incomplete_model,
         state_checks.save_pretrained,
         state_checks.offload,
+        adapter_checks.adapters,
         bf16,
         ranks,
     )

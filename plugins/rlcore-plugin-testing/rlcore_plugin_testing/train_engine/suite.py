@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rlcore import POLICY, Config, PluginManager, RoleKind
-from rlcore.config import compose
+from rlcore.config import LoraConfig, compose
 from rlcore.engine import Ranks, TrainEngine, TrainSetup, UpdateItem, model_path
 from rlcore_plugin_testing.report import PLAIN, CheckFailed, CheckSuite
 from rlcore_plugin_testing.train_engine import problem
@@ -81,14 +81,16 @@ class TrainEngineSuite(CheckSuite):
         dtype: Literal["fp32", "bf16"] = "fp32",
         ranks: Ranks | None = None,
         path: Path | None = None,
+        lora: LoraConfig | None = None,
         **options: Any,
     ) -> TrainEngine:
         """Create an engine; `options` replace keys of `engine`. Its device is a GPU where the settings ask for one.
 
-        path: a model folder instead of the suite's.
+        path: a model folder instead of the suite's. lora: the adapter that it trains, or starts from.
         """
         ranks = ranks or Ranks(device=torch.device("cuda" if self.config.cluster.gpus_per_worker else "cpu"))
-        model = replace(self.config.model, path=str(path or self.model(kind)), dtype=dtype)
+        folder = str(path or self.model(kind))
+        model = replace(self.config.model, path=folder, dtype=dtype, lora=lora or LoraConfig())
         config = replace(self.config.engine, **options)
         setup = TrainSetup(model, config, self.own_config, ranks, trains, kind, temperature=temperature, total_steps=10)
         return self.spec.create(setup)
