@@ -117,6 +117,11 @@ class AdapterFolder:
         return sorted(found)
 
     @property
+    def has_score(self) -> bool:
+        """Whether it holds the head of a critic or reward model besides."""
+        return bool(self.settings.get("modules_to_save"))
+
+    @property
     def base(self) -> str:
         """The model that it adapts, as a value of `model.path`: a folder, or a name on the hub with its commit."""
         base, revision = self.settings.get("base_model_name_or_path"), self.settings.get("revision")

@@ -3,11 +3,15 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 from rlcore_plugin_testing.algorithm.problem import STEPS
 from rlcore_plugin_testing.suites import open_suite
+from transformers import AutoModelForCausalLM
 
 from rlcore.adapter_folder import WEIGHTS
+from rlcore.assets import TINY
 from rlcore.cli import main
 from rlcore.config import compose
 from rlcore.errors import ConfigError
@@ -66,6 +70,21 @@ def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
         assert main(["eval", str(target), "cluster=in_process", "data.eval_size=16", "trainer.eval_temperature=0"]) == 0
         told = capfd.readouterr().out
         scores[target] = float(next(line.split()[1] for line in told.splitlines() if line.startswith("score ")))
+    for target, options in {"adapter": [], "merged": ["--merge"], "bf16": ["--merge", "--dtype", "bf16"]}.items():
+        assert main(["export", str(folder), str(tmp_path / target), *options]) == 0
+    assert (tmp_path / "adapter" / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    want = dict(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().named_parameters())
+    for name, dtype in {"merged": torch.float32, "bf16": torch.bfloat16}.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert {each.dtype for each in model.parameters()} == {dtype}
+        for key, weight in model.named_parameters():
+            assert torch.allclose(weight.float(), want[key], atol=1e-6 if dtype is torch.float32 else 4e-3), key
+    assert main(["export", str(folder), str(tmp_path / "merged")]) == 2
+    assert "exists already" in capfd.readouterr().err
+    assert main(["export", str(folder), str(tmp_path / "other"), "--role", "critic"]) == 2
+    assert "holds no model of it; it holds those of actor" in capfd.readouterr().err
+
     assert scores[folder] == scores[adapter] == pytest.approx(evaluated[-1], rel=1e-3)
 
 
