@@ -58,6 +58,23 @@ def load_model_config(path: str, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
+def load_model(model: ModelConfig, *, scores: bool | None = None) -> Any:
+    """Return the transformers model of a folder in fp32, for commands that write it again.
+
+    scores: a sequence-classification model with one label, and not a causal language model; None: as config.json says.
+    """
+    import transformers
+
+    config = load_model_config(model.path, model.trust_remote_code)
+    if scores is None:
+        scores = any("ForSequenceClassification" in name for name in config.architectures or ())
+    kind: Any = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    options = {**loading_options(model), **({"num_labels": 1} if scores else {})}
+    hf = kind.from_pretrained(model_path(model.path, code=model.trust_remote_code), dtype="float32", **options)
+    hf.config.architectures = [type(hf).__name__]
+    return hf
+
+
 def has_sdpa(model: ModelConfig) -> bool:
     """Whether transformers has sdpa attention for a model's family; True for code of the folder, which may have it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -63,13 +63,12 @@ def _saved(run: Path, role: str) -> Path:
 
 def _write(run: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"]) -> None:
     """Write a model in a precision, with its adapter merged into it."""
-    import transformers
-
     from rlcore.adapter_folder import AdapterFolder, is_adapter
     from rlcore.config import LoraConfig, ModelConfig, build
     from rlcore.config.files import read_values
-    from rlcore.engine import Ranks, loading_options, model_dtype, model_path, write_model_folder
+    from rlcore.engine import Ranks, model_dtype, model_path, write_model_folder
     from rlcore.engine.adapter import merge_adapter
+    from rlcore.model_folder import load_model
     from rlcore.training.checkpoint import split_target
     from rlcore.training.folder import CONFIG
 
@@ -83,18 +82,11 @@ def _write(run: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"])
             f"{saved} is an adapter of {path}, which is not there; put the model there, or correct "
             "base_model_name_or_path in adapter_config.json"
         )
-    config = transformers.AutoConfig.from_pretrained(base, **loading_options(model))
-    scores = any("ForSequenceClassification" in name for name in config.architectures or ())
-    options = dict(loading_options(model))
-    kind = transformers.AutoModelForCausalLM
-    if scores or (adapter is not None and adapter.has_score):
-        kind, options = transformers.AutoModelForSequenceClassification, {**options, "num_labels": 1}
-    hf = kind.from_pretrained(base, dtype="float32", **options)
+    hf = load_model(model, scores=None if adapter is None else adapter.has_score)
     if adapter is not None:
         merge_adapter(hf, adapter)
     hf.to(model_dtype(model))
     hf.config.dtype = model_dtype(model)
-    hf.config.architectures = [type(hf).__name__]
     write_model_folder(hf, hf.named_parameters(), model, folder, Ranks())
 
 

@@ -58,7 +58,7 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, new-plugin, plugins, samples, "
+            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, export, new-plugin, plugins, samples, "
             "serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plugins", "test", "grpo", "--set", "a=b"], "pip install rlcore-plugin-testing"),
@@ -164,7 +164,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train eval config plugins new-plugin serve samples plan"),
+        ("rlcore ", "train eval config plugins new-plugin serve samples export plan"),
         ("rlcore pl", "plugins plan"),
         ("rlcore plugins ", "test"),
         ("rlcore train algo=gr", "algo=grpo"),
