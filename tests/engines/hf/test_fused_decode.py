@@ -42,7 +42,7 @@ def test_the_fused_step_follows_the_weights(model_folder, make_rollout, prompts)
     assert rollout._fused.probe() < 1e-5
     batch = prompts(3, 1)
     out = rollout.generate(batch, Sampling(max_tokens=9, temperature=0.0))
-    assert not rollout._fused._products and rollout._fused._head is None, "nothing is held while the module trains"
+    assert (rollout._fused._products, rollout._fused._head) == ([], None), "nothing is held while the module trains"
     for prompt, response in zip(batch["prompts"].to_list(), out["responses"].to_list(), strict=True):
         ids = torch.cat([prompt, response])[None]
         with torch.no_grad():
