@@ -95,8 +95,10 @@ def add_adapters(hf: Any, lora: LoraConfig, start: AdapterFolder | None, seed: i
         else:
             layer.start_from(*(start.matrix(weights, name, part, layer.get_parameter(part).shape) for part in PARTS))
     if start is not None:
-        start.check_read(weights, _trained_heads(hf), adapted(hf))
-        for name, head in _trained_heads(hf).items():
+        # A critic may start from a policy's adapter, with a new head.
+        heads = _trained_heads(hf) if start.has_score else {}
+        start.check_read(weights, heads, adapted(hf))
+        for name, head in heads.items():
             head.data.copy_(start.tensor(weights, name, head.shape))
     return adapted(hf)
 

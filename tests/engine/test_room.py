@@ -100,7 +100,7 @@ def test_local_parameters_by_hand(layout, shards, rank, count):
         "weight": ShardSpec((60, 10), (layout.pp - 1,), dim=0),
         "norm": ShardSpec((10,), (layout.pp - 1,)),
     }
-    assert room.local_parameters(SimpleNamespace(mesh=mesh, shard_specs=specs)) == count
+    assert room.local_parameters(SimpleNamespace(mesh=mesh, trained_specs=specs)) == count
 
 
 def test_keys_and_values_by_hand():

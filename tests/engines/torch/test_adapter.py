@@ -224,6 +224,9 @@ def test_a_critic_trains_its_adapter_and_its_head(model_folder, random_batch, tm
         engine.step(1e-2, lambda squares: 1.0)
     values = engine.compute(batch, ["values"])["values"].values
     assert values.abs().min() > 0
+    randomise(make(model_folder())).save_pretrained(tmp_path / "policy")
+    from_policy = make(model_folder(), kind=CRITIC, rank=0, path=str(tmp_path / "policy"))
+    assert from_policy.compute(batch, ["values"])["values"].values.eq(0).all()  # its head is new
     engine.save(tmp_path)
     again = make(model_folder(), kind=CRITIC)
     again.restore(tmp_path)
