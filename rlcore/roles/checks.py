@@ -134,10 +134,16 @@ def _check_adapter(name: str, role: Role, config: Config, plugins: PluginManager
             f"model.lora: engine={own.engine.name}, which trains the role {name!r}, has no adapters; choose one that "
             f"has: {', '.join(able) or 'none is installed'}; or roles.{name}.lora={{rank: 0}}"
         )
-    if own.engine.tp > 1:
+    rank = lora.rank if lora.path is None else AdapterFolder.of(lora.path).rank
+    if rank % own.engine.tp:
         raise ConfigError(
-            f"engine.tp={own.engine.tp} with model.lora: adapters are not divided over tensor-parallel ranks yet; set "
-            "engine.tp=1, and engine.pp or more data-parallel workers for a model that does not fit"
+            f"model.lora: the adapter's rank {rank} cannot be divided by engine.tp={own.engine.tp}, whose ranks share "
+            f"it; take a multiple of {own.engine.tp}"
+        )
+    if lora.dropout and own.engine.tp > 1:
+        raise ConfigError(
+            f"model.lora.dropout={lora.dropout} with engine.tp={own.engine.tp}: tensor-parallel ranks would drop "
+            "different inputs of one row; set model.lora.dropout=0"
         )
 
 

@@ -1,7 +1,8 @@
 """Tensor parallelism by the model's own plan: linear layers become DTensors sharded over the `tp` axis of the mesh.
 
 A plan (transformers' `base_model_tp_plan`) names modules by patterns. `colwise` shards a linear layer's outputs, so
-that attention computes a share of the heads. `rowwise` shards its inputs and adds up the results. The weights of
+that attention computes a share of the heads. `rowwise` shards its inputs and adds up the results. Of an adapter A is
+sharded as the weight, and B along the outputs. The weights of
 `replicated_with_grad_allreduce` are replicated, but each rank applies them to its own heads (Qwen3's norms of queries
 and keys), so their gradients are added up. Everything else is replicated, and every rank computes it in full.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlcore.engine.adapter import LoraLinear
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.parallel.model_shape import STYLES, ModelShape
 from rlcore.errors import ConfigError
@@ -50,9 +52,9 @@ def cut_dims(plan: Mapping[str, str], names: list[str]) -> dict[str, int]:
     for name in names:
         module, _, kind = name.rpartition(".")
         style = plan.get(module)
-        if style == "colwise":
+        if style == "colwise" or (style == "rowwise" and kind == "lora_b"):
             dims[name] = 0
-        elif style == "rowwise" and kind == "weight":
+        elif style == "rowwise" and kind in ("weight", "lora_a"):
             dims[name] = 1
     return dims
 
@@ -64,6 +66,7 @@ def summed(plan: Mapping[str, str], names: list[str]) -> list[str]:
 
 def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
     """Shard the modules of this rank, in place, over the one-dimensional DeviceMesh `mesh`."""
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -72,6 +75,11 @@ def parallelize(hf: nn.Module, plan: Mapping[str, str], mesh: Any) -> None:
     for name, style in plan.items():
         if style in styles and isinstance(modules.get(name), nn.Linear):
             # Every rank has read the same weights, so each takes its own shard and nothing is sent.
+            if style == "rowwise" and isinstance(modules[name], LoraLinear):  # RowwiseParallel would replicate them
+                for part, dim in (("lora_a", 1), ("lora_b", 0)):
+                    whole = modules[name].get_parameter(part)
+                    shard = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+                    setattr(modules[name], part, nn.Parameter(shard, requires_grad=whole.requires_grad))
             parallelize_module(modules[name], mesh, styles[style](), src_data_rank=None)
             fed[name.rpartition(".")[0]] += style == "colwise"
     # A module whose input feeds several sharded layers, as attention's queries, keys and values.

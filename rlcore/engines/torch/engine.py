@@ -351,7 +351,16 @@ class TorchEngine(TrainEngine):
         """See TrainEngine."""
         self._ensure_resharded()
         shards = self.parameters.iter_tp_shards(self.root, self.dtype)
-        return ((name, shard.to(self.dtype)) for name, shard in merged(shards, self._scales))
+        joined = ((name, self._joined(name, shard)) for name, shard in shards)
+        return ((name, shard.to(self.dtype)) for name, shard in merged(joined, self._scales))
+
+    def _joined(self, name: str, shard: Tensor) -> Tensor:
+        """Gather A or B over the tensor ranks where the product of this rank's shard of W needs all of it."""
+        layer, _, kind = name.rpartition(".")
+        specs = self.parameters.shard_specs
+        if not is_part(name) or specs[f"{layer}.weight"].dim != {"lora_a": 0, "lora_b": 1}[kind]:
+            return shard
+        return self.mesh.join_tensor_shards(shard, specs[name].dim)
 
     def held_parameters(self) -> Mapping[str, Tensor]:
         """See TrainEngine."""

@@ -35,19 +35,20 @@ spec = importlib.util.spec_from_file_location("engine_models", Path(__file__).pa
 engine_models = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(engine_models)
 
-LAYOUTS = {"one": (1, 1, 0), "shards": (1, 2, 0), "copies": (1, 2, 1), "stages": (2, 1, 0)}
-"""By name: engine.pp, data-parallel ranks, engine.torch.shard."""
+LAYOUTS = {"one": (1, 1, 1, 0), "shards": (1, 1, 2, 0), "copies": (1, 1, 2, 1), "stages": (2, 1, 1, 0)}
+LAYOUTS |= {"tensor": (1, 2, 1, 0)}
+"""By name: engine.pp, engine.tp, data-parallel ranks, engine.torch.shard."""
 BATCHES = [engine_models.random_batch(5, 3, seed=1), engine_models.random_batch(3, 2, seed=3)]
 
 
-def engine_of(model: str, layout: tuple[int, int, int], rank: int) -> TorchEngine:
-    pp, dp, shard = layout
+def engine_of(model: str, layout: tuple[int, int, int, int], rank: int) -> TorchEngine:
+    pp, tp, dp, shard = layout
     engine = TorchEngine(
         TrainSetup(
             ModelConfig(path=model, lora=LoraConfig(rank=4)),
-            EngineConfig(pp=pp, lr=1e-2, clip_grad=0.5, micro_batch_rows=6),
+            EngineConfig(pp=pp, tp=tp, lr=1e-2, clip_grad=0.5, micro_batch_rows=6),
             TorchConfig(shard=shard),
-            ranks=Ranks(rank, pp * dp),
+            ranks=Ranks(rank, pp * tp * dp),
             trains=True,
             total_steps=10,
             seed=5,
@@ -84,14 +85,20 @@ def measure(model: str, name: str, rank: int, folder: Path) -> dict[str, Any]:
     whole = merged(engine)
     local = {name: shard.clone() for name, shard in engine.export_local()}
     place = engine.layout.coordinates(rank).pp
-    own = {name for name, spec in engine.shard_specs.items() if place in spec.stages}
-    found["local"] = set(local) == own and all(local[name].equal(whole[name]) for name in own)
+    own = {name: spec for name, spec in engine.shard_specs.items() if place in spec.stages}
+    cut = {
+        name: whole[name].chunk(engine.layout.tp, spec.dim)[engine.layout.coordinates(rank).tp]
+        if spec.dim is not None
+        else whole[name]
+        for name, spec in own.items()
+    }
+    found["local"] = set(local) == set(own) and all(torch.allclose(local[name], cut[name], atol=1e-6) for name in own)
     sums = engine.fingerprint(torch.float32)
     engine.save(folder / name)
     reference = engine.without_adapter()
     found["reference"] = reference.compute(BATCHES[0], ["log_probs"])["log_probs"].values.tolist()
     found["trained"] = sum(engine.ranks.gather(local_parameters(engine))) / (
-        engine.layout.dp if LAYOUTS[name][2] else 1
+        engine.layout.dp if LAYOUTS[name][3] else 1
     )
     if name == "one":
         torch.save({"whole": whole, "sums": sums}, folder / "one.pt")
@@ -123,11 +130,11 @@ def main() -> None:
     """Run all layouts."""
     model, folder = sys.argv[1], Path(sys.argv[2])
     context, found = multiprocessing.get_context("fork"), {}
-    for name, (pp, dp, _) in LAYOUTS.items():
+    for name, (pp, tp, dp, _) in LAYOUTS.items():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        results, world = context.Queue(), pp * dp
+        results, world = context.Queue(), pp * tp * dp
         ranks = [
             context.Process(target=rank_main, args=(model, name, rank, world, port, folder, results))
             for rank in range(world)

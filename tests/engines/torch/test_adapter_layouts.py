@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LAYOUTS = ["shards", "copies", "stages"]
+LAYOUTS = ["shards", "copies", "stages", "tensor"]
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # like those it starts several processes
 
