@@ -93,7 +93,7 @@ def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
     [
         (["roles.ref.lora={rank: 4}", "algo.kl_coef=0.1"], "roles.ref.lora={'rank': 4}: role 'ref' does not train"),
         (["roles.actor.lora={rnk: 4}"], "unknown key 'roles.actor.lora.rnk'"),
-        (["cluster=local", "engine.tp=2", "model.lora.rank=5"], "the adapter's rank 5 cannot be divided by engine.tp=2"),
+        (["cluster=local", "engine.tp=2", "model.lora.rank=5"], "rank 5 cannot be divided by engine.tp=2"),
         (["cluster=local", "engine.tp=2", "model.lora.dropout=0.1"], "model.lora.dropout=0.1 with engine.tp=2"),
         (["model.lora.path=/nowhere"], "model.lora.path=/nowhere does not exist"),
         (["engine=plain"], "engine=plain, which trains the role 'actor', has no adapters; choose one that has: torch"),
