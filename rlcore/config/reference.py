@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
-from rlcore.config.schema import SECTIONS, EvalSetConfig, RoleConfig
+from rlcore.config.schema import SECTIONS, EvalSetConfig, MixConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -44,8 +44,13 @@ sections of their own. A run has the sections of its engines and of all installe
 """
 
 
-CORE_SECTIONS: dict[str, type] = {**SECTIONS, "roles.NAME": RoleConfig, "eval.sets.NAME": EvalSetConfig}
-"""The dataclasses of the core's keys by dotted name; NAME stands for each role, and for each evaluation."""
+CORE_SECTIONS: dict[str, type] = {
+    **SECTIONS,
+    "data.mix.NAME": MixConfig,
+    "roles.NAME": RoleConfig,
+    "eval.sets.NAME": EvalSetConfig,
+}
+"""The dataclasses of the core's keys by dotted name; NAME stands for each source, each role, and each evaluation."""
 
 
 @dataclass(frozen=True)
