@@ -69,7 +69,7 @@ def source_config(config: Config, name: str) -> Config:
     _check_name(name, path)
     if "name" not in given.data:
         raise ConfigError(f"{path}.data has no name; give its data set, as {path}.data.name=file")
-    _check_read(given.data, "data", path, NOT_OF_A_SOURCE, "sources of data.mix")
+    _check_read(given.data, "data", f"{path}.data", NOT_OF_A_SOURCE, "sources of data.mix")
     # A source goes on with its next epoch inside a batch, so that no prompt is left over.
     values = {**to_plain(config.data), "mix": {}, "drop_last": False, **given.data}
     reward = _reward(config.reward, given.reward, f"{path}.reward", "sources of data.mix")

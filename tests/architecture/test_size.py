@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "rlcore"
 ENGINES = ("engines",)
 EPISODES = ("episodes", "sandbox")
-MOST = {"core": 18_200, "engines": 4_000, "episodes": 6_300}
+MOST = {"core": 18_550, "engines": 4_000, "episodes": 6_300}
 """What was there when docs/decisions/0039-size-by-room.md set them, and 8 %.
 
-0045 to 0052 raised the core's bound, and 0053 that of episodes.
+0045 to 0052 and 0054 raised the core's bound, and 0053 that of episodes.
 """
 NOT_CODE = {
     tokenize.COMMENT,

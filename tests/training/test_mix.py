@@ -1,4 +1,4 @@
-"""Runs on several data sets: rewards, metrics and evaluations of each source, resuming, and the checks. About 10 s."""
+"""Runs on several data sets: rewards, metrics and evaluations of each source, resuming, and the checks. About 20 s."""
 
 import json
 import re
@@ -22,15 +22,15 @@ def counted(prompt, response, answer, grade=-1.0):
     return grade
 """
 RUN = [
-    *("cluster=in_process", "tracker=none", "algo=grpo", "algo.group_size=2", "rollout.response_len=3"),
-    *("data.batch_size=4", "engine.lr=1e-3", "trainer.samples_per_step=100", "trainer.total_steps=4"),
+    *("cluster=in_process", "tracker=none", "rollout.response_len=3", "data.batch_size=4"),
+    *("engine.lr=1e-3", "trainer.samples_per_step=100", "trainer.total_steps=4"),
 ]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mix")
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in SUMS]
+    rows = [{"prompt": prompt, "answer": right, "chosen": right, "rejected": "0"} for prompt, right in SUMS]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"task": prompt, "grade": grade} for prompt, grade in GRADES]
     (folder / "grades.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -65,7 +65,13 @@ def mix(files):
 
 def run(folder, *options, plugins=None):
     plugins = plugins or PluginManager.load()
-    return train(compose([*RUN, f"run.dir={folder}", *options], plugins), plugins)
+    algo = [] if any(option.startswith("algo=") for option in options) else ["algo=grpo", "algo.group_size=2"]
+    return train(compose([*RUN, *algo, f"run.dir={folder}", *options], plugins), plugins)
+
+
+def check(*options):
+    plugins = PluginManager.load()
+    preflight(compose(["algo=grpo", "cluster=in_process", *options], plugins), plugins)
 
 
 class Stopping(PluginManager):
@@ -154,25 +160,25 @@ def test_the_runs_functions_score_sources_without_any_and_columns_of_scores_are_
             assert row["scores"] == pytest.approx(row["score/arithmetic"] + 0.5 * row["score/rewards.counted"])
 
 
-def test_an_algorithm_that_learns_responses_takes_a_mix(files, metrics_of, tmp_path):
-    """Its own evaluation reads the held-out prompts of all sources."""
-    sums = source(files, "sums")
-    copies = source(files, "sums", data={"held_out_share": 0.3, "system_prompt": "copy"})
-    options = [f"data.mix={as_option({'sums': sums, 'copies': copies})}", "trainer.eval_every=4"]
-    plugins = PluginManager.load()
-    own = [option for option in RUN if not option.startswith("algo")]
-    summary = train(compose([*own, "algo=sft", f"run.dir={tmp_path / 'run'}", *options], plugins), plugins)
-    assert summary["status"] == "finished"
-    assert "eval/accuracy" in metrics_of(tmp_path / "run")[-1]
-    assert main(["eval", str(tmp_path / "run")]) == 0
+def test_an_algorithm_that_learns_pairs_takes_a_mix(files, metrics_of, tmp_path):
+    """Its own evaluation reads the held-out prompts of all sources, here the rows of one file twice."""
+    folder, copies = tmp_path / "run", source(files, "sums", data={"held_out_share": 0.3, "system_prompt": "copy"})
+    both = {"sums": source(files, "sums"), "copies": copies}
+    run(folder, "algo=dpo", f"data.mix={as_option(both)}", "trainer.eval_every=4")
+    last = metrics_of(folder)[-1]
+    assert 0 <= last["eval/accuracy"] <= 1
+    assert not any(name.startswith(("eval/sums", "eval/copies")) for name in last)
+    assert main(["eval", str(folder)]) == 0
+    with pytest.raises(DataError, match=r"^data\.mix\.grades: data=file, split 'train', row 1: .*'chosen'"):
+        run(tmp_path / "other", "algo=dpo", f"data.mix={as_option({'grades': source(files, 'grades')})}")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            ["data.mix={a: {weight: 1}}"],
-            r"^data\.mix\.a\.data has no name; give its data set, as data\.mix\.a\.data\.n",
+            ["data.mix={b: {weight: 1}}"],
+            r"^data\.mix\.b\.data has no name; give its data set, as data\.mix\.b\.data\.n",
         ),
         (["data.mix.a.data.batch_size=2"], r"^data\.mix\.a\.data\.batch_size=2: sources of data\.mix do not read"),
         (["data.mix.a.data.promt_key=x"], r"unknown key 'data\.mix\.a\.data\.promt_key'.* mean 'data\.mix\.a\.data\.p"),
@@ -200,12 +206,8 @@ def test_an_algorithm_that_learns_responses_takes_a_mix(files, metrics_of, tmp_p
     ],
 )
 def test_the_config_of_a_mix_is_checked_before_anything_starts(options, message):
-    plugins = PluginManager.load()
     with pytest.raises(ConfigError, match=message):
-        config = compose(
-            ["algo=grpo", "cluster=in_process", "data.mix={a: {data: {name: arithmetic}}}", *options], plugins
-        )
-        preflight(config, plugins)
+        check("data.mix={a: {data: {name: arithmetic}}}", *options)
 
 
 @pytest.mark.parametrize(
