@@ -51,7 +51,7 @@ def sources(loader: MixLoader, batches: int) -> list[list[str]]:
 
 
 def test_each_prompt_is_of_the_source_that_is_furthest_behind(mix: Any) -> None:
-    """Shares 2/3 and 1/3; behind by, before each prompt: s 2/3 and c 1/3, then 1/3 and 2/3, then 1 and 0, and the same again."""
+    """Shares 2/3 and 1/3. Behind by 2/3 and 1/3 before the first prompt, then 1/3 and 2/3, then 1 and 0, and so on."""
     assert sources(mix({"sums": 2, "chat": 1}, 4), 3) == [list("scss"), list("cssc"), list("sscs")]
 
 
