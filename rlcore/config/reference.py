@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
-from rlcore.config.schema import SECTIONS, EvalSetConfig, LoraConfig, RoleConfig
+from rlcore.config.schema import SECTIONS, EvalSetConfig, LoraConfig, MixConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -47,10 +47,11 @@ sections of their own. A run has the sections of its engines and of all installe
 CORE_SECTIONS: dict[str, type] = {
     **SECTIONS,
     "model.lora": LoraConfig,
+    "data.mix.NAME": MixConfig,
     "roles.NAME": RoleConfig,
     "eval.sets.NAME": EvalSetConfig,
 }
-"""The dataclasses of the core's keys by dotted name; NAME stands for each role, and for each evaluation."""
+"""The dataclasses of the core's keys by dotted name; NAME stands for each source, each role, and each evaluation."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class MixConfig:
+    """A source of `data.mix`. A key that is not given has the run's own value."""
+
+    data: dict[str, Any] = option(
+        {}, "its own keys of `data`, as {name: file, path: math.jsonl}; `name` is required", hub={"path": "dataset"}
+    )
+    reward: dict[str, Any] = option(
+        {}, "its own keys of `reward`, as {functions: {math: 1.0}}; without functions, the run's or its data set's own"
+    )
+    weight: float = option(1.0, "its share of the prompts, relative to the weights of the other sources", min=0.0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The prompts: where they come from and how they become batches."""
 
@@ -141,6 +154,9 @@ class DataConfig:
     shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
     drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
     eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
+    mix: dict[str, MixConfig] = option(
+        {}, "data sets by name in place of `name`, as {sums: {data: {name: arithmetic}, weight: 0.3}} (docs/data.md)"
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -276,9 +276,20 @@ class PromptLoader:
         self._seed = seed
         self._train = PromptSplit(config, dataset, tokenizer, "train", tools)
         self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools, like=self._train)
-        # Compared as rendered: two rows may differ and still be the same prompt for the model.
-        held_out = {prompt.chat for prompt in self._eval.prompts}
-        self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in held_out]
+        self._name = dataset.name
+        self.leave_out(self.held_out_chats)
+
+    @property
+    def held_out_chats(self) -> set[str]:
+        """The held-out prompts as the model reads them: two rows may differ and still be the same prompt for it."""
+        return {prompt.chat for prompt in self._eval.prompts}
+
+    def leave_out(self, chats: Collection[str]) -> None:
+        """Leave out the training prompts that render to one of these texts, and begin the first epoch.
+
+        Raises DataError when no prompt is left, ConfigError as the loader does.
+        """
+        self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in chats]
         self.counts = {
             "train_prompts": len(self._prompts),
             "held_out_prompts": len(self._eval.prompts),
@@ -286,7 +297,7 @@ class PromptLoader:
             "overlong_held_out": self._eval.overlong,
             "held_out_in_train": len(self._train.prompts) - len(self._prompts),
         }
-        self._check_size(dataset.name)
+        self._check_size(self._name)
         self.epoch = 0
         self._position = 0
         self._order = self._epoch_order()
@@ -328,6 +339,11 @@ class PromptLoader:
         )
 
     @property
+    def lines(self) -> list[str]:
+        """The lines that a run's first lines say of the data."""
+        return [line for line in (self.schema_line, self.special_tokens_line) if line]
+
+    @property
     def longest(self) -> int:
         """The number of tokens of the longest prompt, held-out ones included."""
         return max(len(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
@@ -354,16 +370,30 @@ class PromptLoader:
         """Return the next `data.batch_size` prompts (fewer at an epoch's end without `drop_last`), uid `EPOCH:ROW`."""
         size, left = self._config.batch_size, len(self._order) - self._position
         if left == 0 or (left < size and self._config.drop_last):
-            self.epoch += 1
-            self._position = 0
-            self._order = self._epoch_order()
+            self._begin_epoch()
         chosen = self._order[self._position : self._position + size]
         self._position += len(chosen)
         return self._train.batch([self._prompts[i] for i in chosen], self.epoch)
 
+    def take(self, count: int, source: str) -> DataProto:
+        """Return the next `count` prompts, uid `SOURCE/EPOCH:ROW`; epoch after epoch, with no prompt left out."""
+        parts = []
+        while count:
+            if self._position == len(self._order):
+                self._begin_epoch()
+            chosen = self._order[self._position : self._position + count]
+            self._position += len(chosen)
+            count -= len(chosen)
+            parts.append(self._train.batch([self._prompts[i] for i in chosen], f"{source}/{self.epoch}"))
+        return DataProto.concat(parts)
+
     def held_out(self, limit: int = 0) -> DataProto:
         """Return the first `limit` held-out prompts (0: all), or all if there are fewer; uid `eval:ROW`."""
         return self._eval.batch(self._eval.prompts[: limit or None], "eval")
+
+    def evaluated(self) -> DataProto:
+        """Return the held-out prompts that evaluations use, `data.eval_size` of them; uid `eval:ROW`."""
+        return self.held_out(self._config.eval_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, with a digest of the training prompts."""
@@ -377,6 +407,11 @@ class PromptLoader:
                 "seed has changed. Restore them, or start a new run."
             )
         self.epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _begin_epoch(self) -> None:
+        self.epoch += 1
+        self._position = 0
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rlcore.config.environment import EnvConfig
-from rlcore.config.eval_sets import set_config
+from rlcore.config.eval_sets import set_config, source_config
 from rlcore.plugins.algorithm import Algorithm
 from rlcore.plugins.entries import algorithm_of, command_of
 from rlcore.plugins.roles import POLICY, Role, RoleKind
@@ -340,14 +340,17 @@ class PluginKind:
 
 def _chosen_datasets(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     own = [(f"eval.sets.{name}.data.name", set_config(config, name).data.name) for name in config.eval.sets]
-    return [("data.name", config.data.name), *own]
+    mixed = [(f"data.mix.{name}.data.name", source_config(config, name).data.name) for name in config.data.mix]
+    return [("data.name", config.data.name), *mixed, *own]
 
 
 def _chosen_rewards(config: schema.Config, plugins: Chooser) -> list[tuple[str, str]]:
     found = _rewards_of(config, plugins)
-    for name in config.eval.sets:
-        for key, reward in _rewards_of(set_config(config, name), plugins):
-            found.append((f"eval.sets.{name}{'.' if key == 'reward.functions' else ', '}{key}", reward))
+    further = {f"data.mix.{name}": source_config(config, name) for name in config.data.mix}
+    further |= {f"eval.sets.{name}": set_config(config, name) for name in config.eval.sets}
+    for path, own in further.items():
+        for key, reward in _rewards_of(own, plugins):
+            found.append((f"{path}{'.' if key == 'reward.functions' else ', '}{key}", reward))
     return found
 
 

@@ -54,6 +54,7 @@ _FIELDS = (
         "str",
         "identifies the prompt by epoch and data row (`0:17`, held out `eval:17`); never random",
     ),
+    Field("mix_source", _OBJECT, None, "str", "the prompt's source in `data.mix`, whose reward functions score it"),
     Field("sample_index", _DENSE, torch.int64, "index", "number of the sample among its prompt's samples, from 0"),
     Field("responses", _RAGGED, torch.int64, "token id", "the response, including the end-of-sequence token"),
     Field(

@@ -59,7 +59,7 @@ class ConsoleTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step."""
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
-        for name in self._config.eval.sets:
+        for name in (*self._config.data.mix, *self._config.eval.sets):
             if (accuracy := metrics.get(f"eval/{name}/accuracy")) is not None:
                 self._accuracy_of_sets[name] = accuracy
         if self._live is not None:
@@ -98,8 +98,9 @@ class ConsoleTracker(Tracker):
         ]
 
     def _accuracies(self) -> list[tuple[str, Text]]:
-        """Return the newest accuracies: on the held-out prompts, and of each evaluation of `eval.sets`."""
-        held_out = [("accuracy", _number(self._accuracy))] if self._config.eval.held_out else []
+        """Return the newest accuracies: on the held-out prompts, and of each source and evaluation with a name."""
+        has_own = self._config.eval.held_out and (self._accuracy is not None or not self._config.data.mix)
+        held_out = [("accuracy", _number(self._accuracy))] if has_own else []
         return [*held_out, *((name, _number(value)) for name, value in self._accuracy_of_sets.items())]
 
     def _display(self, step: int, metrics: Mapping[str, float]) -> RenderableType:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import Config, same_run
-from rlcore.config.eval_sets import naming_set
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import split_target
@@ -56,7 +54,7 @@ def compare(targets: list[Path], configs: list[Config], plugins: PluginManager) 
     rows: dict[str, Difference] = {}
     for name in first:
         if name in second:
-            with naming_set(name) if name else nullcontext():
+            with prepared[0].naming(name):
                 of_set = differences(first[name], second[name])
             rows |= {f"{name}/{metric}" if name else metric: row for metric, row in of_set.items()}
     print(f"A: {targets[0]}\nB: {targets[1]}")
@@ -94,7 +92,7 @@ def check_shared_prompts(first: PreparedTarget, second: PreparedTarget) -> None:
         )
     for name in names:
         left, right = (prompt_keys(each.prompts[name]) for each in (first, second))
-        with naming_set(name) if name else nullcontext():
+        with first.naming(name):
             _check_enough(len(set(left) & set(right)), len(left), len(right))
 
 

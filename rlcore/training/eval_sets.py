@@ -1,4 +1,4 @@
-"""The evaluations of `eval.sets`: their rewards, and their prompts with the checks of both."""
+"""The evaluations of `eval.sets` and the sources of `data.mix`: rewards and prompts, with the checks of both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config, EvalSetConfig
-from rlcore.config.eval_sets import naming_set, set_config
+from rlcore.config.eval_sets import naming, set_config, source_config
 from rlcore.data.chat import check_tokens
-from rlcore.data.loader import PromptSplit, check_rendered
+from rlcore.data.loader import PromptLoader, PromptSplit, check_rendered
+from rlcore.data.mix import MixLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.from_config import default_reward
 from rlcore.episodes.setup import EpisodeSetup
@@ -28,14 +29,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvalSet:
-    """An evaluation of `eval.sets`.
+    """An evaluation of `eval.sets`, or a source of `data.mix`, on whose held-out prompts a run is evaluated too.
 
-    given: its own keys. config: the run's config with them (`set_config`). rewards: its reward functions; the run's own
-    list where the same functions score both, under the same limits. row_tokens: most tokens of a prompt and its
-    response for which the engines start.
+    path: its config key. given: its own keys. config: the run's config with them (`set_config`, `source_config`).
+    rewards: its reward functions; the run's own list where the same functions score both, under the same limits.
+    row_tokens: most tokens of a prompt and its response for which the engines start.
     """
 
     name: str
+    path: str
     given: EvalSetConfig
     config: Config
     dataset: DatasetSpec
@@ -62,24 +64,71 @@ def eval_sets(
     roles: the run's; the actor samples. dataset, rewards: the run's own. Raises the errors of `resolve`, naming the
     evaluation.
     """
-    if not config.eval.sets:
-        return []
-    length = roles["actor"].rollout.get("response_len", config.rollout.response_len)
-    row_tokens = config.data.prompt_len + length
+    row_tokens = _row_tokens(config, roles)
     default = default_reward(config, plugins, dataset)
     sets = []
     for name, given in config.eval.sets.items():
-        with naming_set(name):
+        path = f"eval.sets.{name}"
+        with naming(path):
             own = set_config(config, name)
-            spec = plugins.datasets()[own.data.name].bound(own)
-            own_default = default_reward(own, plugins, spec)
-            if _rewards_key(own, own_default) == _rewards_key(config, default):
-                own_rewards = rewards
-            else:
-                key = own.data.answer_key
-                own_rewards = resolve(own.reward, own_default, plugins.rewards(), plugins.by_value_modules, key)
-            sets.append(EvalSet(name, given, own, spec, own_rewards, row_tokens))
+            spec, own_rewards = _data_and_rewards(own, config, plugins, default, rewards)
+        sets.append(EvalSet(name, path, given, own, spec, own_rewards, row_tokens))
     return sets
+
+
+def mix_sources(
+    config: Config,
+    plugins: PluginManager,
+    roles: Mapping[str, Role],
+    dataset: DatasetSpec,
+    rewards: list[WeightedReward],
+) -> list[EvalSet]:
+    """Return the sources of `data.mix`, as `eval_sets` returns the evaluations."""
+    row_tokens = _row_tokens(config, roles)
+    default = default_reward(config, plugins, dataset)
+    sources = []
+    for name in config.data.mix:
+        path = f"data.mix.{name}"
+        with naming(path):
+            own = source_config(config, name)
+            spec, own_rewards = _data_and_rewards(own, config, plugins, default, rewards)
+        sources.append(EvalSet(name, path, EvalSetConfig(), own, spec, own_rewards, row_tokens))
+    return sources
+
+
+def mix_loader(
+    config: Config, sources: Sequence[EvalSet], tokenizer: PreTrainedTokenizerBase, episodes: EpisodeSetup | None
+) -> MixLoader:
+    """Return the loader of `data.mix`. Raises the errors of PromptLoader, naming the source."""
+    tools = None if episodes is None else episodes.offered
+    loaders = {}
+    for source in sources:
+        with naming(source.path):
+            loaders[source.name] = PromptLoader(
+                source.config.data, source.dataset, tokenizer, seed=config.trainer.seed, tools=tools
+            )
+    return MixLoader(config.data, loaders)
+
+
+def _row_tokens(config: Config, roles: Mapping[str, Role]) -> int:
+    """Return the most tokens of a prompt and its response for which the engines start."""
+    settings = roles["actor"].rollout if "actor" in roles else {}
+    return config.data.prompt_len + int(settings.get("response_len", config.rollout.response_len))
+
+
+def _data_and_rewards(
+    own: Config, config: Config, plugins: PluginManager, default: str, rewards: list[WeightedReward]
+) -> tuple[DatasetSpec, list[WeightedReward]]:
+    """Return the data set of an evaluation or source with the config `own`, and its reward functions.
+
+    default, rewards: the reward of a run that chooses none, and the run's own functions.
+    """
+    dataset = plugins.datasets()[own.data.name].bound(own)
+    own_default = default_reward(own, plugins, dataset)
+    if _rewards_key(own, own_default) == _rewards_key(config, default):
+        return dataset, rewards
+    key = own.data.answer_key
+    return dataset, resolve(own.reward, own_default, plugins.rewards(), plugins.by_value_modules, key)
 
 
 def _rewards_key(config: Config, default: str) -> tuple[Any, ...]:
@@ -94,16 +143,15 @@ def load_prompts(each: EvalSet, tokenizer: PreTrainedTokenizerBase, episodes: Ep
     Raises DataError and ConfigError, naming the evaluation, for faults of its data and for rows that do not fit.
     """
     config = each.config
-    with naming_set(each.name):
+    with naming(each.path):
         tools = None if episodes is None else episodes.offered
         split = PromptSplit(config.data, each.dataset, tokenizer, "eval", tools)
         if "rendered" in each.given.data:  # the run's own names may be columns of its other data sets
             check_rendered(config.data, [*split.columns, *split.keys, "answer"])
         if split.overlong and config.data.overlong == "filter":
             log.warning(
-                "eval.sets.%s leaves out %d of %d prompts, which have more than %d tokens; raise "
-                "eval.sets.%s.data.prompt_len",
-                *(each.name, split.overlong, len(split.rows), config.data.prompt_len, each.name),
+                "%s leaves out %d of %d prompts, which have more than %d tokens; raise %s.data.prompt_len",
+                *(each.path, split.overlong, len(split.rows), config.data.prompt_len, each.path),
             )
         prompts = checked_prompts(config, split, f"eval/{each.name}", tokenizer, episodes, each.rewards)
         longest, response = int(prompts["prompts"].lengths.max()), config.rollout.response_len
@@ -144,4 +192,4 @@ def checked_prompts(
 
 
 PromptsBySet = Sequence[tuple[EvalSet, DataProto]]
-"""The evaluations of `eval.sets` with their prompts, in the order of the config."""
+"""The named evaluations with their prompts, in the order of the config."""

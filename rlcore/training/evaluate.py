@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ import torch
 
 from rlcore.adapter_folder import is_adapter
 from rlcore.config import Config, RoleConfig
-from rlcore.config.eval_sets import naming_set
+from rlcore.config.eval_sets import naming
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptSplit
 from rlcore.episodes.from_config import default_reward, episode_setup
@@ -32,7 +32,15 @@ from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
 from rlcore.roles.settings import evaluated_roles, with_settings
 from rlcore.training.checkpoint import chosen_whole, split_target
 from rlcore.training.estimates import maj_at_k, pass_at_k, share_with_interval
-from rlcore.training.eval_sets import EvalSet, PromptsBySet, checked_prompts, eval_sets, load_prompts
+from rlcore.training.eval_sets import (
+    EvalSet,
+    PromptsBySet,
+    checked_prompts,
+    eval_sets,
+    load_prompts,
+    mix_loader,
+    mix_sources,
+)
 from rlcore.training.folder import CONFIG
 from rlcore.training.run import Run, open_run
 
@@ -208,7 +216,7 @@ def evaluations(
     """
     found = {} if held_out is None else {OWN: held_out_evaluation(run, algorithm, held_out)}
     for each, prompts in sets:
-        with naming_set(each.name):
+        with naming(each.path):
             found[each.name] = evaluate_prompts(run, prompts, each)
     return found
 
@@ -248,6 +256,11 @@ class PreparedTarget:
         """The prompts by the evaluation's name."""
         own = {} if self.held_out is None else {OWN: self.held_out}
         return own | {each.name: prompts for each, prompts in self.sets}
+
+    def naming(self, name: str) -> AbstractContextManager[None]:
+        """Say of errors that they are those of this evaluation; of the target's own, nothing."""
+        paths = {each.name: each.path for each, _ in self.sets}
+        return naming(paths[name]) if name in paths else nullcontext()
 
     def run(self) -> dict[str, Evaluation]:
         """Start the workers and return all evaluations. Raises the errors of `open_run` and of the evaluations."""
@@ -291,10 +304,18 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
     tools = None if episodes is None else episodes.offered
     default = default_reward(config, plugins, dataset)
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
+    sources = mix_sources(config, plugins, roles, dataset, rewards)
     sets = eval_sets(config, plugins, roles, dataset, rewards)
     tokenizer = load_tokenizer(config.model)
     prompts: DataProto | None = None
-    if config.eval.held_out:
+    loaders = {}
+    if config.eval.held_out and sources:
+        if algorithm is not None and algorithm.evaluates:
+            loaders["train"] = mix_loader(config, sources, tokenizer, episodes)
+            prompts = loaders["train"].evaluated()
+        else:
+            sets = [*sources, *sets]
+    elif config.eval.held_out:
         scoring = [] if algorithm is not None and algorithm.evaluates else rewards
         split = PromptSplit(config.data, dataset, tokenizer, "eval", tools)
         prompts = checked_prompts(config, split, "eval", tokenizer, episodes, scoring)
@@ -302,7 +323,18 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
     folder = split_target(target)[0].resolve()
 
     def start() -> AbstractContextManager[Run]:
-        return open_run(config, folder, plugins, roles, rewards, placement=placement, episodes=episodes, sets=sets)
+        scored = {each.name: each for each in [*sources, *sets]}
+        return open_run(
+            config,
+            folder,
+            plugins,
+            roles,
+            rewards,
+            placement=placement,
+            episodes=episodes,
+            sets=[*scored.values()],
+            loaders=loaders,
+        )
 
     return PreparedTarget(algorithm, prompts, loaded, start)
 
@@ -339,7 +371,8 @@ def _with_adapters(config: Config, saved: Path, roles: Iterable[str]) -> Config:
 def sample_rows(batch: DataProto, most: int) -> list[dict[str, Any]]:
     """Return the first `most` rows of a scored batch as plain values: texts, scores, and details of failed rewards."""
     rows = batch[: min(most, len(batch))]
-    names = [name for name in ("uid", "sample_index", "prompt_text", "response_text", "answer") if name in rows]
+    texts = ("uid", "mix_source", "sample_index", "prompt_text", "response_text", "answer")
+    names = [name for name in texts if name in rows]
     names += [name for name in rows.keys() if name.startswith("score")]  # noqa: SIM118 (rows is not a dict)
     names += [name for name in ("episode", "stop_reason", "turns", "episode_messages") if name in rows]
     names += ["response_length", "finished", "weights_version", "reward_error", "reward_detail"]

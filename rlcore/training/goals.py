@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlcore.config import Config
-from rlcore.config.eval_sets import set_config
+from rlcore.config.eval_sets import set_config, source_config
 from rlcore.config.schema import TrainerConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Algorithm
@@ -78,8 +78,9 @@ class Goals:
 def check_goals(config: Config, algorithm: Algorithm, extracts: Mapping[str, bool]) -> None:
     """Raise ConfigError for a metric of `trainer.best` or `trainer.stop_at` that no evaluation of this run gives.
 
-    extracts: by the name of each evaluation, OWN or one of `eval.sets`, whether a reward extracts answers, so that
-    there is maj@k. The metrics of an algorithm with an evaluation of its own are known after the first one only.
+    extracts: by the name of each evaluation, OWN, a source of `data.mix` or one of `eval.sets`, whether a reward
+    extracts answers, so that there is maj@k. The metrics of an algorithm with an evaluation of its own are known after
+    the first one only.
     """
     trainer = config.trainer
     names = dict.fromkeys(trainer.stop_at, "trainer.stop_at")
@@ -100,7 +101,7 @@ def check_goals(config: Config, algorithm: Algorithm, extracts: Mapping[str, boo
             if not name.startswith("eval/"):
                 raise ConfigError(f"{key} names {name!r}; metrics of evaluations begin with eval/, e.g. eval/accuracy")
         elif name not in (known := _known_metrics(config, algorithm, extracts)):
-            raise _unknown(trainer, name, known)
+            raise _unknown(trainer, name, known, config.data.mix)
 
 
 def _check_goal(name: str, goal: float) -> None:
@@ -120,15 +121,22 @@ def _set_of(metric: str) -> str:
 
 def _known_metrics(config: Config, algorithm: Algorithm, extracts: Mapping[str, bool]) -> list[str]:
     """Return the metrics of all evaluations but the algorithm's own."""
-    names = metric_names(config, extracts[OWN]) if config.eval.held_out and not algorithm.evaluates else []
+    names = []
+    if config.eval.held_out and not algorithm.evaluates:
+        for name in config.data.mix:
+            names += metric_names(source_config(config, name), extracts[name], name)
+        if not config.data.mix:
+            names += metric_names(config, extracts[OWN])
     for name in config.eval.sets:
         names += metric_names(set_config(config, name), extracts[name], name)
     return names
 
 
-def _unknown(trainer: TrainerConfig, name: str, known: Sequence[str]) -> ConfigError:
+def _unknown(trainer: TrainerConfig, name: str, known: Sequence[str], sources: Collection[str] = ()) -> ConfigError:
+    """Return the error for a metric that no evaluation gives; sources: the names in `data.mix`."""
     key = "trainer.best" if name == trainer.best else "trainer.stop_at"
-    needs, samples = "", f"eval.sets.{_set_of(name)}.samples" if _set_of(name) else "trainer.eval_samples"
+    has_run_samples = _set_of(name) in (OWN, *sources)
+    needs, samples = "", "trainer.eval_samples" if has_run_samples else f"eval.sets.{_set_of(name)}.samples"
     if "/pass@" in name:
         needs = f" pass@k needs {samples} of at least k, which is a power of two."
     if "/maj@" in name:

@@ -109,6 +109,23 @@ def step_metrics(
     return metrics
 
 
+def source_metrics(scored: list[DataProto], pass_scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of each source of `data.mix` in the batches scored in a step.
+
+    pass_scores: by source, the score from which on a sample is right. mix/NAME/samples counts its rows;
+    mix/NAME/reward and mix/NAME/accuracy are means over its episodes that have a reward, as step_metrics counts them.
+    """
+    metrics: dict[str, float] = {}
+    for name, pass_score in pass_scores.items():
+        rows = [batch[list(batch.view("mix_source") == name)] for batch in scored if "mix_source" in batch]
+        own = step_metrics({}, {}, rows, pass_score)
+        metrics[f"mix/{name}/samples"] = float(sum(map(len, rows)))
+        for metric, of_all in (("reward", "reward/mean"), ("accuracy", "reward/accuracy")):
+            if of_all in own:
+                metrics[f"mix/{name}/{metric}"] = own[of_all]
+    return metrics
+
+
 def _column(batches: list[DataProto], name: str) -> Tensor:
     return torch.cat([batch[name] for batch in batches])
 

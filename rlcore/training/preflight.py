@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from rlcore.config import Config, RolloutConfig
+from rlcore.config import Config, DataConfig, RolloutConfig
 from rlcore.config.devices import local_gpus
-from rlcore.config.eval_sets import naming_set, set_config
+from rlcore.config.eval_sets import REPLACED_BY_MIX, naming, set_config, source_config
 from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.ops.importance import MASKS
@@ -143,6 +143,42 @@ def _data(flight: Preflight) -> None:
             f"data.rendered names the prompts' column {data.prompt_key!r}, which are the model's input as they are; "
             f"{what} has no place in them, so leave out one of the two"
         )
+
+
+def _mix(flight: Preflight) -> None:
+    config, standard = flight.config, DataConfig()
+    if not config.data.mix:
+        return
+    for key in REPLACED_BY_MIX:
+        if (value := getattr(config.data, key)) != getattr(standard, key):
+            raise ConfigError(
+                f"data.{key}={value} is of one data set, and data.mix has several; write it below a source, as "
+                f"data.mix.{next(iter(config.data.mix))}.data.{key}"
+            )
+    if config.reward.model is not None:
+        raise ConfigError(
+            f"reward.model = {config.reward.model} scores the responses to all prompts alike, and data.mix those of "
+            "each source by its own functions; leave out one of the two"
+        )
+    for name, source in config.data.mix.items():
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(
+                f"data.mix.{name}.weight = {source.weight:g} must be a number above 0; or drop the source"
+            )
+        if name in config.eval.sets:
+            raise ConfigError(
+                f"{name!r} is a source of data.mix and an evaluation of eval.sets, and both have the metrics "
+                f"eval/{name}/NAME; rename one of them"
+            )
+        with naming(f"data.mix.{name}"):
+            own = Preflight(source_config(config, name), flight.plugins, flight.purpose)
+            for check in (_reward, _data):
+                check(own)
+        if own.config.data.prompt_len > config.data.prompt_len:
+            raise ConfigError(
+                f"data.mix.{name}.data.prompt_len = {own.config.data.prompt_len} is more than data.prompt_len = "
+                f"{config.data.prompt_len}, for which the engines start; raise data.prompt_len"
+            )
 
 
 def _reward_file(what: str, reference: str) -> None:
@@ -282,7 +318,7 @@ def _eval_sets(flight: Preflight) -> None:
             "eval.held_out=false leaves nothing to evaluate on; add eval.sets, or set trainer.eval_every=0 instead"
         )
     for name in config.eval.sets:
-        with naming_set(name):
+        with naming(f"eval.sets.{name}"):
             own = Preflight(set_config(config, name), flight.plugins, flight.purpose)
             for check in (_reward, _data, _rollout, _trainer):
                 check(own)
@@ -302,7 +338,8 @@ def _evaluation(flight: Preflight) -> None:
             f"{', '.join(generates) or 'no role'} generate and has no evaluate() of its own; set trainer.eval_every=0"
         )
     # The rewards are read later, when a run starts.
-    check_goals(flight.config, flight.algorithm, dict.fromkeys([OWN, *flight.config.eval.sets], True))
+    names = [OWN, *flight.config.data.mix, *flight.config.eval.sets]
+    check_goals(flight.config, flight.algorithm, dict.fromkeys(names, True))
 
 
 def _roles(flight: Preflight) -> None:
@@ -331,6 +368,7 @@ CHECKS = (
     Check(_reward),
     Check(_date),
     Check(_data),
+    Check(_mix),
     Check(_rollout),
     Check(_engines),
     Check(_trainer),

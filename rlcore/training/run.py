@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from rlcore.config import Config, RewardConfig
 from rlcore.data.chat import ResponseEncoder, load_tokenizer
 from rlcore.data.loader import PromptLoader
+from rlcore.data.mix import SOURCE, MixLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.episodes.setup import EpisodeSetup
 from rlcore.errors import DataError, NoRoleError, did_you_mean
@@ -67,10 +69,10 @@ class Run:
         roles: Mapping[str, RoleHandle],
         scorer: Scorer,
         plugin_groups: PluginGroups,
-        loaders: Mapping[str, PromptLoader],
+        loaders: Mapping[str, PromptLoader | MixLoader],
         scorers_of_sets: Mapping[str, Scorer],
     ) -> None:
-        """`scorers_of_sets`: those of the evaluations of `eval.sets` that have rewards of their own, by name."""
+        """`scorers_of_sets`: those of the evaluations and sources that have rewards of their own, by name."""
         self.config, self.dir = config, folder
         self.roles = dict(roles)
         self._loaders = loaders
@@ -155,8 +157,22 @@ class Run:
         reward function can extract answers. `evaluation`: the name in `eval.sets` of the evaluation whose functions
         score.
         """
+        mix = self._loaders.get("train")
+        if evaluation is None and isinstance(mix, MixLoader) and SOURCE in batch:
+            return self._score_mix(mix, batch, extract)
         scorer = self._scorer if evaluation is None else self._scorers_of_sets.get(evaluation, self._scorer)
         return scorer.score(batch, extract)
+
+    def _score_mix(self, mix: MixLoader, batch: DataProto, extract: bool) -> DataProto:
+        """Return the scores of all rows, each by the functions of its source; all calls are made before any result."""
+        names = batch.view(SOURCE)
+        rows = {name: np.flatnonzero(names == name) for name in dict.fromkeys(names)}
+        scored = []
+        for name, own in rows.items():
+            scorer = self._scorers_of_sets.get(name, self._scorer)
+            scored.append(scorer.score(mix.own_columns(batch[own], name), extract))
+        order = np.argsort(np.concatenate([*rows.values()]))
+        return DataProto.deferred(lambda: _join_scores(scored)[order])
 
     def _score_by_model(self, batch: DataProto) -> DataProto:
         settings = self.config.reward
@@ -263,6 +279,18 @@ class Run:
         return [*of_roles, *(scorer.workers for scorer in scorers), *self._plugin_groups.groups.values()]
 
 
+def _join_scores(scored: Sequence[DataProto]) -> DataProto:
+    """Return the rows of all batches; a reward function's column is NaN in rows that another source's score."""
+    columns = {name: None for batch in scored for name in batch.keys()}  # noqa: SIM118 (a batch is not a dict)
+    filled = [batch[:] for batch in scored]
+    for batch in filled:
+        for name in columns:
+            if name not in batch:
+                is_score = name.startswith("score/")
+                batch[name] = torch.full((len(batch),), math.nan) if is_score else [None] * len(batch)
+    return DataProto.concat(filled)
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Reward functions, and the workers that call them under the limits of `config`."""
@@ -329,7 +357,7 @@ def open_run(
     placement: Placement | None = None,
     episodes: EpisodeSetup | None = None,
     sets: Sequence[EvalSet] = (),
-    loaders: Mapping[str, PromptLoader] | None = None,
+    loaders: Mapping[str, PromptLoader | MixLoader] | None = None,
     log_dir: Path | None = None,
     executor: Executor | None = None,
     meanwhile: Callable[[], None] = lambda: None,
@@ -339,7 +367,7 @@ def open_run(
     roles: from `resolve_roles`, checked by `check_roles`.
     placement: the run's pools; None: plans them here, and raises ConfigError for impossible pools.
     episodes: the setup of the run's environment, from `episode_setup`.
-    sets: the evaluations of `eval.sets`; their rewards run in the processes of the run's own.
+    sets: the sources of `data.mix` and the evaluations of `eval.sets`; their rewards run in the processes of the run's.
     loaders: the data sets of `run.next_prompts`, by name.
     log_dir: folder in which each worker writes its own log file.
     executor: starts the workers; None: the executor of `cluster.executor`.

@@ -19,9 +19,10 @@ from typing import Any
 from rlcore.collector import resume_collector
 from rlcore.config import Config
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
-from rlcore.config.eval_sets import naming_set
+from rlcore.config.eval_sets import naming, source_config
 from rlcore.data.chat import check_tokens, load_tokenizer, same_tokenizer
 from rlcore.data.loader import PromptLoader, check_rendered
+from rlcore.data.mix import MixLoader
 from rlcore.end_tokens import find_end_tokens
 from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.train import ENGINE_STATE
@@ -41,11 +42,11 @@ from rlcore.roles.micro_batches import fit_micro_batches
 from rlcore.roles.settings import resolve_roles, role_config, slow_adapters
 from rlcore.trackers import Trackers
 from rlcore.training import checkpoint
-from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_prompts
+from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_prompts, mix_loader, mix_sources
 from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
-from rlcore.training.health import logprob_diff_warning, step_metrics
+from rlcore.training.health import logprob_diff_warning, source_metrics, step_metrics
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
 from rlcore.training.timeline import Trace, timeline_metrics
@@ -70,10 +71,12 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     episodes = episode_setup(config, plugins)
     path = default_path(config)
+    sources = mix_sources(config, plugins, checked.roles, dataset, rewards)
     sets = eval_sets(config, plugins, checked.roles, dataset, rewards) if config.trainer.eval_every else []
-    extracts = {OWN: extracts_answers(rewards), **{each.name: extracts_answers(each.rewards) for each in sets}}
+    named = [*sources, *sets]
+    extracts = {OWN: extracts_answers(rewards), **{each.name: extracts_answers(each.rewards) for each in named}}
     check_goals(config, algorithm, extracts)
-    with _Preparation(config, plugins, algorithm, rewards, sets, episodes, path) as prepared:
+    with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path) as prepared:
         opened = open_run(
             config,
             path.resolve(),
@@ -82,7 +85,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
             rewards,
             placement=checked.placement,
             episodes=episodes,
-            sets=sets,
+            sets=named,
             loaders=prepared.loaders,
             log_dir=path.resolve() / "logs",
             meanwhile=prepared.make,
@@ -112,34 +115,37 @@ class _Preparation(ExitStack):
         plugins: PluginManager,
         algorithm: Algorithm,
         rewards: list[WeightedReward],
+        sources: list[EvalSet],
         sets: list[EvalSet],
         episodes: EpisodeSetup | None,
         path: Path,
     ) -> None:
         super().__init__()
-        self._given = config, plugins, algorithm, rewards, sets, episodes, path
-        self.loaders: dict[str, PromptLoader] = {}
+        self._given = config, plugins, algorithm, rewards, sources, sets, episodes, path
+        self.loaders: dict[str, Loader] = {}
         self.prompts_by_set: list[tuple[EvalSet, DataProto]] = []
         self.trackers: Trackers
         self.folder: RunFolder
 
     def make(self) -> None:
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
-        config, plugins, algorithm, rewards, sets, episodes, path = self._given
-        self.loaders.update(_loaders(algorithm, config, plugins, episodes))
-        by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
-        self.loaders["train"].require(
-            needing_answer(rewards),
-            {reward.name: reward.needs_columns for reward in rewards},
-            train=algorithm.uses_reward and bool(by_functions),
-            held_out=bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates,
-        )
+        config, plugins, algorithm, rewards, sources, sets, episodes, path = self._given
+        self.loaders.update(_loaders(algorithm, config, plugins, episodes, sources))
+        samples_held_out = bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates
+        train = self.loaders["train"]
+        if isinstance(train, MixLoader):
+            for source in sources:
+                with naming(source.path):
+                    _require(train.sources[source.name], algorithm, source.config, source.rewards, samples_held_out)
+        else:
+            _require(train, algorithm, config, rewards, samples_held_out)
         tokenizer = load_tokenizer(config.model)
-        self.prompts_by_set += [(each, load_prompts(each, tokenizer, episodes)) for each in sets]
+        evaluated = [*sources, *sets] if samples_held_out else sets
+        self.prompts_by_set += [(each, load_prompts(each, tokenizer, episodes)) for each in evaluated]
         check_rewards(rewards, config.reward)
-        further = [each for each in sets if each.rewards is not rewards]
+        further = [each for each in [*sources, *sets] if each.rewards is not rewards]
         for each in further:
-            with naming_set(each.name):
+            with naming(each.path):
                 check_rewards(each.rewards, each.config.reward)
         if episodes is not None:
             episodes.check()
@@ -163,9 +169,29 @@ class _Preparation(ExitStack):
             on_start()
 
 
+Loader = PromptLoader | MixLoader
+
+
+def _require(
+    loader: PromptLoader, algorithm: Algorithm, config: Config, rewards: list[WeightedReward], samples_held_out: bool
+) -> None:
+    """Raise DataError for rows of a data set without what its reward functions need."""
+    by_functions = config.reward.model is None or config.reward.functions or config.reward.path is not None
+    loader.require(
+        needing_answer(rewards),
+        {reward.name: reward.needs_columns for reward in rewards},
+        train=algorithm.uses_reward and bool(by_functions),
+        held_out=samples_held_out,
+    )
+
+
 def _loaders(
-    algorithm: Algorithm, config: Config, plugins: PluginManager, episodes: EpisodeSetup | None
-) -> dict[str, PromptLoader]:
+    algorithm: Algorithm,
+    config: Config,
+    plugins: PluginManager,
+    episodes: EpisodeSetup | None,
+    sources: list[EvalSet],
+) -> dict[str, Loader]:
     """Return the loaders by name: "train" for the run's own prompts, and the algorithm's further data sets."""
     tokenizer = load_tokenizer(config.model)
     tools = None if episodes is None else episodes.offered
@@ -174,8 +200,15 @@ def _loaders(
         raise ConfigError(
             f"algo={config.algorithm} calls a further data set 'train', the name of the run's own; rename it"
         )
-    loaders = {}
-    for name, settings in {"train": config.data, **further}.items():
+    if further and sources:
+        raise ConfigError(
+            f"algo={config.algorithm} reads further data sets ({', '.join(further)}) by keys of `data`, which data.mix "
+            "replaces; leave out data.mix, or the keys of the algorithm that name these data sets"
+        )
+    loaders: dict[str, Loader] = {}
+    if sources:
+        loaders["train"] = mix_loader(config, sources, tokenizer, episodes)
+    for name, settings in ({} if sources else {"train": config.data, **further}).items():
         known = plugins.datasets()
         if settings.name not in known:
             raise ConfigError(
@@ -218,7 +251,7 @@ class Trainer:
         run: Run,
         algorithm: Algorithm,
         plugins: PluginManager,
-        loaders: Mapping[str, PromptLoader],
+        loaders: Mapping[str, Loader],
         folder: RunFolder,
         trackers: Trackers,
         prompts_by_set: PromptsBySet,
@@ -238,9 +271,13 @@ class Trainer:
         self._known: dict[str, dict[str, int]] = {}
         self._sample_rows = 0
         self._warned_of = 0.0
+        mixed = {name: source_config(self.config, name) for name in self.config.data.mix}
+        self._pass_scores = {name: own.reward.pass_score for name, own in mixed.items()}
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
         evaluates_held_out = bool(self.config.trainer.eval_every) and self.config.eval.held_out
-        self.held_out = self.loader.held_out(self.config.data.eval_size) if evaluates_held_out else None
+        if self.config.data.mix and not algorithm.evaluates:
+            evaluates_held_out = False  # the sources are evaluated by their names
+        self.held_out = self.loader.evaluated() if evaluates_held_out else None
         self.prompts_by_set = prompts_by_set
 
     def run(self) -> dict[str, Any]:
@@ -287,8 +324,7 @@ class Trainer:
             lines += [f"{name}: {group.describe()}" for group in role.groups]
         lines += slow_adapters(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for name, loader in self.loaders.items():
-            said = loader.schema_line, loader.special_tokens_line
-            lines += [f"data {name}: {line}" for line in said if line]
+            lines += [f"data {name}: {line}" for line in loader.lines]
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
@@ -376,6 +412,7 @@ class Trainer:
         logged, scored = opened.ended.wait()
         self.step = opened.step
         metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
+        metrics.update(source_metrics(scored, self._pass_scores))
         metrics.update(opened.seconds())
         # Steps may overlap: a step's time starts at the end of the step before.
         now = time.perf_counter()

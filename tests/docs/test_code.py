@@ -168,6 +168,8 @@ def small(argv: list[str]) -> list[str]:
     if argv[0] not in ("train", "eval") or {"--help", "--cfg"} & set(argv):
         return argv
     given = {word.partition("=")[0] for word in argv}
+    if "experiment=mixed" in argv:
+        given.add("data.max_rows")  # refused beside data.mix
     return [*argv, *(f"{key}={value}" for key, value in SMALL.items() if key not in given)]
 
 
