@@ -35,6 +35,13 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "trainable_token_indices": ([],),
     "layers_to_transform": ([],),
     "exclude_modules": ([],),
+    "use_qalora": (False,),
+    "use_bdlora": (False,),
+    "alora_invocation_tokens": ([],),
+    "layer_replication": ([],),
+    "arrow_config": ({},),
+    "loftq_config": ({},),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base model, too
 }
 """Values of settings with which an adapter is what rlcore computes; a setting that is absent or null has the first."""
 
@@ -141,10 +148,6 @@ class AdapterFolder:
             return load_file(self.path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path / WEIGHTS} cannot be read: {error}") from error
-
-    def matrix(self, tensors: Mapping[str, Tensor], layer: str, part: str, shape: Sequence[int]) -> Tensor:
-        """Return A or B (`part`: lora_a, lora_b) of a layer. Raises ConfigError if it is missing or does not fit."""
-        return self.tensor(tensors, f"{layer}.{part}", shape)
 
     def tensor(self, tensors: Mapping[str, Tensor], parameter: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor of a parameter. Raises ConfigError if it is missing, does not fit or is not finite."""

@@ -32,12 +32,14 @@ def model_path(path: str, need: Need = "weights", *, code: bool = False) -> Path
     return hub_folder(path, need, code=code) if is_pinned(path) else Path(path).expanduser()
 
 
-def saved_model(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the config of a model that a checkpoint of `model` holds: the folder's, or `model` with its adapter."""
-    saved = str(folder.resolve())
+def with_saved_actor(config: Config, folder: Path) -> Config:
+    """Return the config whose model is the actor's of a checkpoint: the folder's, or the run's own with its adapter."""
+    saved, own = str(folder.resolve()), dict(config.roles)
+    if "actor" in own:
+        own["actor"] = replace(own["actor"], lora={})  # by which the run's actor started
     if is_adapter(folder):
-        return replace(model, lora=LoraConfig(path=saved))
-    return replace(model, path=saved, lora=LoraConfig())
+        return replace(config, model=replace(config.model, lora=LoraConfig(path=saved)), roles=own)
+    return replace(config, model=replace(config.model, path=saved, lora=LoraConfig()), roles=own)
 
 
 def loading_options(model: ModelConfig) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def load_model(model: ModelConfig, *, scores: bool | None = None) -> Any:
     """
     import transformers
 
+    transformers.utils.logging.set_verbosity_error()  # it warns of a head that an adapter brings
     config = load_model_config(model.path, model.trust_remote_code)
     if scores is None:
         scores = any("ForSequenceClassification" in name for name in config.architectures or ())

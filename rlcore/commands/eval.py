@@ -75,7 +75,14 @@ def target_values(target: str) -> dict[str, Any]:
     if (folder / "config.yaml").is_file():
         return read_values(folder / "config.yaml")
     if is_adapter(folder):
-        return {"model": {"path": AdapterFolder(folder).base, "lora": {"path": target}}}
+        template = folder / "chat_template.jinja"
+        return {
+            "model": {
+                "path": AdapterFolder(folder).base,
+                "lora": {"path": target},
+                "chat_template": str(template) if template.is_file() else None,
+            }
+        }
     if (folder / "config.json").is_file() or target == "tiny" or split_name(target) is not None:
         return {"model": {"path": target}}
     if folder.is_dir():

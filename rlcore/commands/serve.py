@@ -13,7 +13,6 @@ from rlcore.commands.line import CommandLine
 from rlcore.episodes.serve_options import add_options, server_options
 
 if TYPE_CHECKING:
-    from rlcore.config import ModelConfig
     from rlcore.episodes.server import ServerOptions
     from rlcore.plugins import PluginManager
 
@@ -37,24 +36,24 @@ def run(line: CommandLine) -> int:
     config = line.compose(["cluster=in_process", *overrides], base=base)
     if config.cluster.executor != "in_process":
         raise ConfigError(f"cluster.executor={config.cluster.executor}: rlcore serve runs in one process, in_process")
-    config = replace(config, algorithm="", model=_model(config, Path(target)))
+    config = replace(_with_weights(config, Path(target)), algorithm="")
     # The environment of a run plays nothing here; only its keys of the model's turns count.
     preflight(replace(config, sections={**config.sections, "env": EnvConfig()}), line.plugins, "evaluate")
     _serve(config, line.plugins, options, Path(target))
     return 0
 
 
-def _model(config: Config, target: Path) -> ModelConfig:
-    """Return the config of the model: a model folder's own, a checkpoint's, or that of the run's newest one."""
+def _with_weights(config: Config, target: Path) -> Config:
+    """Return the config with the model to serve: a model folder's own, a checkpoint's, or that of the run's newest."""
     from rlcore.errors import CheckpointError
-    from rlcore.model_folder import saved_model
+    from rlcore.model_folder import with_saved_actor
     from rlcore.training.checkpoint import chosen_whole, split_target
     from rlcore.training.folder import CONFIG
 
     if not (split_target(target)[0] / CONFIG).is_file():
-        return config.model
+        return config
     if found := chosen_whole(target, "actor/model"):
-        return saved_model(config.model, found / "actor" / "model")
+        return with_saved_actor(config, found / "actor" / "model")
     raise CheckpointError(f"the run {target} has no checkpoint to serve; train longer, or give a model folder")
 
 

@@ -93,7 +93,9 @@ def add_adapters(hf: Any, lora: LoraConfig, start: AdapterFolder | None, seed: i
         if start is None:
             layer.draw(zlib.crc32(name.encode()) + seed)
         else:
-            layer.start_from(*(start.matrix(weights, name, part, layer.get_parameter(part).shape) for part in PARTS))
+            layer.start_from(
+                *(start.tensor(weights, f"{name}.{part}", layer.get_parameter(part).shape) for part in PARTS)
+            )
     if start is not None:
         # A critic may start from a policy's adapter, with a new head.
         heads = _trained_heads(hf) if start.has_score else {}

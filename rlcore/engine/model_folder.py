@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +37,24 @@ def write_model_folder(
 
 
 def write_adapter_folder(
-    hf: Any, weights: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
+    given: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: Path, ranks: Ranks
 ) -> None:
     """Write a folder that the package peft opens: the adapter's settings and weights, and the tokenizer of `model`.
 
-    `hf` has the adapted layers; `weights` are whole, by their names in the file. See `write_model_folder`.
+    `given`: the values of adapter_config.json, by `adapter_settings`. `weights` are whole, by their names in the file.
+    See `write_model_folder`.
     """
 
     def settings() -> None:
-        written = json.dumps(_adapter_settings(hf, model), indent=2)
+        written = json.dumps(given, indent=2)
         (folder / SETTINGS).write_text(written + "\n", encoding="utf-8")
         _write_tokenizer(read_tokenizer(model), model, folder)
 
     _write(weights, folder / WEIGHTS, ranks, settings)
 
 
-def _adapter_settings(hf: Any, model: ModelConfig) -> dict[str, Any]:
+def adapter_settings(hf: Any, model: ModelConfig) -> dict[str, Any]:
+    """Return the values of adapter_config.json for a model with adapted layers, of which none is cut off yet."""
     layers = adapted(hf)
     first = next(iter(layers.values()))
     repo, _, commit = model.path.partition("@") if is_pinned(model.path) else (None, "", None)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rlcore.adapter_folder import AdapterFolder
-from rlcore.config import Config, RoleConfig
+from rlcore.config import Config, LoraConfig, RoleConfig
 from rlcore.data.chat import check_role_folder, load_any_tokenizer
 from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.errors import ConfigError
@@ -119,13 +119,8 @@ def _check_adapter(name: str, role: Role, config: Config, plugins: PluginManager
     if given and not role.trains:
         why = f"follows {role.follows!r}" if role.follows is not None else "does not train"
         raise ConfigError(f"roles.{name}.lora={given}: role {name!r} {why}, so it has no adapter; leave it out")
-    if lora.path is not None:
-        adapter = AdapterFolder.of(lora.path)
-        if lora.rank not in (0, adapter.rank):
-            raise ConfigError(
-                f"model.lora.rank={lora.rank}, but the adapter of model.lora.path={lora.path} has rank {adapter.rank}; "
-                "leave out model.lora.rank"
-            )
+    if role.trains:
+        _check_lora(lora, f"roles.{name}.lora" if given else "model.lora")
     if not (role.trains and lora.is_on):
         return
     if not plugins.train_engines()[own.engine.name].capabilities.adapters:
@@ -145,6 +140,31 @@ def _check_adapter(name: str, role: Role, config: Config, plugins: PluginManager
             f"model.lora.dropout={lora.dropout} with engine.tp={own.engine.tp}: tensor-parallel ranks would drop "
             "different inputs of one row; set model.lora.dropout=0"
         )
+
+
+def _check_lora(lora: LoraConfig, where: str) -> None:
+    """Raise ConfigError for settings of an adapter, at the key `where`, that do nothing or leave nothing to train."""
+    changed = [key for key in ("alpha", "dropout", "targets") if getattr(lora, key) != getattr(LoraConfig(), key)]
+    if not lora.is_on and changed:
+        raise ConfigError(f"{where}.{changed[0]} is set, but there is no adapter; set {where}.rank, as {where}.rank=16")
+    if lora.path is not None:
+        adapter = AdapterFolder.of(lora.path)
+        own = [key for key in changed if key != "dropout"]
+        if lora.rank not in (0, adapter.rank):
+            raise ConfigError(
+                f"{where}.rank={lora.rank}, but the adapter of {where}.path={lora.path} has rank {adapter.rank}; "
+                f"leave out {where}.rank"
+            )
+        if own:
+            raise ConfigError(
+                f"{where}.{own[0]} is set, but the adapter of {where}.path={lora.path} has its own; drop it"
+            )
+    if lora.alpha == 0:
+        raise ConfigError(f"{where}.alpha=0 multiplies the adapter by 0; leave it out for 2 * rank")
+    if lora.dropout == 1:
+        raise ConfigError(f"{where}.dropout=1 drops every input of the adapter; set it below 1")
+    if lora.targets == []:
+        raise ConfigError(f"{where}.targets=[] adapts no layer; leave it out for all linear layers")
 
 
 def _check_template_kwargs(name: str, role: Role, config: Config) -> None:

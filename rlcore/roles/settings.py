@@ -97,10 +97,12 @@ def role_config(config: Config, name: str, role: Role) -> Config:
 def _lora(config: Config, name: str, role: Role) -> LoraConfig:
     """Return a role's adapter: `model.lora` with the keys of `roles.NAME.lora`.
 
-    A role with a model of its own starts from no adapter, unless it names one. Of a role that does not train, only the
-    adapter counts from which it starts.
+    A role with a model of its own starts from no adapter, unless it names one. A role of rank 0 has none. Of a role
+    that does not train, only the adapter counts from which it starts.
     """
     given = config.roles.get(name, RoleConfig()).lora
+    if given.get("rank") == 0 and given.get("path") is None:
+        return LoraConfig()
     shared = replace(config.model.lora, path=None) if role.model is not None else config.model.lora
     lora = build(LoraConfig, {**to_plain(shared), **given}, f"roles.{name}.lora") if given else shared
     return lora if role.trains else LoraConfig(path=lora.path)

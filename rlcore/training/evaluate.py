@@ -21,7 +21,7 @@ from rlcore.data.loader import PromptSplit
 from rlcore.episodes.from_config import default_reward, episode_setup
 from rlcore.errors import CheckpointError
 from rlcore.exits import work_begins
-from rlcore.model_folder import saved_model
+from rlcore.model_folder import with_saved_actor
 from rlcore.ops import episodes, one_row_each
 from rlcore.plugins import Algorithm, PluginManager, Role
 from rlcore.plugins.specs import environment_of
@@ -287,7 +287,7 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
                 f"the run {target} has no checkpoint to evaluate; train longer, or give a model folder"
             )
         if only_actor:
-            config = replace(config, model=saved_model(config.model, saved / "actor" / "model"))
+            config = with_saved_actor(config, saved / "actor" / "model")
     declared = evaluated_roles(algorithm)
     config = restrict_to_roles(config, declared)
     if saved is not None and algorithm is not None and algorithm.evaluates:

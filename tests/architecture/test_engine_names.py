@@ -17,7 +17,7 @@ ENGINES = sorted(path.name for path in (ROOT / "rlcore" / "engines").iterdir() i
 STRANGERS = sorted((ROOT / "tests" / "fixtures" / "engines").rglob("*.py"))
 PUBLIC = {*rlcore.__all__, *rlcore.engine.__all__, *dir(rlcore.ops)}
 ADAPTERS = {
-    *("AdapterFolder", "WEIGHTS", "file_name", "write_adapter_folder"),
+    *("AdapterFolder", "WEIGHTS", "adapter_settings", "file_name", "write_adapter_folder"),
     *("LoraLinear", "adapted", "add_adapters", "as_started", "is_part", "merge_adapter", "merged", "merged_weight"),
     *("train_adapters_only", "with_dropout"),
 }

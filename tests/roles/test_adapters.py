@@ -14,6 +14,7 @@ from rlcore.adapter_folder import WEIGHTS
 from rlcore.assets import TINY
 from rlcore.cli import main
 from rlcore.config import compose
+from rlcore.engines.torch import engine
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.preflight import preflight
@@ -95,6 +96,10 @@ def test_a_run_has_one_model_and_its_checkpoint_is_evaluated(tmp_path, capfd):
         (["roles.actor.lora={rnk: 4}"], "unknown key 'roles.actor.lora.rnk'"),
         (["cluster=local", "engine.tp=2", "model.lora.rank=5"], "rank 5 cannot be divided by engine.tp=2"),
         (["cluster=local", "engine.tp=2", "model.lora.dropout=0.1"], "model.lora.dropout=0.1 with engine.tp=2"),
+        (["model.lora.alpha=0"], "model.lora.alpha=0 multiplies the adapter by 0"),
+        (["roles.actor.lora={dropout: 1}"], "roles.actor.lora.dropout=1 drops every input"),
+        (["model.lora.targets=[]"], "model.lora.targets=[] adapts no layer"),
+        (["model.lora.rank=0", "model.lora.targets=[k_proj]"], "model.lora.targets is set, but there is no adapter"),
         (["model.lora.path=/nowhere"], "model.lora.path=/nowhere does not exist"),
         (["engine=plain"], "engine=plain, which trains the role 'actor', has no adapters; choose one that has: torch"),
         (["model.lora.rank=-1"], "model.lora.rank = -1 is out of bounds"),
@@ -107,11 +112,20 @@ def test_wrong_settings_are_named_before_the_run(overrides, message):
     assert message in str(raised.value)
 
 
-def test_a_role_may_train_all_of_its_weights_beside_one_with_an_adapter(tmp_path):
-    folder = tmp_path / "run"
-    ppo = [each for each in SMALL if "group_size" not in each]
-    overrides = [*ppo, "algo=ppo", "roles.critic.lora={rank: 0}", "trainer.total_steps=1", "trainer.eval_every=0"]
-    assert main(["train", *overrides, f"run.dir={folder}"]) == 0
-    saved = folder / "checkpoints" / "step_00000001"
-    assert (saved / "actor" / "model" / WEIGHTS).is_file()
-    assert (saved / "critic" / "model" / "model.safetensors").is_file()
+def test_a_role_trains_all_of_its_weights_beside_one_that_starts_from_an_adapter(tmp_path, monkeypatch):
+    ppo = [*(each for each in SMALL if "group_size" not in each and "rank" not in each), "trainer.eval_every=0"]
+    ppo += ["algo=ppo", "trainer.total_steps=1", "roles.critic.lora={rank: 0}"]
+    saved = {name: tmp_path / name / "checkpoints" / "step_00000001" for name in ("first", "second")}
+    start = saved["first"] / "actor" / "model"
+    assert main(["train", *ppo, "model.lora.rank=8", f"run.dir={tmp_path / 'first'}"]) == 0
+    own = f"roles.actor.lora={{path: '{start}'}}"
+    assert main(["train", *ppo, own, f"run.dir={tmp_path / 'second'}"]) == 0
+    for checkpoint in saved.values():
+        assert (checkpoint / "actor" / "model" / WEIGHTS).is_file()
+        assert (checkpoint / "critic" / "model" / "model.safetensors").is_file()
+    # The evaluation is of the trained adapter, and not of the one that the config names as the start.
+    merged = []
+    merge = engine.merge_adapter
+    monkeypatch.setattr(engine, "merge_adapter", lambda hf, start: (merged.append(start.path), merge(hf, start)))
+    assert main(["eval", str(tmp_path / "second"), "cluster=in_process", "data.eval_size=2"]) == 0
+    assert merged == [saved["second"] / "actor" / "model"]

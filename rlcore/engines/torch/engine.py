@@ -29,7 +29,7 @@ from rlcore.engine.adapter import (
     train_adapters_only,
     with_dropout,
 )
-from rlcore.engine.model_folder import check_writable, write_adapter_folder, write_model_folder
+from rlcore.engine.model_folder import adapter_settings, check_writable, write_adapter_folder, write_model_folder
 from rlcore.engine.parallel.layout import ShardSpec
 from rlcore.engine.parallel.model_shape import check_model_layout, layout_of
 from rlcore.engine.train import Approve, Finish, TrainEngine, TrainSetup
@@ -41,7 +41,7 @@ from rlcore.engines.torch.config import TorchConfig, check_layout
 from rlcore.engines.torch.model import PackedModel, load_causal_lm, load_scalar_model
 from rlcore.engines.torch.offload import Offloader
 from rlcore.engines.torch.parameters import Parameters, reshard_fsdp
-from rlcore.engines.torch.pipeline import Pipeline, Stage
+from rlcore.engines.torch.pipeline import Pipeline, Stage, check_stages
 from rlcore.engines.torch.rounded import rounded_weights
 from rlcore.engines.torch.selection import Selection, total_tokens
 from rlcore.engines.torch.without_adapter import WithoutAdapter
@@ -67,8 +67,10 @@ class TorchEngine(TrainEngine):
             check_writable(self.model.hf, setup.model, self.ranks)
         self.description = self.model.description
         self.model.requires_grad_(setup.trains)
-        # By layer, of all stages: which layers have an adapter, and its scale.
-        self._scales = self._adapt(setup)
+        # Of all stages: the scales by adapted layer, and the values of adapter_config.json.
+        self._scales: Mapping[str, float] = {}
+        self._adapter_settings: Mapping[str, Any] = {}
+        self._adapt(setup)
         if setup.frozen and self.dtype is torch.bfloat16:
             self._keep_in_bf16()
         if setup.trains and self.config.activation_checkpointing:
@@ -107,16 +109,17 @@ class TorchEngine(TrainEngine):
             compiles_layers=compiles_layers,
         )
 
-    def _adapt(self, setup: TrainSetup[TorchConfig]) -> Mapping[str, float]:
-        """Add the adapter of `model.lora` to a model that trains and return its scales; merge it into another model."""
+    def _adapt(self, setup: TrainSetup[TorchConfig]) -> None:
+        """Add the adapter of `model.lora` to a model that trains; merge it into another model."""
         lora, hf = setup.model.lora, self.model.hf
         start = None if lora.path is None else AdapterFolder.of(lora.path)
         if not (setup.trains and lora.is_on):
             if start is not None:
                 merge_adapter(hf, start)
-            return {}
+            return
         layers = add_adapters(hf, lora, start, setup.seed)
         train_adapters_only(hf)
+        check_stages(hf, list(layers), self.layout.pp)
         rank = next(iter(layers.values())).rank
         self.description += f", adapters of rank {rank} in {len(layers)} layers"
         if self.dtype is torch.bfloat16 and self.mesh.is_whole:
@@ -124,7 +127,8 @@ class TorchEngine(TrainEngine):
                 for parameter in (layer.weight, layer.bias):
                     if parameter is not None and not parameter.requires_grad:
                         parameter.data = parameter.data.to(torch.bfloat16)
-        return {name: layer.scale for name, layer in layers.items()}
+        self._scales = {name: layer.scale for name, layer in layers.items()}
+        self._adapter_settings = adapter_settings(hf, setup.model)
 
     @property
     def has_adapter(self) -> bool:
@@ -386,7 +390,12 @@ class TorchEngine(TrainEngine):
             layer = self.adapted.get(name.rpartition(".")[0])
             if is_part(name):
                 continue
-            if layer is not None and layer.start_a is not None and layer.start_b is not None and "weight" in name:
+            if (
+                layer is not None
+                and layer.start_a is not None
+                and layer.start_b is not None
+                and name.endswith(".weight")
+            ):
                 tensor = merged_weight(tensor, layer.start_a, layer.start_b, layer.scale)
             yield name, tensor.float()
 
@@ -457,7 +466,7 @@ class TorchEngine(TrainEngine):
         names = self.parameters.trained_names
         whole = self.parameters.iter_full(dict(self.parameters.named_local()), names)
         weights = ((file_name(name), tensor) for name, tensor in whole)
-        write_adapter_folder(self.model.hf, weights, self.model_config, folder, self.ranks)
+        write_adapter_folder(self._adapter_settings, weights, self.model_config, folder, self.ranks)
 
     def save(self, folder: Path) -> None:
         """See TrainEngine."""
@@ -478,6 +487,6 @@ class TorchEngine(TrainEngine):
         if not self.has_adapter:
             return None
         trained = set(self.parameters.trained_names)
-        checksums = sum_checksums(self.ranks.gather(self.parameters.checksums(torch.float32)))
+        checksums = sum_checksums(self.ranks.gather(self.parameters.checksums(self.dtype)))  # as every layout rounds it
         base = {name: checksum for name, checksum in sorted(checksums.items()) if name not in trained}
         return hashlib.sha256(json.dumps(base).encode()).hexdigest()

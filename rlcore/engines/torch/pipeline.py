@@ -53,6 +53,17 @@ def stages_of(hf: Any, names: Sequence[str], stages: int) -> dict[str, tuple[int
     return held
 
 
+def check_stages(hf: Any, layers: Sequence[str], stages: int) -> None:
+    """Raise ConfigError for a pipeline stage with none of the adapted layers: it would have nothing to train."""
+    held = stages_of(hf, [f"{name}.weight" for name in layers], stages)
+    found = {stage for name in held for stage in held[name]}
+    if idle := sorted(set(range(stages)) - found):
+        raise ConfigError(
+            f"model.lora.targets: none of the {len(layers)} adapted layers is on pipeline stage {idle[0]} of {stages}; "
+            "adapt a layer of each stage, as all-linear does, or set engine.pp=1"
+        )
+
+
 def keep_stage(model: PackedModel, stage: int, stages: int) -> None:
     """Replace the modules of other stages, in place, by pass-throughs; the names of the rest do not change.
 

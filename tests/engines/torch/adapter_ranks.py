@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rlcore_grpo import GRPOConfig, grpo_loss
 from safetensors.torch import load_file
 
-from rlcore.adapter_folder import WEIGHTS
+from rlcore.adapter_folder import SETTINGS, WEIGHTS
 from rlcore.config import EngineConfig, LoraConfig, ModelConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.room import local_parameters
@@ -38,14 +38,17 @@ spec.loader.exec_module(engine_models)
 LAYOUTS = {"one": (1, 1, 1, 0), "shards": (1, 1, 2, 0), "copies": (1, 1, 2, 1), "stages": (2, 1, 1, 0)}
 LAYOUTS |= {"tensor": (1, 2, 1, 0)}
 """By name: engine.pp, engine.tp, data-parallel ranks, engine.torch.shard."""
+SOME = ["layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.1.mlp.up_proj"]
 BATCHES = [engine_models.random_batch(5, 3, seed=1), engine_models.random_batch(3, 2, seed=3)]
 
 
-def engine_of(model: str, layout: tuple[int, int, int, int], rank: int) -> TorchEngine:
+def engine_of(
+    model: str, layout: tuple[int, int, int, int], rank: int, dtype: Any = "fp32", **lora: Any
+) -> TorchEngine:
     pp, tp, dp, shard = layout
     engine = TorchEngine(
         TrainSetup(
-            ModelConfig(path=model, lora=LoraConfig(rank=4)),
+            ModelConfig(path=model, dtype=dtype, lora=LoraConfig(rank=4, **lora)),
             EngineConfig(pp=pp, tp=tp, lr=1e-2, clip_grad=0.5, micro_batch_rows=6),
             TorchConfig(shard=shard),
             ranks=Ranks(rank, pp * tp * dp),
@@ -110,6 +113,11 @@ def measure(model: str, name: str, rank: int, folder: Path) -> dict[str, Any]:
     found["next"] = step(engine, BATCHES[0])
     saved = load_file(folder / name / "model" / WEIGHTS)
     found["file"] = sum(each.numel() for each in saved.values())
+    found["targets"] = json.loads((folder / name / "model" / SETTINGS).read_text())["target_modules"]
+    if LAYOUTS[name][0] == 1:  # each layout rounds the base to bf16 in its own way
+        rounded = engine_of(model, LAYOUTS[name], rank, dtype="bf16", targets=SOME)
+        rounded.save(folder / f"{name}-bf16")
+        rounded.restore(folder / "one-bf16")
     return found
 
 

@@ -287,6 +287,8 @@ def test_layers_that_do_not_exist_are_named(model_folder):
         ({"peft_type": "IA3"}, 'peft_type is "IA3"; rlcore computes "LORA"'),
         ({"r": 0}, "r is 0, and must be a whole number from 1"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
         ({"target_modules": ".*q_proj"}, "reads a list of names, or all-linear"),
     ],
 )

@@ -10,6 +10,8 @@ import pytest
 
 LAYOUTS = ["shards", "copies", "stages", "tensor"]
 
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]  # like those it starts several processes
 
 
@@ -42,6 +44,7 @@ def test_the_update_is_that_of_one_process(measured, layout):
     assert found["weights"] < 1e-5
     assert found["local"]
     assert found["trained"] == found["file"] == one["file"] == one["trained"]
+    assert found["targets"] == one["targets"] == sorted(LAYERS)
     assert found["reference"] == pytest.approx(one["reference"], abs=1e-4)
 
 
