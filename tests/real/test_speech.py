@@ -1,7 +1,8 @@
 """Engines, prompts and runs of a model that really speaks, beside transformers' own. They cost N minutes of a core."""
 
 import json
-import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real import questions
-from rlcore.assets import TINY
 from rlcore.config import DataConfig, ModelConfig, compose
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import held_out_prompts
@@ -94,31 +94,54 @@ def test_the_end_token_ends_a_response(greedy, tokenizer):
         assert response[-1] == end or len(response) == MOST
 
 
-SHORT = (
-    *("algo=grpo", "algo.group_size=2", "algo.kl_coef=0", "cluster=in_process", "tracker=none", "data=file"),
-    *("reward=gsm8k", "data.batch_size=2", "rollout.response_len=16", "engine.lr=1e-5", "trainer.eval_every=0"),
-    *("trainer.total_steps=2", "trainer.keep_checkpoints=1"),
-)
+REWARD = """
+def length(prompt, response, answer):
+    return len(response)
+"""
 
 
-def run(model, data, folder, *words):
-    """Train with SHORT and these words, and return the metrics without those of the clock."""
-    plugins = PluginManager.load()
-    paths = [f"model.path={model}", f"data.path={data}", f"run.dir={folder}"]
-    train(compose([*SHORT, *paths, *words], plugins), plugins)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "timeline/", "throughput/"))} for row in rows]
+class Breaking(PluginManager):
+    """Breaks a run at the end of its second step, before that step's checkpoint."""
+
+    def step_end(self, run, step, metrics):
+        super().step_end(run, step, metrics)
+        if step == 2:
+            raise RuntimeError("stop here")
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(folder, tmp_path):
-    """One run of two steps, and one that ends after its first and is continued: metrics and weights are equal."""
-    data = tmp_path / "questions"
-    questions.write(data)
-    straight = run(folder, data, tmp_path / "straight")
-    run(folder, data, tmp_path / "resumed", "trainer.total_steps=1")
-    resumed = run(folder, data, tmp_path / "resumed")
-    assert any(row.get("train/grad_norm", 0) > 0 for row in straight)
-    assert resumed == straight
+def test_a_resumed_run_goes_on_bit_for_bit(folder):
+    """The second step is done again after the first one's checkpoint: equal metrics and weights."""
+    # Half a billion bytes of weights and twice that of moments, several times: not for pytest to keep.
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        questions.write(home / "questions")
+        (home / "reward.py").write_text(REWARD)
+        words = [
+            *("algo=grpo", "algo.group_size=2", "algo.kl_coef=0", "cluster=in_process", "tracker=none"),
+            *(f"model.path={folder}", "data=file", f"data.path={home / 'questions'}", "data.batch_size=1"),
+            *(f"reward.path={home / 'reward.py'}:length", "rollout.response_len=8", "engine.lr=1e-5"),
+            *("trainer.total_steps=2", "trainer.checkpoint_every=1", "trainer.eval_every=0"),
+            "trainer.keep_checkpoints=1",
+        ]
+
+        def run(name: str, manager: type[PluginManager] = PluginManager) -> tuple[list[dict], dict[str, torch.Tensor]]:
+            """Return the run's metrics without those of the clock, and its last weights."""
+            plugins = manager.load()
+            train(compose([*words, f"run.dir={home / name}"], plugins), plugins)
+            lines = (home / name / "metrics.jsonl").read_text().splitlines()
+            clock = ("time/", "timeline/", "throughput/")
+            metrics = [{k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in lines]
+            weights = load_file(home / name / "checkpoints" / "step_00000002" / "actor" / "model" / "model.safetensors")
+            return metrics, weights
+
+        straight, want = run("straight")
+        with pytest.raises(RuntimeError, match="stop here"):
+            run("resumed", Breaking)
+        resumed, weights = run("resumed")
+        assert resumed == straight
+        assert straight[-1]["train/grad_norm"] > 0
+        assert weights.keys() == want.keys()
+        assert all(torch.equal(tensor, want[name]) for name, tensor in weights.items())
 
 
 ADD = """
@@ -143,16 +166,17 @@ def called(a, b):
 
 
 def test_an_episode_calls_a_tool_and_reads_its_result(folder, tokenizer, tmp_path):
-    """Sampled greedily after two examples. The row's tokens are those of the conversation, and only turns are sampled."""
+    """Sampled greedily after two examples: a call, its result as a turn that is not sampled, and the answer."""
     examples = [
         *({"role": "user", "content": "What is 214 + 305?"}, *called(214, 305)),
         {"role": "assistant", "content": "#### 519"},
         *({"role": "user", "content": "What is 120 + 642?"}, *called(120, 642)),
         {"role": "assistant", "content": "#### 762"},
     ]
+    sums = [(331, 456), (507, 281)]
     rows = [
         {"prompt": [*examples, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
-        for a, b in ((331, 456), (507, 281))
+        for a, b in sums
     ]
     data, tool = tmp_path / "test.jsonl", tmp_path / "tool.py"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -163,6 +187,15 @@ def test_an_episode_calls_a_tool_and_reads_its_result(folder, tokenizer, tmp_pat
         *("rollout.response_len=96", "trainer.eval_temperature=0"),
     ]
     plugins = PluginManager.load()
-    played = evaluate_target(folder, compose(words, plugins), plugins)
-    for evaluation in played.values():
-        print(evaluation)
+    (evaluation,) = evaluate_target(folder, compose(words, plugins), plugins).values()
+    batch = evaluation.batch
+    for row, (a, b) in enumerate(sums):
+        call, result = called(a, b)
+        turns = [f"{call['content']}<|im_end|>", f"#### {a + b}<|im_end|>"]
+        between = f"\n<|im_start|>tool\n{result['content']}<|im_end|>\n<|im_start|>assistant\n"
+        tokens, mask = batch["responses"][row], batch["response_mask"][row]
+        assert tokenizer.decode(tokens) == between.join(turns)
+        assert tokenizer.decode(tokens[mask == 1]) == "".join(turns)
+    assert batch["tool_calls"].tolist() == [1, 1]
+    assert batch["tool_errors"].tolist() == [0, 0]
+    assert batch["scores"].tolist() == [1.0, 1.0]
