@@ -1,4 +1,5 @@
 # make train   set up and train the shipped tiny model on the CPU
+# make real    fetch a model that speaks, and train it on word questions on the CPU, in at most 25 minutes
 # make test    set up and run the tests        make check   lint, types, import arrows
 # make quick ROOM=engine   run one room's tests without Ray, in two minutes     UP=1   and those of the rooms above it
 # make test-slow   run those that show the same of more models and layouts     make test-slow PART=1/6   a part of them
@@ -30,11 +31,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start hundreds of processes, each of which would compile the sources again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-together test-alone quick test-slow test-times test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
+.PHONY: train real test test-together test-alone quick test-slow test-times test-vllm test-verifiers check bench bench-check bench-setup crosscheck clean
 
 train: $(VENV)/.installed
 	rm -rf runs/quickstart
 	$(BIN)/rlcore train experiment=quickstart run.dir=runs/quickstart
+
+real: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.real.learning
 
 # The tests of a file stay in one process, so what a file shares is made once; so do all tests that share Ray, and they
 # come first (conftest.py). Tests that look at how busy a process is run alone, after the others.

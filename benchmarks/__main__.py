@@ -27,6 +27,7 @@ from benchmarks import (
 from benchmarks.against_trl import others
 from benchmarks.episodes import learning as episodes
 from benchmarks.gpu import doctor
+from benchmarks.real import learning as real
 from benchmarks.report import Benchmark
 
 PROGRAMS: tuple[tuple[Benchmark, Callable[[], bool]], ...] = (
@@ -51,6 +52,7 @@ PROGRAMS: tuple[tuple[Benchmark, Callable[[], bool]], ...] = (
     (memory.BENCHMARK, memory.main),
     (episodes.BENCHMARK, episodes.main),
     (serve_load.BENCHMARK, serve_load.main),
+    (real.BENCHMARK, real.main),
     (doctor.BENCHMARK, lambda: doctor.main([])),
 )
 BENCHMARKS = {declared.name: run for declared, run in PROGRAMS}

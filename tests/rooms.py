@@ -27,6 +27,7 @@ LAST = {
     "crosscheck": "TRL's numbers: make crosscheck",
     "docs": "the pages",
     "e2e": "whole runs",
+    "real": "a model that really speaks",
     "suite": "the tests' own programs",
 }
 """Folders of tests/ that mirror no module of rlcore: they come after all other rooms."""
@@ -63,8 +64,8 @@ PARTS = (
     Part("algorithms P to Z on episodes", ("tests/episodes",), "test_[p-z]"),
     Part("engines: models, layouts, requests", ("tests/engines",)),
     Part(
-        "whole runs, environments, the command, the cost of a call",
-        ("tests/e2e", f"{SUITES}/test_environment.py", f"{SUITES}/test_command.py", "tests/workers"),
+        "whole runs, environments, the command, the cost of a call, a model that speaks",
+        ("tests/e2e", "tests/real", f"{SUITES}/test_environment.py", f"{SUITES}/test_command.py", "tests/workers"),
     ),
 )
 

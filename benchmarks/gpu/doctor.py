@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.parts import PARTS, NotHere
+from benchmarks.gpu.parts import GIVEN_MODEL, PARTS, NotHere
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.report import GRPO, Bar, Benchmark, DeclaredBar, Figure, at_least, at_most
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("parts", nargs="*", metavar="PART", help=PARTS_HELP)
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: a test of the code, no figures")
     parser.add_argument("--keep", type=Path, help="a folder for models, runs and logs that is not removed")
+    parser.add_argument("--model", type=Path, help="the folder of a model with trained weights, for the part `given`")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for all parts together (default: 480)")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         env = environment(Path(scratch))
+        if asked.model:
+            env[GIVEN_MODEL] = str(asked.model.absolute())
         wanted = list(dict.fromkeys(["models", *names]))
         found = Findings()
 

@@ -18,6 +18,8 @@ from benchmarks.gpu.trained import GB, HERE, PartFailed, Trained, grpo, on_devic
 from benchmarks.report import Figure
 
 TRL_STEPS = 2
+GIVEN_MODEL = "BENCH_MODEL"
+"""The environment variable with the folder that `--model` names, for the processes of the parts."""
 
 
 class NotHere(Exception):
@@ -80,6 +82,22 @@ def grpo_half(size: Size, folder: Path) -> list[Figure]:
 def grpo_larger(size: Size, folder: Path) -> list[Figure]:
     """Measure GRPO of the 1.5B model."""
     return _grpo(size, folder, "larger", size.larger, "rlcore hf 1.5B", steps=3)
+
+
+def grpo_given(size: Size, folder: Path) -> list[Figure]:
+    """Measure GRPO of the model that `--model` names: real text has real entropies, which random weights have not."""
+    given = os.environ.get(GIVEN_MODEL, "")
+    if not Path(given, "config.json").is_file():
+        raise NotHere(f"model in the folder {given!r} (--model FOLDER)")
+    settings = grpo(size, "half", folder, prompts=size.prompts, response_len=size.response_len)
+    run = train(folder / "run_given", [*settings, *on_device(size), f"model.path={given}"], stop=4)
+    side = f"rlcore hf {Path(given).name}, given"
+    entropies = after_first([step["loss/entropy"] for step in run.steps])
+    return [
+        *step_figures(side, run),
+        *rate_figures(side, run, size.rows),
+        Figure(side, "entropy of a token", "nats", entropies),
+    ]
 
 
 def grpo_cudnn(size: Size, folder: Path) -> list[Figure]:
@@ -396,6 +414,7 @@ PARTS = {
     "grpo_0.5b": Part(grpo_half, 150),
     "trl": Part(trl, 150),
     "grpo_1.5b": Part(grpo_larger, 150),
+    "given": Part(grpo_given, 100),
     "long_tail": Part(long_tail, 120),
     "head": Part(head, 60),
     "numbers": Part(numbers, 120),

@@ -205,6 +205,16 @@ def test_the_doctor_knows_its_parts_on_request(tmp_path: Path) -> None:
     assert (found.absent, found.failed) == ({"vllm_asleep": "vllm"}, {})
 
 
+def test_the_doctor_names_a_given_model_that_is_not_there(tmp_path: Path) -> None:
+    found = doctor.Findings()
+    env = {**os.environ, "PYTHONPATH": str(doctor.ROOT), "BENCH_MODEL": str(tmp_path / "nowhere")}
+    list(doctor.run_parts(found, ["given"], "small", tmp_path, env, tmp_path, seconds=60))
+    assert (found.absent, found.failed) == (
+        {"given": f"model in the folder '{tmp_path / 'nowhere'}' (--model FOLDER)"},
+        {},
+    )
+
+
 def test_the_doctor_makes_a_bar_only_from_measured_figures() -> None:
     assert doctor.bars(doctor.Findings()) == []
     sides = [

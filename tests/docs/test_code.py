@@ -39,7 +39,7 @@ SMALL = {
 """What is added to a command that trains or evaluates, where the command does not say otherwise."""
 
 NOT_RUN = {
-    r"make (train|test|check|quick ROOM=\w+)": "longer than all of this; the Makefile is checked below",
+    r"make (train|real|test|check|quick ROOM=\w+)": "longer than all of this; the Makefile is checked below",
     r"pip install -e \. -e plugins/rlcore-plugin-plan .* -c constraints\.txt": "installs what these tests run on",
     r"pip install -e \"\.\[vllm\]\"|pip install --no-deps -r requirements-vllm\.txt -e \.": "make test-vllm does it",
     r"rlcore train (experiment=quickstart|algo=grpo) rollout=vllm.*": "needs vLLM; tests/engines/vllm runs it",
