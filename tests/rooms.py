@@ -57,9 +57,10 @@ class Part:
 
 
 SUITES = f"plugins/{PLUGIN}testing/tests"
+ALGORITHMS = (f"{SUITES}/test_all_on_ray.py", "tests/roles/test_adapters.py")
 PARTS = (
-    Part("algorithms A to M on Ray", (f"{SUITES}/test_all_on_ray.py",), r"\w+\[[a-m]"),
-    Part("algorithms N to Z on Ray", (f"{SUITES}/test_all_on_ray.py",), r"\w+\[[n-z]"),
+    Part("algorithms A to M on Ray, and with adapters", ALGORITHMS, r"\w+\[[a-m]"),
+    Part("algorithms N to Z on Ray, and with adapters", ALGORITHMS, r"\w+\[[n-z]"),
     Part("algorithms A to O on episodes", ("tests/episodes",), "test_[a-o]"),
     Part("algorithms P to Z on episodes", ("tests/episodes",), "test_[p-z]"),
     Part("engines: models, layouts, requests", ("tests/engines",)),
