@@ -47,8 +47,8 @@ WORDS = (
     "engine.schedule=linear",
     "engine.min_lr_ratio=0.1",
     "engine.warmup_steps=3",
-    "trainer.total_steps=40",
-    "trainer.eval_every=20",
+    "trainer.total_steps=24",
+    "trainer.eval_every=12",
 )
 """`rlcore train` with these words, and with the folders of model, questions and run."""
 ACCURACY = "held-out accuracy after steps: "

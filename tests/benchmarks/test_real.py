@@ -62,7 +62,7 @@ def figures(minutes, before, after):
     return [
         Figure("rlcore", "whole command", "min", [minutes]),
         Figure("rlcore", f"{learning.ACCURACY}0", "share of samples", [before]),
-        Figure("rlcore", f"{learning.ACCURACY}40", "share of samples", [after]),
+        Figure("rlcore", f"{learning.ACCURACY}24", "share of samples", [after]),
     ]
 
 
