@@ -159,7 +159,7 @@ def test_every_slow_test_is_in_exactly_one_part(rooms):
 
 def test_an_unknown_part_is_an_error_with_all_parts(rooms, capsys):
     assert rooms.main(["slow", "--part", "7/6"]) == 2
-    assert "no part '7/6'. The parts:\n  1/6  algorithms A to M on Ray\n" in capsys.readouterr().err
+    assert "no part '7/6'. The parts:\n  1/6  algorithms A to M on Ray, and with adapters\n" in capsys.readouterr().err
 
 
 def test_contributing_names_all_parts_and_only_rooms(rooms):
