@@ -263,7 +263,7 @@ def test_a_server_error_and_a_refused_login(hub, tiny, composed):
         ),
         ([], ["model-Q4_K_M.gguf"], "holds GGUF files, which rlcore neither trains nor samples with"),
         (["config.json"], ["model.gguf"], "holds GGUF files"),
-        ([], ["adapter_config.json", "adapter_model.safetensors"], "holds an adapter and no model; merge it"),
+        ([], ["adapter_config.json", "adapter_model.safetensors"], "holds an adapter and no model: run `hf download"),
         ([], ["weights.safetensors"], r"has no config\.json"),
         (["config.json"], [], "holds no weights in safetensors"),
         (["config.json"], ["consolidated.safetensors", "pytorch_model.bin"], "holds its weights as pickles only"),
