@@ -70,7 +70,7 @@ def test_a_time_out_loses_the_state_and_the_next_call_starts_anew(within):
         ("import os; os._exit(3)", "ended with status 3"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
-        ("import os; os.closerange(0, os.sysconf('SC_OPEN_MAX'))", "ended with"),
+        ("import os; os.closerange(0, 1 << 20)", "ended with"),  # above the limit, too: this process may have many
     ],
 )
 def test_the_end_of_the_process_is_no_success(code, cause, session):
