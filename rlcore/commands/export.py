@@ -28,20 +28,16 @@ def main(argv: list[str]) -> int:
     saved = _saved(options.run, options.role)
     from rlcore.adapter_folder import is_adapter
 
-    if is_adapter(saved) and not options.merge:
-        if options.dtype is not None:
-            raise ConfigError(
-                f"{saved} is an adapter, which is exported as it is; --dtype={options.dtype} needs --merge as well"
-            )
-        what = "adapter"
-    elif is_adapter(saved) or options.dtype is not None:
+    adapter = is_adapter(saved) and not options.merge
+    if adapter and options.dtype is not None:
+        raise ConfigError(
+            f"{saved} is an adapter, which is exported as it is; --dtype={options.dtype} needs --merge as well"
+        )
+    if options.dtype is not None or (is_adapter(saved) and options.merge):
         _write(options.run, saved, options.folder, options.dtype or "fp32")
-        print(f"model: {options.folder}")
-        return 0
     else:
-        what = "model"
-    shutil.copytree(saved, options.folder)
-    print(f"{what}: {options.folder}")
+        shutil.copytree(saved, options.folder)
+    print(f"{'adapter' if adapter else 'model'}: {options.folder}")
     return 0
 
 

@@ -54,7 +54,7 @@ def write_adapter_folder(
 
 
 def adapter_settings(hf: Any, model: ModelConfig) -> dict[str, Any]:
-    """Return the values of adapter_config.json for a model with adapted layers, of which none is cut off yet."""
+    """Return the values of adapter_config.json for a model with adapted layers, before it is split into stages."""
     layers = adapted(hf)
     first = next(iter(layers.values()))
     repo, _, commit = model.path.partition("@") if is_pinned(model.path) else (None, "", None)
