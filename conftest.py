@@ -49,11 +49,12 @@ FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all processes of the session a folder for their stacks, and Ray's workers their share of the cores."""
+    """Give all processes of the session a folder for stacks and caches, and Ray's workers their share of the cores."""
     config.stash[STDERR] = os.dup(2)  # while a test runs, pytest captures 2
     if FOLDER_VARIABLE not in os.environ:  # xdist's processes, and sessions within tests, write to the first one's
         config.stash[FOLDER] = Path(tempfile.mkdtemp(prefix="rlcore-stacks-"))
         os.environ[FOLDER_VARIABLE] = str(config.stash[FOLDER])
+        os.environ["RLCORE_CACHE"] = str(config.stash[FOLDER] / "cache")
     # By Ray's default its workers hardly run beside two busy tests.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name)
     os.environ.setdefault("RLCORE_IMPORT_TIMEOUT", "600")  # torch is slow to import on a busy machine
@@ -63,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder."""
     if folder := config.stash.get(FOLDER, None):
-        del os.environ[FOLDER_VARIABLE]
+        del os.environ[FOLDER_VARIABLE], os.environ["RLCORE_CACHE"]
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from benchmarks import (
     against_trl,
+    data,
     data_plane,
     distill,
     growth,
@@ -32,6 +33,7 @@ from benchmarks.report import Benchmark
 
 PROGRAMS: tuple[tuple[Benchmark, Callable[[], bool]], ...] = (
     (learning.BENCHMARK, learning.main),
+    (data.BENCHMARK, data.main),
     (data_plane.BENCHMARK, data_plane.main),
     (distill.BENCHMARK, distill.main),
     (layouts.BENCHMARK, layouts.main),

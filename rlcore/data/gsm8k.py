@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlcore.config.schema import DataConfig
 from rlcore.data.files import data_path
-from rlcore.data.formats import Row, dataset_class, read_rows, require_column
+from rlcore.data.formats import Row, read_rows, require_column
 from rlcore.data.splits import split_files
 from rlcore.errors import ConfigError, DataError
 from rlcore.hub import is_pinned
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 MARK = "####"
 INSTRUCTION = f"Think step by step, then write the final answer as a plain number after {MARK}."
 
 
-def load(config: DataConfig, split: str) -> Dataset:
+def load(config: DataConfig, split: str) -> list[Row]:
     """Return a split ("train" or "eval") with the prompt and the answer, under the configured names, and `solution`.
 
     Raises ConfigError when the folder or its file is missing, DataError naming file and row for faults in the file.
@@ -39,13 +35,14 @@ def load(config: DataConfig, split: str) -> Dataset:
     if files is None:
         raise ConfigError(f"data.path={config.path} has no test.jsonl; give {expected}")
     rows = [row for path in files for row in _read(path)]
-    return dataset_class().from_dict(
+    return [
         {
-            config.prompt_key: [f"{row['question']}\n{INSTRUCTION}" for row in rows],
-            config.answer_key: [row["answer"].rpartition(MARK)[2].strip() for row in rows],
-            "solution": [row["answer"] for row in rows],
+            config.prompt_key: f"{row['question']}\n{INSTRUCTION}",
+            config.answer_key: row["answer"].rpartition(MARK)[2].strip(),
+            "solution": row["answer"],
         }
-    )
+        for row in rows
+    ]
 
 
 def _read(path: Path) -> list[Row]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rlcore.config.schema import DataConfig
 from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
+from rlcore.data.encoding import PART, EncodedPrompts, PromptCache, cache_key
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
 from rlcore.data.schemas import TEMPLATE_KEYS, Schema, plain_rows, recognise, with_keys
@@ -27,6 +29,10 @@ from rlcore.protocol.glossary import fields
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
+SAID_FROM = 100_000
+"""From how many rows on a line says that prompts are encoded, which takes minutes."""
 EPISODES = (
     *("episode", "branch", "turns", "turn_ends", "turn_rewards", "tool_calls", "tool_errors", "stop_reason"),
     *("episode_messages", "episode_score", "episode_row", "episode_error", "seat", "row_weight"),
@@ -36,22 +42,13 @@ TAKEN = ("prompt", "response", *(name for name in fields() if name not in EPISOD
 """Reserved column names: reward functions or the core already give them a meaning."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt: its row in the data set, its text for rewards, its rendered chat for the model, and its token ids."""
-
-    row: int
-    text: str
-    chat: str
-    token_ids: list[int]
-
-
 class PromptSplit:
     """The encoded prompts of a data set's split, "train" or "eval".
 
-    `data.overlong` decides whether prompts over `data.prompt_len` tokens are left out, cut (their last tokens stay) or
-    refused; `overlong` counts them. Raises DataError for a split without usable prompts, a row without a prompt, or a
-    reserved column name.
+    `usable` holds the numbers of the rows whose prompts are used. `data.overlong` decides whether prompts over
+    `data.prompt_len` tokens are left out, cut (their last tokens stay) or refused; `overlong` counts them. Rows that
+    were encoded before are read from the cache. Raises DataError for a split without usable prompts, a row without a
+    prompt, or a reserved column name.
     """
 
     def __init__(
@@ -78,13 +75,14 @@ class PromptSplit:
         self._config: DataConfig = replace(config, prompt_key=keyed.prompt_key, answer_key=keyed.answer_key)
         config = self._config
         self.rows = plain_rows(rows, config, self.where)
-        self.overlong = 0
-        self.spelled_out: list[int] = []
-        self._has_messages = False
         rendered = config.prompt_key in config.rendered
-        self.prompts = self._encode(PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS, rendered))
+        self._encoder = PromptEncoder(tokenizer, config.system_prompt, tools or NO_TOOLS, rendered)
+        self._encoded = self._encode()
+        self._has_messages = not bool(self._encoded.is_text.all())
+        self.spelled_out: list[int] = np.flatnonzero(self._encoded.spells_out).tolist()
+        self.usable, self.overlong = self._by_length()
         self.columns = self._other_columns()
-        if not self.prompts:
+        if not self.usable:
             raise DataError(
                 f"{self.where}: all {len(self.rows)} prompts are longer than "
                 f"data.prompt_len={config.prompt_len} tokens; raise it, or set data.overlong=cut"
@@ -100,24 +98,51 @@ class PromptSplit:
         """The keys of the prompt and of the answer."""
         return self._config.prompt_key, self._config.answer_key
 
-    def batch(self, prompts: Sequence[Prompt], name: str | int) -> DataProto:
-        """Return the batch of these prompts, each with the uid `NAME:ROW`.
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest usable prompt."""
+        return min(int(self._encoded.lengths[self.usable].max()), self._config.prompt_len)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of a usable prompt."""
+        return int(self._encoded.largest[self.usable].max())
+
+    def token_ids(self, row: int) -> np.ndarray:
+        """Return the token ids of a row's prompt, int32 [tokens]: the last `data.prompt_len` of them."""
+        # The end holds the question and the start of the answer's turn.
+        return self._encoded.token_ids(row)[-self._config.prompt_len :]
+
+    def digest(self, row: int) -> bytes:
+        """Return a hash of a row's rendered prompt: two rows may differ and still be the same prompt for the model."""
+        return self._encoded.digest(row)
+
+    def chat(self, row: int) -> str:
+        """Return a row's prompt as the model reads it."""
+        return self._encoder.plain.text(self._render(self._prompt(self.rows[row]), self.rows[row]))
+
+    def text(self, row: int) -> str:
+        """Return a row's prompt for rewards: its string, or its messages as the model reads them."""
+        return str(self._prompt(self.rows[row])) if self._encoded.is_text[row] else self.chat(row)
+
+    def batch(self, chosen: Sequence[int], name: str | int) -> DataProto:
+        """Return the batch of the prompts of these rows, each with the uid `NAME:ROW`.
 
         Columns: `prompts` Ragged int64; as objects `prompt_text`, `prompt_messages` where the split has any, `answer`
         (None where the row has none), `uid`, and all other columns of the data set.
         """
-        rows = [self.rows[prompt.row] for prompt in prompts]
+        rows = [self.rows[row] for row in chosen]
         objects: dict[str, list[Any]] = {
-            "prompt_text": [prompt.text for prompt in prompts],
+            "prompt_text": [self.text(row) for row in chosen],
             "answer": [self._answer(row) for row in rows],
-            "uid": [f"{name}:{prompt.row}" for prompt in prompts],
+            "uid": [f"{name}:{row}" for row in chosen],
         }
         if self._has_messages:
             messages = [self._prompt(row) for row in rows]
             objects["prompt_messages"] = [None if isinstance(prompt, str) else prompt for prompt in messages]
         for column in self.columns:
             objects[column] = [row.get(column) for row in rows]
-        token_ids = Ragged.from_list([prompt.token_ids for prompt in prompts], dtype=torch.int64)
+        token_ids = Ragged.from_list([torch.from_numpy(self.token_ids(row)) for row in chosen], dtype=torch.int64)
         return DataProto.from_dict({"prompts": token_ids}, objects)
 
     def check_rows(self, check: Callable[[Mapping[str, Any]], None]) -> None:
@@ -131,11 +156,11 @@ class PromptSplit:
 
     def require_answers(self, reward: str) -> None:
         """Raise DataError for a row that `reward` cannot score, as it has no reference answer."""
-        for prompt in self.prompts:
-            row = self.rows[prompt.row]
+        for number in self.usable:
+            row = self.rows[number]
             if self._replied(row) is None and (fault := answer_fault(row, self._config.answer_key)):
                 raise DataError(
-                    f"{self.where}, row {prompt.row + 1}: reward {reward!r} needs a reference answer, but {fault}; "
+                    f"{self.where}, row {number + 1}: reward {reward!r} needs a reference answer, but {fault}; "
                     "or choose another reward, or drop the row"
                 )
 
@@ -195,10 +220,29 @@ class PromptSplit:
             )
         return others
 
-    def _encode(self, encoder: PromptEncoder) -> list[Prompt]:
-        key = self._config.prompt_key
-        texts, chats, plain_chats = [], [], []
-        for number, row in enumerate(self.rows):
+    def _encode(self) -> EncodedPrompts:
+        """Return all rows' prompts, from the cache if they were encoded before."""
+        cache, count = PromptCache(), len(self.rows)
+        key = cache_key(self._encoder, map(self._inputs, self.rows), self._has_environment)
+        if key is not None and (kept := cache.read(key)) is not None:
+            return kept
+        if count > SAID_FROM:
+            log.info("%s: %d prompts are rendered and tokenised", self.where, count)
+        parts = [range(start, min(start + PART, count)) for start in range(0, count, PART)]
+        encoded = EncodedPrompts.concat([self._encode_part(part) for part in parts])
+        if key is not None:
+            cache.keep(key, encoded)
+        return encoded
+
+    def _inputs(self, row: Mapping[str, Any]) -> list[Any]:
+        """Return what is rendered of a row, before any check of it."""
+        return [value_at(row, self._config.prompt_key), row.get("tools"), row.get(COLUMN)]
+
+    def _encode_part(self, numbers: Sequence[int]) -> EncodedPrompts:
+        key, plain = self._config.prompt_key, self._encoder.plain
+        marked, is_text = [], []
+        for number in numbers:
+            row = self.rows[number]
             try:
                 prompt = self._prompt(row)
                 if prompt is None:
@@ -206,36 +250,34 @@ class PromptSplit:
                         f"nothing in column {key!r}; its columns are {', '.join(row) or 'none'}. Set data.prompt_key "
                         f"to the right one.{nearest(row, key)}"
                     )
-                chats.append(self._render(encoder, prompt, row))
+                marked.append(self._render(prompt, row))
             except (ConfigError, DataError) as error:
                 raise DataError(f"{self.where}, row {number + 1}: {error}") from error
-            plain_chats.append(encoder.plain.text(chats[-1]))
-            if plain_chats[-1] != chats[-1]:
-                self.spelled_out.append(number)
-            self._has_messages |= not isinstance(prompt, str)
-            texts.append(prompt if isinstance(prompt, str) else plain_chats[-1])
-        prompts = []
-        for number, token_ids in enumerate(encoder.token_ids(chats)):
-            if not token_ids:
-                raise DataError(
-                    f"{self.where}, row {number + 1}: the prompt is empty; the model needs a token to begin"
-                )
-            if len(token_ids) > self._config.prompt_len:
-                self.overlong += 1
-                if self._config.overlong == "error":
-                    raise DataError(
-                        f"{self.where}, row {number + 1}: the prompt has {len(token_ids)} tokens, more than "
-                        f"data.prompt_len={self._config.prompt_len}; raise it, or set data.overlong to filter or cut"
-                    )
-                if self._config.overlong == "filter":
-                    continue
-                # The end holds the question and the start of the answer's turn.
-                token_ids = token_ids[-self._config.prompt_len :]
-            prompts.append(Prompt(number, texts[number], plain_chats[number], token_ids))
-        return prompts
+            is_text.append(isinstance(prompt, str))
+        token_ids = self._encoder.token_ids(marked)
+        if [] in token_ids:
+            empty = numbers[token_ids.index([])]
+            raise DataError(f"{self.where}, row {empty + 1}: the prompt is empty; the model needs a token to begin")
+        chats = [plain.text(each) for each in marked]
+        spells_out = [chat != each for chat, each in zip(chats, marked, strict=True)]
+        return EncodedPrompts.of(token_ids, chats, is_text, spells_out)
 
-    def _render(self, encoder: PromptEncoder, prompt: Any, row: Mapping[str, Any]) -> str:
-        """Return the rendered prompt, with the tools and the template arguments of its row."""
+    def _by_length(self) -> tuple[list[int], int]:
+        """Return the rows whose prompts are used, and the number of prompts over `data.prompt_len` tokens."""
+        config, lengths = self._config, self._encoded.lengths
+        overlong = lengths > config.prompt_len
+        if config.overlong == "error" and overlong.any():
+            first = int(overlong.argmax())
+            raise DataError(
+                f"{self.where}, row {first + 1}: the prompt has {int(lengths[first])} tokens, more than "
+                f"data.prompt_len={config.prompt_len}; raise it, or set data.overlong to filter or cut"
+            )
+        used = ~overlong if config.overlong == "filter" else np.ones_like(overlong)
+        return np.flatnonzero(used).tolist(), int(overlong.sum())
+
+    def _render(self, prompt: Any, row: Mapping[str, Any]) -> str:
+        """Return the rendered prompt, with the tools and the template arguments of its row; special tokens marked."""
+        encoder = self._encoder
         if encoder.rendered and isinstance(prompt, str):
             return prompt  # no template reads the row's tools
         tools, given = plain_tools(row.get("tools")), row_template_kwargs(row)
@@ -277,25 +319,25 @@ class PromptLoader:
         self._train = PromptSplit(config, dataset, tokenizer, "train", tools)
         self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools, like=self._train)
         self._name = dataset.name
-        self.leave_out(self.held_out_chats)
+        self.leave_out(self.held_out_digests)
 
     @property
-    def held_out_chats(self) -> set[str]:
-        """The held-out prompts as the model reads them: two rows may differ and still be the same prompt for it."""
-        return {prompt.chat for prompt in self._eval.prompts}
+    def held_out_digests(self) -> set[bytes]:
+        """The hashes of the held-out prompts as the model reads them."""
+        return {self._eval.digest(row) for row in self._eval.usable}
 
-    def leave_out(self, chats: Collection[str]) -> None:
-        """Leave out the training prompts that render to one of these texts, and begin the first epoch.
+    def leave_out(self, digests: Collection[bytes]) -> None:
+        """Leave out the training prompts with one of these hashes, and begin the first epoch.
 
         Raises DataError when no prompt is left, ConfigError as the loader does.
         """
-        self._prompts = [prompt for prompt in self._train.prompts if prompt.chat not in chats]
+        self._rows = [row for row in self._train.usable if self._train.digest(row) not in digests]
         self.counts = {
-            "train_prompts": len(self._prompts),
-            "held_out_prompts": len(self._eval.prompts),
+            "train_prompts": len(self._rows),
+            "held_out_prompts": len(self._eval.usable),
             "overlong": self._train.overlong,
             "overlong_held_out": self._eval.overlong,
-            "held_out_in_train": len(self._train.prompts) - len(self._prompts),
+            "held_out_in_train": len(self._train.usable) - len(self._rows),
         }
         self._check_size(self._name)
         self.epoch = 0
@@ -346,12 +388,12 @@ class PromptLoader:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest prompt, held-out ones included."""
-        return max(len(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
+        return max(self._train.longest, self._eval.longest)
 
     @property
     def largest_token(self) -> int:
         """The largest token id of a prompt, held-out ones included."""
-        return max(max(prompt.token_ids) for split in (self._train, self._eval) for prompt in split.prompts)
+        return max(self._train.largest_token, self._eval.largest_token)
 
     def require(
         self, answers: str | None, columns: Mapping[str, Sequence[str]], *, train: bool, held_out: bool
@@ -373,7 +415,7 @@ class PromptLoader:
             self._begin_epoch()
         chosen = self._order[self._position : self._position + size]
         self._position += len(chosen)
-        return self._train.batch([self._prompts[i] for i in chosen], self.epoch)
+        return self._train.batch([self._rows[i] for i in chosen], self.epoch)
 
     def take(self, count: int, source: str) -> DataProto:
         """Return the next `count` prompts, uid `SOURCE/EPOCH:ROW`; epoch after epoch, with no prompt left out."""
@@ -384,12 +426,12 @@ class PromptLoader:
             chosen = self._order[self._position : self._position + count]
             self._position += len(chosen)
             count -= len(chosen)
-            parts.append(self._train.batch([self._prompts[i] for i in chosen], f"{source}/{self.epoch}"))
+            parts.append(self._train.batch([self._rows[i] for i in chosen], f"{source}/{self.epoch}"))
         return DataProto.concat(parts)
 
     def held_out(self, limit: int = 0) -> DataProto:
         """Return the first `limit` held-out prompts (0: all), or all if there are fewer; uid `eval:ROW`."""
-        return self._eval.batch(self._eval.prompts[: limit or None], "eval")
+        return self._eval.batch(self._eval.usable[: limit or None], "eval")
 
     def evaluated(self) -> DataProto:
         """Return the held-out prompts that evaluations use, `data.eval_size` of them; uid `eval:ROW`."""
@@ -415,14 +457,14 @@ class PromptLoader:
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._prompts)))
+        order = list(range(len(self._rows)))
         if self._config.shuffle:
             # A separate generator, so that neither the global one nor the model's sampling can change the order.
             random.Random(f"prompts {self._seed} {self.epoch}").shuffle(order)
         return order
 
     def _check_size(self, name: str) -> None:
-        total, size = len(self._prompts), self._config.batch_size
+        total, size = len(self._rows), self._config.batch_size
         if total == 0:
             raise DataError(f"data={name}: every training prompt is also held out; nothing is left to train on")
         if size > total and self._config.drop_last:
@@ -434,8 +476,12 @@ class PromptLoader:
     @cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self._seed} {self._config.shuffle}".encode())
-        for prompt in self._prompts:
-            digest.update(array("q", [prompt.row, len(prompt.token_ids), *prompt.token_ids]).tobytes())
+        for start in range(0, len(self._rows), PART):
+            pieces: list[np.ndarray] = []
+            for row in self._rows[start : start + PART]:
+                token_ids = self._train.token_ids(row)
+                pieces += [np.array([row, len(token_ids)]), token_ids]
+            digest.update(np.concatenate(pieces, dtype=np.int64).data)
         return digest.hexdigest()[:16]
 
 
@@ -458,4 +504,4 @@ def held_out_prompts(
 ) -> DataProto:
     """Return `PromptLoader.held_out(limit)` without reading the training split."""
     split = PromptSplit(config, dataset, tokenizer, "eval", tools)
-    return split.batch(split.prompts[: limit or None], "eval")
+    return split.batch(split.usable[: limit or None], "eval")

@@ -31,7 +31,7 @@ class MixLoader:
 
     def __init__(self, config: DataConfig, sources: Mapping[str, PromptLoader]) -> None:
         self.sources = dict(sources)
-        held_out = set(chain.from_iterable(loader.held_out_chats for loader in sources.values()))
+        held_out = set(chain.from_iterable(loader.held_out_digests for loader in sources.values()))
         for name, loader in sources.items():
             with naming(f"data.mix.{name}"):
                 loader.leave_out(held_out)

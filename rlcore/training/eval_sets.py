@@ -181,7 +181,7 @@ def checked_prompts(
         split.require_answers(needing)
     for reward in rewards:
         split.require_columns(reward.name, reward.needs_columns)
-    prompts = split.batch(split.prompts[: config.data.eval_size or None], name)
+    prompts = split.batch(split.usable[: config.data.eval_size or None], name)
     check_positions(config, int(prompts["prompts"].lengths.max()))
     size = find_end_tokens(config.model, tokenizer).vocab_size
     check_tokens(size, tokenizer, [int(prompts["prompts"].values.max())], "prompts")

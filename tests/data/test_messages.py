@@ -47,7 +47,8 @@ def chats(strict: PreTrainedTokenizerBase) -> Any:
             "own", lambda _, split: rows if split == "train" else [{"prompt": "held"}], reward="gsm8k"
         )
         config = DataConfig(name="own", batch_size=1)
-        return [prompt.chat for prompt in PromptLoader(config, dataset, strict, seed=0, tools=tools)._train.prompts]
+        split = PromptLoader(config, dataset, strict, seed=0, tools=tools)._train
+        return [split.chat(row) for row in split.usable]
 
     return render
 
@@ -67,7 +68,7 @@ def test_keys_that_parquet_fills_with_none_are_left_out(strict: PreTrainedTokeni
     config = DataConfig(name="file", path=str(tmp_path), batch_size=2)
     assert dataset.load(config, "train")[0]["prompt"][0]["name"] is None  # the fault that is tested
     loader = PromptLoader(config, DatasetSpec("own", dataset.load, reward="gsm8k"), strict, seed=0)
-    assert [prompt.chat for prompt in loader._train.prompts] == ["user1+1=;assistantadd;user?;", "user1+1=ann;"]
+    assert [loader._train.chat(row) for row in loader._train.usable] == ["user1+1=;assistantadd;user?;", "user1+1=ann;"]
     messages = loader.next_batch()["prompt_messages"]
     assert {key for row in messages for message in row for key in message} == {"role", "content", "tool_calls", "name"}
     assert all(value is not None for row in messages for message in row for value in message.values())
@@ -131,9 +132,9 @@ def test_a_rendered_prompt_is_neither_parsed_nor_given_tools(strict: PreTrainedT
     rows = {"train": [{"prompt": text, "tools": [TOOL]}], "eval": [{"prompt": "held"}]}
     dataset = DatasetSpec("own", lambda _, split: rows[split], reward="gsm8k")
     config = DataConfig(name="own", batch_size=1, rendered=["prompt"])
-    assert PromptLoader(config, dataset, strict, seed=0)._train.prompts[0].chat == text
+    assert PromptLoader(config, dataset, strict, seed=0)._train.chat(0) == text
     rows["train"][0]["tools"] = "a column of another meaning"
-    assert PromptLoader(config, dataset, strict, seed=0)._train.prompts[0].chat == text
+    assert PromptLoader(config, dataset, strict, seed=0)._train.chat(0) == text
     rows["train"][0]["prompt"] = ""
     with pytest.raises(DataError, match=r"'train', row 1: the prompt is empty"):
         PromptLoader(config, dataset, strict, seed=0)

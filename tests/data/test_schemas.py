@@ -77,7 +77,7 @@ def test_each_schema(made: Any, row: Row, line: str | None, answer: str | None) 
     loader = made(row)
     batch = loader.next_batch()
     assert loader.schema_line is None if line is None else loader.schema_line.startswith(f"columns of {line}")
-    assert loader._train.prompts[0].chat == PROMPT
+    assert loader._train.chat(0) == PROMPT
     assert batch["answer"].tolist() == [answer]
 
 

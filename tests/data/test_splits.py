@@ -226,7 +226,7 @@ def test_a_subset_is_a_folder_inside(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only main, socratic"):
         load(tmp_path, "train", subset="images")
     config = DataConfig(name="gsm8k", path=str(tmp_path), subset="main")
-    assert list(gsm8k.load(config, "eval")["answer"]) == ["2"]
+    assert [row["answer"] for row in gsm8k.load(config, "eval")] == ["2"]
     shutil.rmtree(tmp_path / "main")
     with pytest.raises(ConfigError, match="only socratic"):
         gsm8k.load(config, "eval")
