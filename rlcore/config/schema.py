@@ -305,7 +305,8 @@ class TrainerConfig:
     )
     train_rollout_logprob_diff: float = option(
         0.05,
-        "a step warns from this mean difference of the two engines' log-probs on, in nats; 0: never",
+        "a step warns from this mean difference of the two engines' log-probs on, in nats; 0: never, and the run does "
+        "not end either where the difference jumps",
         min=0.0,
         was="trainer.log_prob_gap",
     )

@@ -11,48 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.config import Config
 from rlcore.errors import DataError
 from rlcore.ops import episodes, group_index, one_row_each
 from rlcore.protocol import DataProto
 from rlcore.rewards.failures import has_reward, left_alone
-
-
-def logprob_diff_warning(gap: float, config: Config) -> str:
-    """Return the warning of a step in which the engines' log-probs differ by `gap` nats, with the likely cause.
-
-    The likely cause is the first setting of the config that is known to make the two differ.
-    """
-    rollout, model, ahead = config.rollout, config.model, config.trainer.rollouts_ahead
-    if math.isnan(gap):
-        return (
-            "the log-probs of the samples, by the rollout engine or by training, are NaN: "
-            f"rollout={rollout.name} has wrong weights, or one of the two computes the model wrongly"
-        )
-    cuts = {
-        "temperature": rollout.temperature == 0,
-        "top_p": rollout.top_p < 1,
-        "top_k": rollout.top_k > 0,
-        "min_tokens": rollout.min_tokens > 0,
-    }
-    cut = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_set in cuts.items() if is_set)
-    if cut:
-        cause = f"{cut} samples from part of the distribution, while training's log-probs cover all of it"
-    elif ahead:
-        cause = f"trainer.rollouts_ahead samples with weights that are up to {ahead} steps old, and the policy moves"
-    elif model.dtype == "bf16":
-        cause = f"rollout={rollout.name} rounds bf16 differently than training; run with model.dtype=fp32 to verify"
-    else:
-        cause = (
-            f"in fp32 the two compute the same, so rollout={rollout.name} has other weights than training, or one of "
-            "them computes the model wrongly"
-        )
-    return (
-        f"the rollout engine's log-probs of its samples differ from training's by {gap:.3g} nats on average, more "
-        f"than trainer.train_rollout_logprob_diff = {config.trainer.train_rollout_logprob_diff:g}. "
-        f"Likely cause: {cause}. "
-        "trainer.importance=token, sequence or mask corrects the remaining difference (docs/rollout.md)"
-    )
 
 
 def step_metrics(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -46,7 +45,8 @@ from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_pro
 from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
-from rlcore.training.health import logprob_diff_warning, source_metrics, step_metrics
+from rlcore.training.health import source_metrics, step_metrics
+from rlcore.training.logprob_diff import LogprobDiffWatch
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
 from rlcore.training.timeline import Trace, timeline_metrics
@@ -270,7 +270,9 @@ class Trainer:
         self._last_end = 0.0
         self._known: dict[str, dict[str, int]] = {}
         self._sample_rows = 0
-        self._warned_of = 0.0
+        actor = run.roles.get("actor")
+        own = self.config if actor is None else role_config(self.config, "actor", actor.role)
+        self._logprob_diff = LogprobDiffWatch(own)
         mixed = {name: source_config(self.config, name) for name in self.config.data.mix}
         self._pass_scores = {name: own.reward.pass_score for name, own in mixed.items()}
         self._trace = Trace(folder.path / "timeline.json") if self.config.trainer.trace else None
@@ -425,11 +427,14 @@ class Trainer:
         tokens = metrics.pop("tokens")
         self.tokens += tokens
         self.seconds += elapsed
-        self._warn_of_logprob_diff(metrics.get("rollout/train_rollout_logprob_diff", 0.0))
+        self._logprob_diff.warn(self.step, metrics)
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
         metrics.update(opened.data)
+        if wrong := self._logprob_diff.judge(self.step, metrics):
+            self.trackers.log(self.step, metrics)
+            raise WeightsError(wrong)
         if self._is_time_to_evaluate(self.step):
             try:
                 self._evaluate()
@@ -441,16 +446,6 @@ class Trainer:
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
         self.plugins.step_end(self.run_, self.step, metrics)
-
-    def _warn_of_logprob_diff(self, gap: float) -> None:
-        """Warn when the engines' log-probs differ too much, and again when the difference doubles or becomes NaN."""
-        # Once a NaN was reported, `_warned_of` is infinite and no further warning comes.
-        limit = self.config.trainer.train_rollout_logprob_diff
-        is_larger = gap > max(limit, 2 * self._warned_of)
-        is_new_nan = math.isnan(gap) and self._warned_of < math.inf
-        if limit and (is_larger or is_new_nan):
-            self._warned_of = math.inf if math.isnan(gap) else gap
-            log.warning("step %d: %s", self.step, logprob_diff_warning(gap, self.config))
 
     def _seconds(self, prefix: str = "") -> Callable[[], dict[str, float]]:
         """Request each role's seconds by kind of work since the last request, on its slowest rank.
@@ -511,6 +506,7 @@ class Trainer:
             "seconds": self.seconds,
             "accuracy": self.accuracy,
             "goals": self.goals.state_dict(),
+            "logprob_diff": self._logprob_diff.first,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
@@ -543,6 +539,7 @@ class Trainer:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
             self.goals.load_state_dict(state.get("goals", {}))
+            self._logprob_diff.first = state.get("logprob_diff")
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])

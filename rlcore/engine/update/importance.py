@@ -70,12 +70,15 @@ def correct(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device
     return replace(out, given={name: _weighted(out.given[name], weights) for name in needs_of(accumulator.item.loss)})
 
 
-def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device) -> None:
+def measure_logprob_diff(
+    out: Outputs, batch: DataProto, accumulator: LossAccumulator, device: torch.device, *, version: int
+) -> None:
     """Record the difference of the train engine's and the rollout engine's log-probs of sampled tokens.
 
-    Metrics: rollout/train_rollout_logprob_diff (mean absolute difference, nats), the same with _max and with _beyond
-    (share of tokens that differ by more than LOGPROB_DIFF_BOUND), rollout/kl (of the trained policy from the sampling
-    one).
+    Metrics: rollout/train_rollout_logprob_diff (mean absolute difference, nats), the same with _max, with _beyond
+    (share of tokens that differ by more than LOGPROB_DIFF_BOUND) and with _same_weights (mean over the rows that the
+    weights of `version`, those of this forward, have sampled; left out without such rows), rollout/kl (of the trained
+    policy from the sampling one).
     """
     if "log_probs" not in out.given:
         return
@@ -91,6 +94,11 @@ def measure_logprob_diff(out: Outputs, batch: DataProto, accumulator: LossAccumu
     accumulator.add_metric("rollout/train_rollout_logprob_diff_beyond", gap["beyond"], gap["tokens"])
     accumulator.add_metric("rollout/kl", gap["kl"], gap["tokens"])
     accumulator.track_max("rollout/train_rollout_logprob_diff_max", gap["max"])
+    if "weights_version" in batch:
+        same = columns["response_mask"].bool() & (columns["weights_version"] == version)[:, None]
+        apart = (out.log_probs.detach() - columns["rollout_log_probs"]).abs()
+        name = "rollout/train_rollout_logprob_diff_same_weights"
+        accumulator.add_metric(name, torch.where(same, apart, 0.0).sum(), same.sum())
 
 
 def _weighted(output: Tensor, weights: Tensor) -> Tensor:

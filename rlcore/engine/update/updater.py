@@ -305,7 +305,7 @@ class Updater:
                 return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
             out = _by_row(outputs, part, item)
             if measure:
-                measure_logprob_diff(out, part, accumulator, device)
+                measure_logprob_diff(out, part, accumulator, device, version=self._engine.version)
             if is_corrected(item):
                 out = correct(out, part, accumulator, device)
             return accumulator.add_terms(call_loss(item, out, part, device), part)

@@ -121,6 +121,21 @@ def test_a_weight_for_the_sequence_and_a_band(make_engine, model_folder, sampled
     assert metrics["train/importance_truncated"] == pytest.approx(cut.float().mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_rows_of_the_weights_that_train_are_measured_by_themselves(make_engine, sampled, rows):
+    engine = make_engine(micro_batch_rows=rows)
+    newest = [0, 3, 7]
+    sampled["weights_version"] = torch.tensor([engine.version if row in newest else -1 for row in range(12)])
+    log_probs = make_engine().compute(sampled, ["log_probs"])["log_probs"]
+    apart = [
+        (log_probs[row] - sampled["rollout_log_probs"][row])[sampled["response_mask"][row].bool()] for row in newest
+    ]
+    metrics = engine.update([UpdateItem(sampled, [12], grpo_loss, CONFIG)], epochs=2, step=0)
+    found = metrics["rollout/train_rollout_logprob_diff_same_weights"]
+    assert found == pytest.approx(torch.cat(apart).abs().mean().item(), rel=1e-4)
+    assert found != pytest.approx(metrics["rollout/train_rollout_logprob_diff"], rel=1e-2)
+
+
 def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engine, sampled):
     """Whatever the micro-batches, and not again once the weights have moved; without samples there is none."""
     log_probs = make_engine().compute(sampled, ["log_probs"])["log_probs"]
@@ -137,6 +152,7 @@ def test_the_gap_between_the_engines_is_measured_before_the_first_step(make_engi
         assert 0 < beyond < 1
         assert metrics["rollout/train_rollout_logprob_diff_beyond"] == pytest.approx(beyond, rel=1e-4)
         assert metrics["rollout/kl"] == pytest.approx((apart.exp() - 1 - apart).clamp(max=10).mean().item(), rel=1e-4)
+        assert "rollout/train_rollout_logprob_diff_same_weights" not in metrics  # versions 3 and 4 have sampled all
     values = sampled["rollout_log_probs"].values.clone()
     values[mask.nonzero()[0]] = torch.nan  # what a broken rollout engine gives is not lost among what is sound
     broken = sampled[:]
