@@ -20,7 +20,7 @@ OF_A_DATA_SET = (
 WHOLE = {"held_out_share": 1.0, "eval_size": 0}
 """A data set that is not the run's is evaluated on whole: nothing of it is trained on."""
 NOT_READ = {
-    "data": ("max_rows", "batch_size", "shuffle", "drop_last", "mix"),
+    "data": ("max_rows", "batch_size", "shuffle", "drop_last", "curriculum", "mix"),
     "reward": ("model", "model_weight", "workers"),
 }
 """Keys that an evaluation does not read, by section."""

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
-from rlcore.config.schema import SECTIONS, EvalSetConfig, LoraConfig, MixConfig, RoleConfig
+from rlcore.config.schema import SECTIONS, CurriculumConfig, EvalSetConfig, LoraConfig, MixConfig, RoleConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -47,6 +47,7 @@ sections of their own. A run has the sections of its engines and of all installe
 CORE_SECTIONS: dict[str, type] = {
     **SECTIONS,
     "model.lora": LoraConfig,
+    "data.curriculum": CurriculumConfig,
     "data.mix.NAME": MixConfig,
     "roles.NAME": RoleConfig,
     "eval.sets.NAME": EvalSetConfig,

@@ -118,6 +118,39 @@ class MixConfig:
     weight: float = option(1.0, "its share of the prompts, relative to the weights of the other sources", min=0.0)
 
 
+MEASURED: Literal["measured"] = "measured"
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """The order of an epoch by difficulty, the easiest prompts first, and the prompts that are left out of it."""
+
+    by: str | None = option(
+        None,
+        "column of numbers that says how difficult a row is; `measured`: the mean reward of the row's last samples; "
+        "null: no order",
+    )
+    easy: Literal["low", "high"] = option(
+        "low", "which numbers of that column are easy: low ones, as of levels, or high"
+    )
+    skip: float = option(
+        0.0,
+        "probability with which an epoch leaves out a row whose last samples all had the same reward",
+        min=0.0,
+        max=1.0,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a curriculum."""
+        return self.by is not None or self.measures
+
+    @property
+    def measures(self) -> bool:
+        """Whether it needs the rewards of the steps before."""
+        return self.by == MEASURED or self.skip > 0
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The prompts: where they come from and how they become batches."""
@@ -154,6 +187,7 @@ class DataConfig:
     shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
     drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
     eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
+    curriculum: CurriculumConfig = option(CurriculumConfig(), "easy prompts first; docs/data.md")
     mix: dict[str, MixConfig] = option(
         {}, "data sets by name in place of `name`, as {sums: {data: {name: arithmetic}, weight: 0.3}} (docs/data.md)"
     )

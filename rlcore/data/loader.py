@@ -16,6 +16,7 @@ import torch
 
 from rlcore.config.schema import DataConfig
 from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
+from rlcore.data.curriculum import Curriculum, PromptResult
 from rlcore.data.encoding import PART, EncodedPrompts, PromptCache, cache_key
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
@@ -319,6 +320,7 @@ class PromptLoader:
         self._train = PromptSplit(config, dataset, tokenizer, "train", tools)
         self._eval = PromptSplit(config, dataset, tokenizer, "eval", tools, like=self._train)
         self._name = dataset.name
+        self._curriculum = Curriculum(config.curriculum, self._train.rows, self._train.where)
         self.leave_out(self.held_out_digests)
 
     @property
@@ -415,7 +417,7 @@ class PromptLoader:
             self._begin_epoch()
         chosen = self._order[self._position : self._position + size]
         self._position += len(chosen)
-        return self._train.batch([self._rows[i] for i in chosen], self.epoch)
+        return self._train.batch(chosen, self.epoch)
 
     def take(self, count: int, source: str) -> DataProto:
         """Return the next `count` prompts, uid `SOURCE/EPOCH:ROW`; epoch after epoch, with no prompt left out."""
@@ -426,7 +428,7 @@ class PromptLoader:
             chosen = self._order[self._position : self._position + count]
             self._position += len(chosen)
             count -= len(chosen)
-            parts.append(self._train.batch([self._rows[i] for i in chosen], f"{source}/{self.epoch}"))
+            parts.append(self._train.batch(chosen, f"{source}/{self.epoch}"))
         return DataProto.concat(parts)
 
     def held_out(self, limit: int = 0) -> DataProto:
@@ -437,9 +439,23 @@ class PromptLoader:
         """Return the held-out prompts that evaluations use, `data.eval_size` of them; uid `eval:ROW`."""
         return self.held_out(self._config.eval_size)
 
+    def learn(self, results: Mapping[str, PromptResult]) -> None:
+        """Take what a step's samples have shown, by the `uid` of their prompts."""
+        self._curriculum.learn({int(uid.rpartition(":")[2]): result for uid, result in results.items()})
+
+    @property
+    def left_out_this_epoch(self) -> int:
+        """The number of prompts that the curriculum leaves out of this epoch."""
+        return len(self._rows) - len(self._order)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, with a digest of the training prompts."""
-        return {"epoch": self.epoch, "position": self._position, "digest": self._digest}
+        state = {"epoch": self.epoch, "position": self._position, "digest": self._digest}
+        if self._config.curriculum.is_on:
+            state["curriculum"] = self._curriculum.state_dict()
+        if self._config.curriculum.measures:
+            state["order"] = self._order  # made of results that later ones have replaced
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; CheckpointError when the prompts or their order have changed."""
@@ -448,8 +464,14 @@ class PromptLoader:
                 "the training prompts differ from the checkpoint's: the data, the tokenizer, the chat template or the "
                 "seed has changed. Restore them, or start a new run."
             )
+        if ("curriculum" in state) != self._config.curriculum.is_on:
+            raise CheckpointError(
+                "data.curriculum differs from the checkpoint's. Restore its keys, or start a new run."
+            )
         self.epoch, self._position = state["epoch"], state["position"]
-        self._order = self._epoch_order()
+        if "curriculum" in state:
+            self._curriculum.load_state_dict(state["curriculum"])
+        self._order = list(state["order"]) if self._config.curriculum.measures else self._epoch_order()
 
     def _begin_epoch(self) -> None:
         self.epoch += 1
@@ -457,10 +479,14 @@ class PromptLoader:
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._rows)))
+        """Return the rows of this epoch in their order."""
+        order = list(self._rows)
+        # A separate generator, so that neither the global one nor the model's sampling can change the order.
+        draw = random.Random(f"prompts {self._seed} {self.epoch}")
         if self._config.shuffle:
-            # A separate generator, so that neither the global one nor the model's sampling can change the order.
-            random.Random(f"prompts {self._seed} {self.epoch}").shuffle(order)
+            draw.shuffle(order)
+        if self._config.curriculum.is_on:
+            order = self._curriculum.order(order, self._config.batch_size, draw)
         return order
 
     def _check_size(self, name: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlcore.config.eval_sets import naming
 from rlcore.config.schema import DataConfig
+from rlcore.data.curriculum import PromptResult
 from rlcore.data.loader import PromptLoader
 from rlcore.protocol import DataProto
 
@@ -97,6 +98,19 @@ class MixLoader:
         """Return a batch of one source without the columns that only other sources have."""
         others = set(self.columns) - set(self.sources[source].columns)
         return batch.select(None, [name for name in batch.non_tensor_batch if name not in others])
+
+    def learn(self, results: Mapping[str, PromptResult]) -> None:
+        """See PromptLoader."""
+        for name, loader in self.sources.items():
+            own = {
+                uid.removeprefix(f"{name}/"): result for uid, result in results.items() if uid.startswith(f"{name}/")
+            }
+            loader.learn(own)
+
+    @property
+    def left_out_this_epoch(self) -> int:
+        """See PromptLoader; of all sources."""
+        return sum(loader.left_out_this_epoch for loader in self.sources.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values: the positions of all sources, and how many prompts each has given."""

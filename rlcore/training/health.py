@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.data.curriculum import PromptResult
 from rlcore.errors import DataError
 from rlcore.ops import episodes, group_index, one_row_each
 from rlcore.protocol import DataProto
@@ -69,6 +70,22 @@ def step_metrics(
             if not of_function.isnan().all():  # NaN: the function does not apply to the row
                 metrics[f"reward/{name.removeprefix('score/')}"] = float(of_function.nanmean())
     return metrics
+
+
+def prompt_results(scored: list[DataProto]) -> dict[str, PromptResult]:
+    """Return what the samples of each prompt have shown, by uid; of prompts of which no sample has a reward nothing.
+
+    Episodes count once. A result is equal where several episodes of the prompt all have the same reward.
+    """
+    rewards: dict[str, dict[str, float]] = {}
+    for call, batch in enumerate(scored):
+        rows = zip(has_reward(batch).tolist(), batch["uid"], episodes(batch), batch["scores"].tolist(), strict=True)
+        for _, uid, name, score in (row for row in rows if row[0]):
+            rewards.setdefault(str(uid), {}).setdefault(f"{call} {name}", score)
+    return {
+        uid: PromptResult(sum(found.values()) / len(found), len(found) > 1 and len({*found.values()}) == 1)
+        for uid, found in rewards.items()
+    }
 
 
 def source_metrics(scored: list[DataProto], pass_scores: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from rlcore.config import Config, DataConfig, RolloutConfig
 from rlcore.config.devices import local_gpus
 from rlcore.config.eval_sets import REPLACED_BY_MIX, naming, set_config, source_config
+from rlcore.config.schema import MEASURED
 from rlcore.episodes.from_config import check_environment
 from rlcore.errors import ConfigError
 from rlcore.ops.importance import MASKS
@@ -119,6 +120,24 @@ def _reward(flight: Preflight) -> None:
         )
     if reward.functions and not any(reward.functions.values()) and reward.model is None:
         raise ConfigError("reward.functions has only weights of 0, so every reward is 0; give one another weight")
+
+
+def _curriculum(flight: Preflight) -> None:
+    config = flight.config
+    of_sources = [source_config(config, name).data.curriculum for name in config.data.mix]
+    if not any(each.measures for each in [config.data.curriculum, *of_sources]):
+        return
+    if not flight.algorithm.uses_reward:
+        raise ConfigError(
+            f"algo={config.algorithm} scores no samples, so data.curriculum.by={MEASURED} and data.curriculum.skip "
+            "have no rewards to go by; leave them out, or order by a column"
+        )
+    if config.trainer.rollouts_ahead:
+        raise ConfigError(
+            f"data.curriculum.by={MEASURED} and data.curriculum.skip go by the rewards of all steps before, but with "
+            f"trainer.rollouts_ahead={config.trainer.rollouts_ahead} a step begins before the last one has any; leave "
+            "one of them out, or order by a column"
+        )
 
 
 def _date(flight: Preflight) -> None:
@@ -379,6 +398,7 @@ CHECKS = (
     Check(_role_settings),
     Check(_role_engine_specs, ("train", "evaluate")),
     Check(_algorithm, ("train", "plan")),
+    Check(_curriculum, ("train",)),
     Check(_saved_algorithm, ("evaluate",)),
     Check(_eval_sets),
     Check(_evaluation, ("train",)),

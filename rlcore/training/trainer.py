@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlcore.collector import resume_collector
-from rlcore.config import Config
+from rlcore.config import Config, CurriculumConfig
 from rlcore.config.devices import AUTO, device_lines, uses_gpus
 from rlcore.config.eval_sets import naming, source_config
 from rlcore.data.chat import check_tokens, load_tokenizer, same_tokenizer
@@ -45,7 +45,7 @@ from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_pro
 from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
-from rlcore.training.health import source_metrics, step_metrics
+from rlcore.training.health import prompt_results, source_metrics, step_metrics
 from rlcore.training.logprob_diff import LogprobDiffWatch
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
@@ -208,6 +208,8 @@ def _loaders(
     loaders: dict[str, Loader] = {}
     if sources:
         loaders["train"] = mix_loader(config, sources, tokenizer, episodes)
+    # The curriculum is of the run's own prompts.
+    further = {name: replace(settings, curriculum=CurriculumConfig()) for name, settings in further.items()}
     for name, settings in ({} if sources else {"train": config.data, **further}).items():
         known = plugins.datasets()
         if settings.name not in known:
@@ -405,6 +407,8 @@ class Trainer:
         prompts = self.loader.next_batch()
         returned = self.algorithm.step(self.run_, prompts)
         data = {f"data/{name}": float(count) for name, count in self.loader.counts.items()}
+        if left_out := self.loader.left_out_this_epoch:
+            data["data/left_out_this_epoch"] = float(left_out)
         return _OpenStep(
             step, started, began, returned, self.run_.close_step(), self._seconds(), self.run_.spans(), data
         )
@@ -415,6 +419,7 @@ class Trainer:
         self.step = opened.step
         metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
         metrics.update(source_metrics(scored, self._pass_scores))
+        self.loader.learn(prompt_results(scored))
         metrics.update(opened.seconds())
         # Steps may overlap: a step's time starts at the end of the step before.
         now = time.perf_counter()
