@@ -197,6 +197,49 @@ def fetch(repo: str, revision: str | None, kind: Kind, allow: Sequence[str], ign
         return Path(get())
 
 
+def create_repository(repo: str, *, private: bool) -> None:
+    """Create the repository of a model, if it is not there; one that is there stays as private as it is.
+
+    Raises ConfigError for a name of another form, and where the hub cannot be reached or refuses the login.
+    """
+    from huggingface_hub import HfApi
+
+    found = _NAME.fullmatch(repo)
+    if found is None or found[2] is not None:
+        raise ConfigError(f"--push={repo} is no name on the hub; write it as ORG/NAME")
+    with _explained_push(repo):
+        HfApi().create_repo(repo, private=private, exist_ok=True)
+
+
+def push_folder(folder: Path, repo: str, message: str) -> str:
+    """Send a folder's files to a model's repository as one commit, and return its address. Raises ConfigError."""
+    from huggingface_hub import HfApi
+
+    with _explained_push(repo):
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url)
+
+
+@contextmanager
+def _explained_push(repo: str) -> Iterator[None]:
+    """Raise a ConfigError in one line for any failure of an upload, without a text of the client; see _explained."""
+    from huggingface_hub import constants, errors
+
+    hub = re.sub(r"//[^/]*@", "//", constants.ENDPOINT)
+    try:
+        yield
+    except Exception as error:  # of the client, of its HTTP library, or of the disk
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        remedy = "see whether it can be reached, and run the same command again"
+        if isinstance(error, errors.HfHubHTTPError):
+            cause = f"HTTP {error.response.status_code}"
+            if error.response.status_code in (401, 403):
+                remedy = (
+                    f"log in with `hf auth login` as somebody who may write to {repo.partition('/')[0]}, with a token "
+                    "that may write, and unset HF_TOKEN if it holds another one"
+                )
+        raise ConfigError(f"{repo} cannot be written on the hub ({hub}): {cause}; {remedy}") from None
+
+
 def _files(repo: str, commit: str, kind: Kind) -> list[str]:
     """Return the paths of a repository's files. Raises ConfigError when the cache has no list and the hub is away."""
     from huggingface_hub import get_cached_repo_tree

@@ -1,7 +1,11 @@
-"""A Hugging Face hub on loopback, for the real client: models and data sets with revisions, as tests add them."""
+"""A Hugging Face hub on loopback, for the real client: models and data sets with revisions.
+
+Tests add them with `push`, and the client itself with uploads of models: regular files in a commit, weights by LFS.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -34,6 +38,8 @@ class Hub:
     requests: the method and path of each request, and `RANGE START NAME` of each resumed download, in order.
     status: that of every answer, if not 200.
     breaks: the file whose next download breaks in its middle, and the status of every answer from then on.
+    token: the one whose owner may write. private: by repository, what the client that created it has asked for.
+    messages: those of the client's commits.
     """
 
     def __init__(self) -> None:
@@ -41,6 +47,10 @@ class Hub:
         self.requests: list[str] = []
         self.status = 200
         self.breaks: tuple[str, int] | None = None
+        self.token = "hf_secret"
+        self.private: dict[str, bool] = {}
+        self.messages: list[str] = []
+        self.uploads: dict[str, bytes] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -82,6 +92,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_HEAD(self) -> None:
             self._answer()
 
+        def do_POST(self) -> None:
+            self._write()
+
+        def do_PUT(self) -> None:
+            self._write()
+
         def log_message(self, format: str, *args: object) -> None:
             pass
 
@@ -116,6 +132,52 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": each} for each in files]}
             return self._send(200, json.dumps(info).encode())
 
+        def _write(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.requests.append(f"{self.command} {path}")
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if hub.status != 200:
+                return self._send(hub.status, b"")
+            parts = path.strip("/").split("/")
+            if self.command == "PUT":
+                hub.uploads[parts[-1]] = body
+                return self._send(200, b"")
+            if self.headers.get("Authorization") != f"Bearer {hub.token}":
+                return self._send(403, b"")
+            return self._send(200, json.dumps(self._written(parts, body)).encode())
+
+        def _written(self, parts: list[str], body: bytes) -> object:
+            """Do what a POST asks for, and return the answer."""
+            if parts[:3] == ["api", "repos", "create"]:
+                asked = json.loads(body)
+                name = f"{asked['organization']}/{asked['name']}"
+                hub.repositories.setdefault(("model", name), Repository())
+                hub.private.setdefault(name, asked.get("visibility") == "private")
+                return {"url": f"{hub.url}/{name}", "name": name}
+            if parts[-1] == "batch":
+                objects = json.loads(body)["objects"]
+                places = [{**each, "actions": {"upload": {"href": f"{hub.url}/lfs/{each['oid']}"}}} for each in objects]
+                return {"transfer": "basic", "objects": places}
+            if parts[4:5] == ["preupload"]:
+                files = [each["path"] for each in json.loads(body)["files"]]
+                mode = {each: "lfs" if each.endswith(".safetensors") else "regular" for each in files}
+                return {"files": [{"path": each, "uploadMode": mode[each], "shouldIgnore": False} for each in files]}
+            if parts[4:5] == ["commit"]:
+                lines = [json.loads(line) for line in body.splitlines()]
+                hub.messages.append(lines[0]["value"]["summary"])
+                values = {line["value"]["path"]: line["value"] for line in lines[1:]}
+                name = "/".join(parts[2:4])
+                commit = hub.push(name, {path: self._content(value) for path, value in values.items()})
+                return {"commitUrl": f"{hub.url}/{name}/commit/{commit}", "commitOid": commit}
+            return {}  # a check of the card
+
+        def _content(self, value: Mapping[str, str]) -> bytes:
+            if "content" in value:
+                return base64.b64decode(value["content"])
+            content = hub.uploads[value["oid"]]
+            assert hashlib.sha256(content).hexdigest() == value["oid"]
+            return content
+
         def _file(self, repository: Repository, commit: str, files: Files, name: str) -> None:
             if repository.gated:
                 return self._send(403, b"", {"X-Error-Code": "GatedRepo"})
@@ -141,7 +203,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body[:sent])
 
     return Handler

@@ -7,7 +7,7 @@ SUMMARIES = {
     "plugins": "list the installed plugins with their origin and faults",
     "new-plugin": "write a new plugin's distribution: rlcore new-plugin NAME [--kind KIND] [--dir DIR]",
     "serve": "answer agents as OpenAI's API does: rlcore serve RUN_OR_MODEL [--port PORT] [OVERRIDE ...]",
-    "export": "write the trained model or adapter to a folder: rlcore export RUN FOLDER [--merge] [--dtype bf16]",
+    "export": "write the trained model to a folder or the hub: rlcore export RUN [FOLDER] [--merge] [--push ORG/NAME]",
     "samples": "show a run's samples and their rewards: rlcore samples RUN [--step N]",
 }
 """`rlcore --help` shows these without importing a command."""

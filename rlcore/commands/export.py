@@ -1,63 +1,109 @@
-"""`rlcore export RUN FOLDER`: writes the model that a run has trained, or its adapter, to a folder."""
+"""`rlcore export RUN FOLDER`: writes the model that a run has trained, or its adapter, to a folder or to the hub."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from rlcore import CheckpointError, CommandSpec, ConfigError, hookimpl
 from rlcore.commands import SUMMARIES
+from rlcore.hub import create_repository, push_folder
+from rlcore.training.checkpoint import step_of
 
 RLCORE_API = 1
+CARD = "README.md"
 
 
 def main(argv: list[str]) -> int:
     """Copy a role's folder of a checkpoint; with --merge, or another dtype, write a model with the adapter in it."""
     parser = argparse.ArgumentParser(prog="rlcore export", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder, or a checkpoint of one")
-    parser.add_argument("folder", type=Path, help="folder to write; it must not exist")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder to write; it must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest whole one)")
     parser.add_argument("--role", default="actor", help="role to export (default: actor)")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its model")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="precision of the model (default: as it is saved)")
+    parser.add_argument("--push", metavar="ORG/NAME", help="send it to the Hugging Face hub; with or without a folder")
+    parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
     options = parser.parse_args(argv)
-    if options.folder.exists():
+    if options.folder is None and options.push is None:
+        raise ConfigError("nowhere to export to: give a folder to write, or --push ORG/NAME, or both")
+    if options.private and options.push is None:
+        raise ConfigError("--private is for the repository that --push makes; give --push, or leave it out")
+    if options.folder is not None and options.folder.exists():
         raise ConfigError(f"{options.folder} exists already; give a folder that does not")
-    saved = _saved(options.run, options.role)
+    checkpoint = _checkpoint(options.run, options.step)
     from rlcore.adapter_folder import is_adapter
 
+    saved = _saved(checkpoint, options.role)
     adapter = is_adapter(saved) and not options.merge
     if adapter and options.dtype is not None:
         raise ConfigError(
             f"{saved} is an adapter, which is exported as it is; --dtype={options.dtype} needs --merge as well"
         )
-    if options.dtype is not None or (is_adapter(saved) and options.merge):
-        _write(options.run, saved, options.folder, options.dtype or "fp32")
-    else:
-        shutil.copytree(saved, options.folder)
-    print(f"{'adapter' if adapter else 'model'}: {options.folder}")
+    kind = "adapter" if adapter else "model"
+    card = _card(checkpoint, options.role, kind)
+    if options.push is not None:
+        create_repository(options.push, private=options.private)  # refused before the model is written
+    with tempfile.TemporaryDirectory() as aside:
+        folder = options.folder or Path(aside) / "model"
+        if options.dtype is not None or (is_adapter(saved) and options.merge):
+            _write(checkpoint, saved, folder, options.dtype or "fp32")
+        else:
+            shutil.copytree(saved, folder)
+        (folder / CARD).write_text(card, encoding="utf-8")
+        if options.folder is not None:
+            print(f"{kind}: {options.folder}")
+        if options.push is not None:
+            print(f"{kind}: {push_folder(folder, options.push, f'Step {step_of(checkpoint)} of a run of rlcore')}")
     return 0
 
 
-def _saved(run: Path, role: str) -> Path:
-    """Return a role's folder in the newest whole checkpoint of a run, or in the checkpoint that was given."""
-    from rlcore.training.checkpoint import chosen_whole, split_target
+def _checkpoint(run: Path, step: int | None) -> Path:
+    """Return the whole checkpoint of a step of a run; None: the newest one, or the one that `run` itself names."""
+    from rlcore.training.checkpoint import checkpoints, chosen_whole, path_of, split_target
     from rlcore.training.folder import CONFIG
 
-    if not (split_target(run)[0] / CONFIG).is_file():
+    folder, named = split_target(run)
+    if not (folder / CONFIG).is_file():
         raise ConfigError(f"{run} is no run folder and no checkpoint of one: it has no {CONFIG}")
-    found = chosen_whole(run, "")
+    if step is not None and named is not None:
+        raise ConfigError(f"{run} is a checkpoint already; leave out --step={step}, or give the run {folder}")
+    target = run if step is None else path_of(folder / "checkpoints", step)
+    if step is not None and not target.is_dir():
+        steps = ", ".join(str(step_of(path)) for path in checkpoints(folder / "checkpoints")) or "none"
+        raise ConfigError(f"--step={step}: the run {folder} has no checkpoint of it; it has those of the steps {steps}")
+    found = chosen_whole(target)
     if found is None:
         raise CheckpointError(f"the run {run} has no checkpoint to export; train longer")
-    if not (found / role / "model").is_dir():
-        roles = sorted(path.parent.name for path in found.glob("*/model"))
-        raise ConfigError(f"--role={role}: {found} holds no model of it; it holds those of {', '.join(roles)}")
-    return found / role / "model"
+    return found
 
 
-def _write(run: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"]) -> None:
+def _saved(checkpoint: Path, role: str) -> Path:
+    """Return a role's model in a checkpoint."""
+    if not (checkpoint / role / "model").is_dir():
+        roles = sorted(path.parent.name for path in checkpoint.glob("*/model"))
+        raise ConfigError(f"--role={role}: {checkpoint} holds no model of it; it holds those of {', '.join(roles)}")
+    return checkpoint / role / "model"
+
+
+def _card(checkpoint: Path, role: str, kind: str) -> str:
+    """Return the model card by what the run folder says."""
+    from rlcore.commands.model_card import model_card
+    from rlcore.config.files import read_values
+    from rlcore.trackers.jsonl import METRICS, read_lines
+    from rlcore.training.folder import CONFIG, read_versions
+
+    run = checkpoint.parent.parent
+    facts = read_values(run / CONFIG), read_lines(run / METRICS), read_versions(run)
+    return model_card(*facts, step_of(checkpoint), role=role, kind=kind)
+
+
+def _write(checkpoint: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"]) -> None:
     """Write a model in a precision, with its adapter merged into it."""
     from rlcore.adapter_folder import AdapterFolder, is_adapter
     from rlcore.config import LoraConfig, ModelConfig, build
@@ -65,12 +111,11 @@ def _write(run: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"])
     from rlcore.engine import Ranks, model_dtype, model_path, write_model_folder
     from rlcore.engine.adapter import merge_adapter
     from rlcore.model_folder import load_model
-    from rlcore.training.checkpoint import split_target
     from rlcore.training.folder import CONFIG
 
     adapter = AdapterFolder.of(str(saved)) if is_adapter(saved) else None
     path = str(saved) if adapter is None else adapter.base
-    model = build(ModelConfig, read_values(split_target(run)[0] / CONFIG)["model"], "model")
+    model = build(ModelConfig, read_values(checkpoint.parent.parent / CONFIG)["model"], "model")
     model = replace(model, path=path, dtype=dtype, lora=LoraConfig())
     base = model_path(path, code=model.trust_remote_code)
     if not base.is_dir():

@@ -112,6 +112,17 @@ def _read(path: Path, *, steps: bool = False) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl in order, and change nothing; lines that cannot be read are left out."""
+    found = []
+    for text in path.read_bytes().split(b"\n") if path.is_file() else ():
+        with contextlib.suppress(ValueError):  # of text that is neither JSON nor UTF-8
+            line = json.loads(text)
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                found.append(line)
+    return found
+
+
 def _numbers(steps: Sequence[int]) -> str:
     return (", ".join(map(str, steps[:10])) + (" ..." if len(steps) > 10 else "")) or "(none)"
 

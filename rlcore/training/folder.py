@@ -192,6 +192,17 @@ def require_plugins(path: Path, plugins: PluginManager) -> None:
         raise PluginError(f"the run {path} was made with the plugin {name!r}, {remedy}")
 
 
+def read_versions(path: Path) -> dict[str, Any]:
+    """Return the content of a run folder's versions.json; CheckpointError where it cannot be read."""
+    try:
+        found = json.loads((path / VERSIONS).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / VERSIONS} cannot be read: {error}; restore it from a copy") from error
+    return found
+
+
 def versions(config: Config, plugins: PluginManager) -> dict[str, Any]:
     """Return the versions behind a run: Python, the platform, argv, the main distributions, and its plugins."""
     names = (
