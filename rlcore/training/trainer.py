@@ -407,8 +407,7 @@ class Trainer:
         prompts = self.loader.next_batch()
         returned = self.algorithm.step(self.run_, prompts)
         data = {f"data/{name}": float(count) for name, count in self.loader.counts.items()}
-        if left_out := self.loader.left_out_this_epoch:
-            data["data/left_out_this_epoch"] = float(left_out)
+        data["data/left_out_this_epoch"] = float(self.loader.left_out_this_epoch)
         return _OpenStep(
             step, started, began, returned, self.run_.close_step(), self._seconds(), self.run_.spans(), data
         )

@@ -19,6 +19,7 @@ CLASSES = {
     if isinstance(node, ast.ClassDef)
 }
 LIBRARIES = {
+    "commands/model_card.py": {"torch"},
     "engine/generators.py": {"torch"},
     "training/folder.py": {"torch", "vllm"},
     "workers/progress.py": {"torch"},
