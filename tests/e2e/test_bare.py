@@ -55,7 +55,7 @@ def test_an_algorithm_trains_in_process(bare_python, tmp_path):
 MISSING = {
     "ray": ["cluster=local"],
     "wandb": ["tracker=wandb"],
-    "datasets": ["data=gsm8k", "data.path=."],
+    "datasets": ["data=file", "data.path=rows.parquet"],
     "vllm": ["rollout=vllm"],
 }
 EACH = """
@@ -71,8 +71,7 @@ print(json.dumps(said))
 
 
 def test_what_is_missing_is_named_before_anything_starts(bare_python, tmp_path):
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")  # it is never read
     command = ["train", "algo=grpo", "cluster=in_process", "data.batch_size=1", "run.dir=run"]
     commands = {missing: [*command, *overrides] for missing, overrides in MISSING.items()}
     done = run(bare_python, "-c", EACH, json.dumps(commands), cwd=tmp_path)
