@@ -258,7 +258,7 @@ class RoleConfig:
 class TrainerConfig:
     """The clock of the run: steps, evaluations, checkpoints."""
 
-    total_steps: int = option(100, "steps of the run", min=1)
+    total_steps: int = option(100, "steps of the run; with more of them a finished run goes on", min=1, incidental=True)
     seed: int = option(0, "seeds data order, sampling and initialisation")
     eval_every: int = option(
         20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0
@@ -269,9 +269,9 @@ class TrainerConfig:
         None, "metric of the evaluations, e.g. eval/accuracy, whose best checkpoint stays, as checkpoints/best"
     )
     stop_at: dict[str, float] = option(
-        {}, "the run ends after the evaluation that reaches all of these, e.g. {eval/accuracy: 0.9}"
+        {}, "the run ends after the evaluation that reaches all of these, e.g. {eval/accuracy: 0.9}", incidental=True
     )
-    lower_is_better: list[str] = option([], "metrics of `best` and `stop_at` where less is better")
+    lower_is_better: list[str] = option([], "metrics of `best` and `stop_at` where less is better", incidental=True)
     deterministic: bool = option(
         False,
         "choose deterministic kernels on a GPU, and let the turns of episodes wait for one another, so that a resumed "
@@ -403,7 +403,7 @@ class RunConfig:
     """The folder of the run."""
 
     dir: str | None = option(
-        None, "folder of the run; an unfinished one with an equal config is resumed (default: runs/ALGO-TIME)"
+        None, "folder of the run; one that has steps left is resumed with an equal config (default: runs/ALGO-TIME)"
     )
     name: str | None = option(None, "name shown by trackers (default: the folder's)")
 

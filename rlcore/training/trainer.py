@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, plugins: PluginManager, *, checked: Preflight | None = None) -> dict[str, Any]:
-    """Train, or resume the unfinished run in the same folder, and return the content of summary.json.
+    """Train, or go on with the run in the same folder, and return the content of summary.json.
 
     checked: the preflight of this config, where the caller has done it.
     Faults of the config are found before Ray starts; those of data, model folder, rewards, trackers and run folder
@@ -155,6 +155,7 @@ class _Preparation(ExitStack):
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
         self.folder.choose_checkpoint()
+        self.folder.go_on(config)
         of_rewards = chain.from_iterable(
             reward_files(own.reward) for own in [config, *(each.config for each in further)]
         )
@@ -316,7 +317,7 @@ class Trainer:
 
     def _describe(self) -> None:
         """Say on which devices and how the run computes, and why."""
-        lines = device_lines(self.config, find_gpus(self.config.cluster.address))
+        lines = [*self.folder.lines, *device_lines(self.config, find_gpus(self.config.cluster.address))]
         tokenizer = load_tokenizer(self.config.model)
         if found := find_end_tokens(self.config.model, tokenizer).disagreement(tokenizer):
             lines.append(found)
@@ -431,12 +432,15 @@ class Trainer:
         metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
         metrics.update(opened.data)
         if self._is_time_to_evaluate(self.step):
+            before = random_state()
             try:
                 self._evaluate()
             except (EpisodesError, RewardsError):
                 self.trackers.log(self.step, metrics)
                 self._save()
                 raise
+            if self.step % self.config.trainer.eval_every:  # only as the last: a longer run goes on as without it
+                set_random_state(before)
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
@@ -542,7 +546,7 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
-            self.goals.load_state_dict(state.get("goals", {}))
+            self.goals.load_state_dict(state.get("goals", {}), self.step)
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
@@ -567,6 +571,7 @@ class Trainer:
         """Link the best checkpoint as of this step, or forget one that a later best, now damaged, has replaced."""
         step, folder = self.goals.best_step, self.folder.checkpoints
         if step is None:
+            (folder / checkpoint.BEST).unlink(missing_ok=True)  # of a later step, whose checkpoint is damaged
             return
         wrong = [] if step == self.step else checkpoint.faults(checkpoint.path_of(folder, step))
         if not wrong:
