@@ -94,6 +94,7 @@ class GRPO(Algorithm):
     """One step: sample groups, score them, compare within each group, update the actor."""
 
     config_class: ClassVar[type] = GRPOConfig
+    compares_samples = True
     loss: ClassVar[staticmethod[..., Mapping[str, Term]]] = staticmethod(grpo_loss)
 
     def roles(self) -> Mapping[str, Role]:

@@ -107,13 +107,10 @@ class DAPO(Algorithm):
 
     config_class = DAPOConfig
     config: DAPOConfig
+    compares_samples = True
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when groups could never differ, or there are more mini-batches than groups."""
-        if config.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0 makes a group's responses equal, so no group is kept; set it above 0"
-            )
+        """Raise ConfigError when there are more mini-batches than groups."""
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "

@@ -203,6 +203,15 @@ class RolloutConfig:
     stop: list[str] = option([], "strings that end a response (kept in it)")
     tp: int = option(1, "tensor-parallel ranks of a generating replica; has to divide engine.tp", min=1)
 
+    def require_drawn(self, responses: str, why: str = "nothing is learned from comparing them") -> None:
+        """Raise ConfigError where each token is the likeliest one, so that `responses` are equal."""
+        for key, equal, remedy in (
+            ("temperature", 0, "set it above 0"),
+            ("top_k", 1, "set it above 1, or to 0 for all"),
+        ):
+            if getattr(self, key) == equal:
+                raise ConfigError(f"rollout.{key}={equal} makes {responses} equal, so {why}; {remedy}")
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -298,12 +298,27 @@ def _naming(role: str) -> Iterator[None]:
 
 
 def _algorithm(flight: Preflight) -> None:
-    spec, check = flight.plugins.algorithm(flight.config.algorithm), flight.algorithm.check
+    spec = flight.plugins.algorithm(flight.config.algorithm)
+
+    def check(config: Config) -> None:
+        if flight.algorithm.compares_samples:
+            config.rollout.require_drawn("a prompt's responses")
+        flight.algorithm.check(config)
+
     flight.plugins.call(spec, "check", check, flight.config)
     for name, own in flight.own_configs.items():
         if flight.roles[name].generates and own.rollout != flight.config.rollout:
             with _naming(name):
                 flight.plugins.call(spec, "check", check, replace(flight.config, rollout=own.rollout))
+
+
+def _learning_rates(flight: Preflight) -> None:
+    for name, role in flight.roles.items():
+        if role.trains and role_config(flight.config, name, role).engine.lr == 0:
+            raise ConfigError(
+                f"the learning rate of role {name!r} is 0, so it would never learn; set above 0 what it is read from: "
+                f"roles.{name}.lr, else the algorithm's own key, else engine.lr"
+            )
 
 
 def _saved_algorithm(flight: Preflight) -> None:
@@ -379,6 +394,7 @@ CHECKS = (
     Check(_role_settings),
     Check(_role_engine_specs, ("train", "evaluate")),
     Check(_algorithm, ("train", "plan")),
+    Check(_learning_rates, ("train", "plan")),
     Check(_saved_algorithm, ("evaluate",)),
     Check(_eval_sets),
     Check(_evaluation, ("train",)),

@@ -47,6 +47,7 @@ from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import logprob_diff_warning, source_metrics, step_metrics
+from rlcore.training.learned import Learned
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
 from rlcore.training.timeline import Trace, timeline_metrics
@@ -267,6 +268,7 @@ class Trainer:
         self.seconds = 0.0
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.goals = Goals(self.config.trainer)
+        self.learned = Learned(algorithm.compares_samples and algorithm.uses_reward)
         self.saved_step: int | None = None
         self._last_end = 0.0
         self._known: dict[str, dict[str, int]] = {}
@@ -329,10 +331,20 @@ class Trainer:
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
+        if (warmup := self.config.engine.warmup_steps) >= (total := self.config.trainer.total_steps):
+            log.warning(
+                "engine.warmup_steps = %d lasts as long as the run of %d steps, so the learning rate never reaches "
+                "engine.lr = %g; make it less",
+                warmup,
+                total,
+                self.config.engine.lr,
+            )
 
     def _close(self, status: str) -> list[Exception]:
         """Write the summary, call the hook of the run's end and finish the trackers; return the errors of all three."""
         summary = self._summary(status)
+        if status == "finished" and summary["nothing_learned"]:
+            log.warning("nothing was learned: %s. See docs/debugging.md", summary["nothing_learned"])
         errors: list[Exception] = []
         ending: list[Callable[[], None]] = [lambda: self.folder.write_summary(summary)]
         if self.started:
@@ -414,6 +426,7 @@ class Trainer:
         self.step = opened.step
         metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
         metrics.update(source_metrics(scored, self._pass_scores))
+        self.learned.add(metrics, scored)
         metrics.update(opened.seconds())
         # Steps may overlap: a step's time starts at the end of the step before.
         now = time.perf_counter()
@@ -515,6 +528,7 @@ class Trainer:
             "seconds": self.seconds,
             "accuracy": self.accuracy,
             "goals": self.goals.state_dict(),
+            "learned": self.learned.state_dict(),
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
@@ -547,6 +561,7 @@ class Trainer:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
             self.goals.load_state_dict(state.get("goals", {}), self.step)
+            self.learned.load_state_dict(state.get("learned"))
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
@@ -595,6 +610,7 @@ class Trainer:
             "accuracy_after": self.accuracy["after"],
             "best": self.goals.best,
             "stopped_at": self.goals.reached,
+            "nothing_learned": self.learned.nothing(),
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "run_dir": str(self.folder.path),
