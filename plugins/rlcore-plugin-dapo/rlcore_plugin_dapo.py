@@ -111,6 +111,11 @@ class DAPO(Algorithm):
 
     def check(self, config: Config) -> None:
         """Raise ConfigError when there are more mini-batches than groups."""
+        if config.trainer.epochs is not None:
+            raise ConfigError(
+                f"trainer.epochs = {config.trainer.epochs} counts one batch of prompts for each step, and a step of "
+                "DAPO takes as many as it needs; give trainer.total_steps"
+            )
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "

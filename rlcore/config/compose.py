@@ -74,6 +74,14 @@ def compose(
             f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
         )
     config = _build(resolve_auto(values, find_gpus), plugins)
+    if config.trainer.epochs is not None and any(
+        parse(each).key_or_group == "trainer.total_steps" for each in overrides
+    ):
+        raise ConfigError(
+            f"trainer.total_steps = {config.trainer.total_steps} and trainer.epochs = {config.trainer.epochs} are both "
+            "lengths of the run; leave out one of the two (trainer.epochs=null, where a saved config or an experiment "
+            "has it)"
+        )
     begun = begun_values(Path(config.run.dir).expanduser()) if config.run.dir is not None else {}
     return pin_names(config, begun)
 

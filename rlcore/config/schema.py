@@ -268,6 +268,9 @@ class TrainerConfig:
     """The clock of the run: steps, evaluations, checkpoints."""
 
     total_steps: int = option(100, "steps of the run; with more of them a finished run goes on", min=1, incidental=True)
+    epochs: int | None = option(
+        None, "passes over the training prompts, which count in place of `total_steps`", min=1, incidental=True
+    )
     seed: int = option(0, "seeds data order, sampling and initialisation")
     eval_every: int = option(
         20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0

@@ -46,9 +46,13 @@ def check_goes_on(path: Path, summary: Mapping[str, Any], config: Config) -> Non
             f"{reached}). To go on, give a trainer.stop_at beyond that, or none; or give another folder"
         )
     if trainer.total_steps <= step:
+        given, more = f"trainer.total_steps = {trainer.total_steps}", f"trainer.total_steps of at least {step + 1}"
+        if trainer.epochs is not None:
+            given = f"trainer.epochs = {trainer.epochs}, which are {trainer.total_steps} steps"
+            more = f"more than {step * trainer.epochs // trainer.total_steps} trainer.epochs"
         raise ConfigError(
-            f"run.dir={path} holds a finished run of {step} steps, and trainer.total_steps = {trainer.total_steps}. To "
-            f"go on, give trainer.total_steps of at least {step + 1}; or give another folder"
+            f"run.dir={path} holds a finished run of {step} steps, and {given}. To go on, give {more}; or give another "
+            "folder"
         )
 
 

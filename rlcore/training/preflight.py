@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -208,6 +209,11 @@ def _engines(flight: Preflight) -> None:
 
 def _trainer(flight: Preflight) -> None:
     trainer = flight.config.trainer
+    if trainer.epochs is not None and flight.config.data.mix:
+        raise ConfigError(
+            f"trainer.epochs = {trainer.epochs} is not defined for data.mix, whose sources have epochs of their own; "
+            "give trainer.total_steps"
+        )
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         raise ConfigError(
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
@@ -298,9 +304,11 @@ def _naming(role: str) -> Iterator[None]:
 
 
 def _algorithm(flight: Preflight) -> None:
-    spec = flight.plugins.algorithm(flight.config.algorithm)
+    spec, epochs = flight.plugins.algorithm(flight.config.algorithm), flight.config.trainer.epochs
 
     def check(config: Config) -> None:
+        if epochs is not None:  # until the data is read nobody knows how many steps they are
+            config = config.with_values({"trainer.total_steps": sys.maxsize})
         if flight.algorithm.compares_samples:
             config.rollout.require_drawn("a prompt's responses")
         flight.algorithm.check(config)

@@ -77,7 +77,13 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     named = [*sources, *sets]
     extracts = {OWN: extracts_answers(rewards), **{each.name: extracts_answers(each.rewards) for each in named}}
     check_goals(config, algorithm, extracts)
-    with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path) as prepared:
+    loaders: dict[str, Loader] = {}
+    if config.trainer.epochs is not None:
+        loaders = _loaders(algorithm, config, plugins, episodes, sources)
+        config = _in_steps(config, loaders["train"])
+        # Checks that read the number of steps.
+        preflight(config.with_values({"trainer.epochs": None}), plugins)
+    with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path, loaders) as prepared:
         opened = open_run(
             config,
             path.resolve(),
@@ -120,10 +126,12 @@ class _Preparation(ExitStack):
         sets: list[EvalSet],
         episodes: EpisodeSetup | None,
         path: Path,
+        loaders: dict[str, Loader],
     ) -> None:
+        """`loaders`: the data sets, if they have been read; else `make` reads them."""
         super().__init__()
         self._given = config, plugins, algorithm, rewards, sources, sets, episodes, path
-        self.loaders: dict[str, Loader] = {}
+        self.loaders = loaders
         self.prompts_by_set: list[tuple[EvalSet, DataProto]] = []
         self.trackers: Trackers
         self.folder: RunFolder
@@ -131,7 +139,8 @@ class _Preparation(ExitStack):
     def make(self) -> None:
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
         config, plugins, algorithm, rewards, sources, sets, episodes, path = self._given
-        self.loaders.update(_loaders(algorithm, config, plugins, episodes, sources))
+        if not self.loaders:
+            self.loaders.update(_loaders(algorithm, config, plugins, episodes, sources))
         samples_held_out = bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates
         train = self.loaders["train"]
         if isinstance(train, MixLoader):
@@ -229,6 +238,12 @@ def _loaders(
     return loaders
 
 
+def _in_steps(config: Config, loader: Loader) -> Config:
+    """Return the config with `trainer.epochs` as `trainer.total_steps`."""
+    assert isinstance(loader, PromptLoader)  # preflight refuses data.mix
+    return config.with_values({"trainer.total_steps": (config.trainer.epochs or 0) * loader.epoch_batches})
+
+
 def _check_positions(algorithm: Algorithm, config: Config, longest: int) -> None:
     """Raise ConfigError when prompt and response do not fit into the positions of the actor's or another role's model.
 
@@ -319,7 +334,9 @@ class Trainer:
 
     def _describe(self) -> None:
         """Say on which devices and how the run computes, and why."""
-        lines = [*self.folder.lines, *device_lines(self.config, find_gpus(self.config.cluster.address))]
+        epochs, total = self.config.trainer.epochs, self.config.trainer.total_steps
+        length = [] if epochs is None else [f"trainer.epochs={epochs}: {total} steps, {total // epochs} in an epoch"]
+        lines = [*length, *self.folder.lines, *device_lines(self.config, find_gpus(self.config.cluster.address))]
         tokenizer = load_tokenizer(self.config.model)
         if found := find_end_tokens(self.config.model, tokenizer).disagreement(tokenizer):
             lines.append(found)
@@ -331,7 +348,7 @@ class Trainer:
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
-        if (warmup := self.config.engine.warmup_steps) >= (total := self.config.trainer.total_steps):
+        if (warmup := self.config.engine.warmup_steps) >= total:
             log.warning(
                 "engine.warmup_steps = %d lasts as long as the run of %d steps, so the learning rate never reaches "
                 "engine.lr = %g; make it less",

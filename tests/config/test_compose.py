@@ -212,7 +212,8 @@ def test_core_keys_stay_few():
     # Eight of decision 0052: named evaluations, and the share that is held out.
     # Four of decision 0054: a mix of data sets.
     # Seven of decision 0056: model.lora with five keys, and roles.NAME.lora.
-    assert count <= 115, "about 60 core keys are meant to be enough; raise this only with a reason"
+    # One of decision 0057: trainer.epochs.
+    assert count <= 116, "about 60 core keys are meant to be enough; raise this only with a reason"
 
 
 def test_wandbs_keys_are_its_trackers_own(own):
