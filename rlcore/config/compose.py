@@ -164,6 +164,14 @@ def core_values() -> dict[str, dict[str, Any]]:
     return {name: {**defaults(cls), **_autos(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
 
 
+def sections_with_defaults(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield the dotted path, the object and the default values of each section of a config."""
+    for name, standard in core_values().items():
+        yield name, getattr(config, name), standard
+    for path, section in {**config.sections, "algo": config.algo}.items():
+        yield path, section, defaults(type(section))
+
+
 def _autos(cls: type) -> dict[str, str]:
     """Return the keys of a dataclass that are `auto` until a config is composed."""
     return {field.name: AUTO for field in dataclasses.fields(cls) if field.metadata.get("auto")}

@@ -13,7 +13,7 @@ import yaml
 
 from rlcore.config.build import build_config, config_values, to_plain
 from rlcore.config.installed import Installed
-from rlcore.config.schema import Config
+from rlcore.config.schema import NO_KEYS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -110,7 +110,7 @@ def _identity(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values that identify a run: those that change its numbers."""
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
-        if field.name in ("run", "tracker", "sections"):
+        if field.name in ("run", "tracker", *NO_KEYS):
             continue
         if dataclasses.is_dataclass(part):
             yield from _lasting(part, field.name)

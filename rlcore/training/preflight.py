@@ -219,9 +219,7 @@ def _trainer(flight: Preflight) -> None:
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
             "trainer.eval_temperature above 0, or trainer.eval_samples=1"
         )
-    masks = trainer.importance in MASKS
-    weighs = trainer.importance not in ("auto", "off") or (trainer.importance == "auto" and trainer.rollouts_ahead)
-    if weighs and not masks and trainer.importance_cap == 0:
+    if trainer.correction not in ("off", *MASKS) and trainer.importance_cap == 0:
         raise ConfigError(
             f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.importance = "
             f"{trainer.importance} nothing would be learned; set it above 0, as 2.0"

@@ -48,6 +48,7 @@ from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import logprob_diff_warning, source_metrics, step_metrics
 from rlcore.training.learned import Learned
+from rlcore.training.no_effect import no_effect_lines
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
 from rlcore.training.timeline import Trace, timeline_metrics
@@ -345,6 +346,7 @@ class Trainer:
         lines += slow_adapters(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for name, loader in self.loaders.items():
             lines += [f"data {name}: {line}" for line in loader.lines]
+        lines += no_effect_lines(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
