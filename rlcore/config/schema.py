@@ -32,7 +32,7 @@ def option(
     """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
 
     was: the full key that the field had in an earlier version; giving it is an error that names the new key.
-    incidental: a run may be resumed with another value, as the value changes nothing that is computed.
+    incidental: a run may be resumed with another value, which changes nothing that a step computes.
     auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
     for objects made in Python.
     hub: the value, or each value of a dict, is a folder, or a name on the hub, whose commit composing a config pins; of
