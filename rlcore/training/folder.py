@@ -19,7 +19,7 @@ from rlcore.config import Config, from_yaml, same_run, to_yaml
 from rlcore.config.files import has_begun, run_dir_word
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
-from rlcore.training.checkpoint import newest_whole, set_aside_after, step_of
+from rlcore.training.checkpoint import checkpoints, newest_whole, set_aside_after, step_of
 from rlcore.training.length import check_goes_on, length_lines
 
 log = logging.getLogger(__name__)
@@ -199,6 +199,11 @@ def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> Conf
             is_finished = False
         if is_finished:
             check_goes_on(path, content, config)
+            if not checkpoints(path / "checkpoints"):
+                raise ConfigError(
+                    f"run.dir={path} holds a finished run without a checkpoint, so it cannot go on; restore one from a "
+                    "copy, or give another folder"
+                )
     return saved
 
 

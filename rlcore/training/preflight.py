@@ -307,7 +307,7 @@ def _algorithm(flight: Preflight) -> None:
     def check(config: Config) -> None:
         if epochs is not None:  # until the data is read nobody knows how many steps they are
             config = config.with_values({"trainer.total_steps": sys.maxsize})
-        if flight.algorithm.compares_samples:
+        if flight.algorithm.compares_samples and flight.purpose != "evaluate":
             config.rollout.require_drawn("a prompt's responses")
         flight.algorithm.check(config)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,14 @@ def test_a_finished_run_goes_on_only_with_more_of_the_same(wander, straight, opt
         wander(folder, *options)
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert "total_steps: 4" in (folder / "config.yaml").read_text()
+
+
+def test_a_finished_run_without_its_checkpoints_does_not_begin_again(wander, straight, tmp_path):
+    folder = shutil.copytree(straight[0], tmp_path / "run", symlinks=True)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match="holds a finished run without a checkpoint, so it cannot go on"):
+        wander(folder, "trainer.total_steps=5")
+    assert (folder / "summary.json").exists()
 
 
 def test_an_unfinished_run_is_not_ended_before_its_checkpoint(wander, tmp_path):
