@@ -33,7 +33,11 @@ class Learned:
         state["trained"] |= any(value > 0 for value in taken)
         if state["sample"] is None and (batches := [batch for batch in scored if len(batch)]):
             (row,) = sample_rows(batches[0], 1)
-            state["sample"] = {name: row.get(name) for name in ("prompt_text", "response_text", "answer", "scores")}
+            # As text, since an answer may be any object and a checkpoint holds JSON.
+            prompt, response, answer = (
+                str(row.get(name))[:SHOWN] for name in ("prompt_text", "response_text", "answer")
+            )
+            state["sample"] = f"prompt {prompt!r}, response {response!r}, answer {answer!r}, score {row['scores']}"
 
     def nothing(self) -> str | None:
         """Return why the run has learned nothing, with its first sample; None if it could learn, or has no step."""
@@ -44,13 +48,7 @@ class Learned:
             reason = "the rewards of a prompt's samples were equal in every step, so none was better than another"
         else:
             return None
-        if (sample := state["sample"]) is None:
-            return reason
-        texts = [str(sample[name])[:SHOWN] for name in ("prompt_text", "response_text", "answer")]
-        return (
-            f"{reason}. The first sample: prompt {texts[0]!r}, response {texts[1]!r}, answer {texts[2]!r}, score "
-            f"{sample['scores']}"
-        )
+        return reason if state["sample"] is None else f"{reason}. The first sample: {state['sample']}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

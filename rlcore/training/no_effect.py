@@ -45,13 +45,16 @@ def _conditional(path: str, section: Any, standard: Mapping[str, Any]) -> Iterat
 
 
 def _holds(condition: str, config: Config) -> bool:
-    """Whether a key is set and not 0, or has one of the values, as in `KEY` or `KEY=A|B`."""
+    """Whether a key is set and not 0, or has one of the values, as in `KEY` or `KEY=A|B`.
+
+    A key of a plugin that is not installed is not set.
+    """
     key, _, allowed = condition.partition("=")
     path, _, name = key.rpartition(".")
     holder: Any = config.sections.get(path)
     if holder is None:
-        holder = functools.reduce(getattr, path.split("."), config)
-    value = getattr(holder, name)
+        holder = functools.reduce(lambda part, field: getattr(part, field, None), path.split("."), config)
+    value = getattr(holder, name, None)
     return str(value) in allowed.split("|") if allowed else bool(value)
 
 

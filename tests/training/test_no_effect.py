@@ -19,6 +19,7 @@ RLCORE_API = 1
 class Extra:
     on: bool = option(False, "does something")
     depth: int = option(3, "how much of it", needs="extra.on")
+    width: int = option(3, "how much of another", needs="not_installed.on or extra.depth=7")
 
 @hookimpl
 def rlcore_configs():
@@ -46,7 +47,9 @@ def test_the_defaults_and_what_is_read_are_not_named(lines):
     read = ["trainer.importance=token", "trainer.importance_cap=3", "model.lora={rank: 4, dropout: 0.1}"]
     assert lines() == []
     assert lines(*read, "rollout.hf.batch_size=8", "engine.schedule=cosine", "engine.min_lr_ratio=0.1") == []
-    assert lines("algo.kl_coef=0.1", "roles.ref.rollout={temperature: 0.5}", "extra={on: true, depth: 4}") == []
+    assert (
+        lines("algo.kl_coef=0.1", "roles.ref.rollout={temperature: 0.5}", "extra={on: true, depth: 7, width: 4}") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,7 @@ def test_the_defaults_and_what_is_read_are_not_named(lines):
         ("engine.min_lr_ratio=0.1", [], "it needs engine.schedule=linear|cosine"),
         ("roles.ref.lr=0.001", ["algo.kl_coef=0.1"], "role 'ref' does not train"),
         ("extra.depth=4", [], "it needs extra.on"),  # a plugin's section
+        ("extra.width=4", [], "it needs not_installed.on or extra.depth=7"),
     ],
 )
 def test_a_key_that_is_not_read_is_named_with_what_it_needs(lines, override, others, needs):
