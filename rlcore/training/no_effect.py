@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,9 +50,9 @@ def _holds(condition: str, config: Config) -> bool:
     """
     key, _, allowed = condition.partition("=")
     path, _, name = key.rpartition(".")
-    holder: Any = config.sections.get(path)
-    if holder is None:
-        holder = functools.reduce(lambda part, field: getattr(part, field, None), path.split("."), config)
+    holder: Any = config.sections.get(path, config)
+    for part in path.split(".") if holder is config else ():
+        holder = getattr(holder, part, None)
     value = getattr(holder, name, None)
     return str(value) in allowed.split("|") if allowed else bool(value)
 
