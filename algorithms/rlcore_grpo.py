@@ -50,7 +50,7 @@ class GroupConfig:
     divide_by_std: bool = option(True, "divide advantages by the group's standard deviation")
     baseline: Literal["mean", "length"] = option("mean", "the group's mean score, or its mean weighted by length (OPO)")
     kl_coef: float = option(0.0, "weight of the KL to the frozen reference; 0: no reference", min=0.0)
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "how the KL is estimated from the sampled tokens")
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "estimator of the sampled tokens' KL", needs="algo.kl_coef")
     kl_unbiased: bool = option(False, "multiply the KL of a token by its ratio, which corrects the KL's gradient")
     epochs: int = option(1, "passes over each rollout", min=1)
     mini_batches: int = option(1, "optimizer steps per pass", min=1)
@@ -94,6 +94,7 @@ class GRPO(Algorithm):
     """One step: sample groups, score them, compare within each group, update the actor."""
 
     config_class: ClassVar[type] = GRPOConfig
+    compares_samples = True
     loss: ClassVar[staticmethod[..., Mapping[str, Term]]] = staticmethod(grpo_loss)
 
     def roles(self) -> Mapping[str, Role]:

@@ -139,6 +139,7 @@ class OnlineDPO(Algorithm):
 
     config_class = OnlineDPOConfig
     config: OnlineDPOConfig
+    compares_samples = True
 
     def __init__(self, config: OnlineDPOConfig) -> None:
         super().__init__(config)
@@ -151,8 +152,6 @@ class OnlineDPO(Algorithm):
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for settings that yield no pairs, or pairs without any information."""
-        if config.rollout.temperature == 0:
-            raise ConfigError("rollout.temperature=0 makes a prompt's responses equal: none is better; set it above 0")
         if self.config.judge == "pairwise":
             _check_judge(config)
         if self.config.label_smoothing == 0.5:

@@ -106,10 +106,9 @@ class RejectionSampling(Algorithm):
                 f"algo.keep=top_k with algo.top_k={algo.top_k} of algo.samples={algo.samples} keeps every response; "
                 "raise algo.samples, lower algo.top_k, or set algo.threshold"
             )
-        if config.rollout.temperature == 0 and algo.samples > 1:
-            raise ConfigError(
-                f"rollout.temperature=0 makes all algo.samples={algo.samples} responses of a prompt equal; "
-                "set it above 0, or algo.samples=1"
+        if algo.samples > 1:
+            config.rollout.require_drawn(
+                f"all algo.samples={algo.samples} responses of a prompt", "one is enough: set algo.samples=1"
             )
 
     def state_dict(self) -> dict[str, Any]:

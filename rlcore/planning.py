@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
-from rlcore.config.build import defaults, to_plain
-from rlcore.config.compose import core_values
+from rlcore.config.build import to_plain
+from rlcore.config.compose import sections_with_defaults
 from rlcore.data.chat import load_tokenizer
 from rlcore.data.loader import PromptLoader
 from rlcore.engine.generators import random_state, set_random_state
@@ -83,7 +83,7 @@ def start_roles(
 def changed_values(config: Config) -> dict[str, Any]:
     """Return the values of a config that differ from their defaults, nested as in a YAML file."""
     changed: dict[str, Any] = {}
-    for path, section, standard in _sections(config):
+    for path, section, standard in sections_with_defaults(config):
         values = {key: value for key, value in to_plain(section).items() if value != standard[key]}
         if values:
             holder = changed
@@ -94,14 +94,6 @@ def changed_values(config: Config) -> dict[str, Any]:
         given = {key: value for key, value in to_plain(settings).items() if value not in (None, {})}
         changed.setdefault("roles", {})[name] = given
     return changed
-
-
-def _sections(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield the dotted path, the object and the default values of each section of a config."""
-    for name, standard in core_values().items():
-        yield name, getattr(config, name), standard
-    for path, section in {**config.sections, "algo": config.algo}.items():
-        yield path, section, defaults(type(section))
 
 
 def accelerators(config: Config) -> tuple[dict[str, int], int]:

@@ -107,12 +107,14 @@ class DAPO(Algorithm):
 
     config_class = DAPOConfig
     config: DAPOConfig
+    compares_samples = True
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when groups could never differ, or there are more mini-batches than groups."""
-        if config.rollout.temperature == 0:
+        """Raise ConfigError when there are more mini-batches than groups."""
+        if config.trainer.epochs is not None:
             raise ConfigError(
-                "rollout.temperature=0 makes a group's responses equal, so no group is kept; set it above 0"
+                f"trainer.epochs = {config.trainer.epochs} counts one batch of prompts for each step, and a step of "
+                "DAPO takes as many as it needs; give trainer.total_steps"
             )
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(

@@ -106,6 +106,10 @@ class ReinforcePP(GRPO):
     config: ReinforcePPConfig
     loss = staticmethod(reinforce_pp_loss)
 
+    def __init__(self, config: ReinforcePPConfig) -> None:
+        super().__init__(config)
+        self.compares_samples = config.baseline == "group"
+
     def check(self, config: Config) -> None:
         """Raise ConfigError for a baseline without a group."""
         super().check(config)

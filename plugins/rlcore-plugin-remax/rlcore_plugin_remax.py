@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlcore import Algorithm, AlgorithmSpec, Config, ConfigError, DataProto, Ragged, Role, Run, hookimpl, option
+from rlcore import Algorithm, AlgorithmSpec, Config, DataProto, Ragged, Role, Run, hookimpl, option
 from rlcore.ops import Outputs, Term, episodes, kl_estimate, masked_sum, metric, needs, objective, one_row_each
 
 RLCORE_API = 1
@@ -73,11 +73,9 @@ class ReMax(Algorithm):
 
     def check(self, config: Config) -> None:
         """Raise ConfigError when samples would be greedy too: every advantage would be 0."""
-        if config.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0 samples the greedy response, which is ReMax's baseline: every advantage would "
-                "be 0; set it above 0"
-            )
+        config.rollout.require_drawn(
+            "a prompt's samples and the greedy response, which is ReMax's baseline,", "every advantage would be 0"
+        )
 
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the update's metrics."""

@@ -52,6 +52,7 @@ class RLOO(Algorithm):
 
     config_class = RLOOConfig
     config: RLOOConfig
+    compares_samples = True
 
     def roles(self) -> Mapping[str, Role]:
         """Return the actor and the frozen reference."""

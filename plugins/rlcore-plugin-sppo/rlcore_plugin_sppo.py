@@ -88,11 +88,10 @@ class SPPO(Algorithm):
 
     config_class = SPPOConfig
     config: SPPOConfig
+    compares_samples = True
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError when no response can win, or some mini-batches would be empty."""
-        if config.rollout.temperature == 0:
-            raise ConfigError("rollout.temperature=0 makes a prompt's responses equal, so none can win; set it above 0")
+        """Raise ConfigError when some mini-batches would be empty."""
         if config.data.batch_size < self.config.mini_batches:
             raise ConfigError(
                 f"algo.mini_batches is {self.config.mini_batches}, but a step has only data.batch_size = "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlcore.config.installed import Installed
-from rlcore.config.schema import REMOVED, SECTIONS, Config
+from rlcore.config.schema import NO_KEYS, REMOVED, SECTIONS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -53,10 +53,12 @@ OTHER_NAMES = {
     "n_samples_per_prompt": "group_size samples",
     "num_generations": "group_size samples",
     "num_mini_batches": "mini_batches",
-    "num_ppo_epochs": "epochs",
+    "num_ppo_epochs": "algo.epochs",
     "output_dir": "run.dir",
-    "ppo_epochs": "epochs",
+    "num_train_epochs": "trainer.epochs",
+    "ppo_epochs": "algo.epochs",
     "prompt_max_len": "data.prompt_len",
+    "total_epochs": "trainer.epochs",
     "total_training_steps": "trainer.total_steps",
     "train_batch_size": "data.batch_size",
     "use_kl_in_reward": "kl_in",
@@ -112,7 +114,13 @@ def build_config(values: Mapping[str, Any], algorithm_config: type | None, plugi
         raise ConfigError(f"algo.{next(iter(algo))} needs an algorithm; choose one with algo=NAME")
     config = build(Config, {**plain, "algo": algorithm_config and build(algorithm_config, algo, "algo")})
     used = plugins.used_sections(dataclasses.replace(config, sections=own))
-    return dataclasses.replace(config, sections={path: section for path, section in own.items() if path in used})
+    unused: dict[str, Any] = {}
+    for path in own.keys() - used:
+        standard = defaults(type(own[path]))
+        given = to_plain(own[path]).items()
+        unused |= {f"{path}.{key}": value for key, value in given if value != standard[key]}
+    kept = {path: section for path, section in own.items() if path in used}
+    return dataclasses.replace(config, sections=kept, unused=unused)
 
 
 def _check_keys(values: Mapping[str, Any], sections: Mapping[str, type]) -> None:
@@ -121,7 +129,7 @@ def _check_keys(values: Mapping[str, Any], sections: Mapping[str, type]) -> None
     sections: the dataclasses of all sections by dotted name, the core's included. The message names the key of another
     section that was meant.
     """
-    core = [field.name for field in dataclasses.fields(Config) if field.name != "sections"]
+    core = [field.name for field in dataclasses.fields(Config) if field.name not in NO_KEYS]
     allowed = {"": list(dict.fromkeys([*core, *(path.partition(".")[0] for path in sections)]))}
     allowed |= {path: [field.name for field in dataclasses.fields(cls)] for path, cls in sections.items()}
     keys = [_join(path, name) for path, names in allowed.items() if path for name in names]
@@ -188,8 +196,7 @@ def config_values(config: Config) -> dict[str, Any]:
 
     A plugin's section with default values only is left out, so that the config can be read without the plugin.
     """
-    plain = to_plain(dataclasses.replace(config, sections={}))
-    del plain["sections"]
+    plain = {key: value for key, value in to_plain(config).items() if key not in NO_KEYS}
     for path, section in config.sections.items():
         top, _, name = path.partition(".")
         if name:

@@ -74,6 +74,14 @@ def compose(
             f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
         )
     config = _build(resolve_auto(values, find_gpus), plugins)
+    if config.trainer.epochs is not None and any(
+        parse(each).key_or_group == "trainer.total_steps" for each in overrides
+    ):
+        raise ConfigError(
+            f"trainer.total_steps = {config.trainer.total_steps} and trainer.epochs = {config.trainer.epochs} are both "
+            "lengths of the run; leave out one of the two (trainer.epochs=null, where a saved config or an experiment "
+            "has it)"
+        )
     begun = begun_values(Path(config.run.dir).expanduser()) if config.run.dir is not None else {}
     return pin_names(config, begun)
 
@@ -154,6 +162,14 @@ def core_values() -> dict[str, dict[str, Any]]:
     """Return the default of each core key, as plain values: the dataclass's, or the one in configs/config.yaml."""
     shipped = yaml.safe_load(files("rlcore.configs").joinpath("config.yaml").read_text(encoding="utf-8"))
     return {name: {**defaults(cls), **_autos(cls), **shipped.get(name, {})} for name, cls in SECTIONS.items()}
+
+
+def sections_with_defaults(config: Config) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield the dotted path, the object and the default values of each section of a config."""
+    for name, standard in core_values().items():
+        yield name, getattr(config, name), standard
+    for path, section in {**config.sections, "algo": config.algo}.items():
+        yield path, section, defaults(type(section))
 
 
 def _autos(cls: type) -> dict[str, str]:

@@ -13,8 +13,11 @@ import yaml
 
 from rlcore.config.build import build_config, config_values, to_plain
 from rlcore.config.installed import Installed
-from rlcore.config.schema import Config
+from rlcore.config.schema import NO_KEYS, Config
 from rlcore.errors import ConfigError, did_you_mean
+
+NOT_COMPARED = ("run", "tracker")
+"""The sections that change nothing that a run computes, so a resume may change them."""
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -97,10 +100,10 @@ def begun_values(folder: Path) -> dict[str, Any]:
 
 
 def same_run(a: Config, b: Config) -> list[str]:
-    """Return the dotted keys in which two configs differ, in the order of the schema; empty when one resumes the other.
+    """Return the dotted keys in which two configs differ, in the schema's order; empty when one resumes the other.
 
-    Incidental keys (see `option`) are not compared, as they change at most the rounding order of sums, nor are `run`
-    and `tracker`.
+    Not compared are incidental keys (see `option`), which change at most the order of sums or the run's length, and the
+    sections of NOT_COMPARED.
     """
     left, right = dict(_identity(a)), dict(_identity(b))
     return [key for key in {**left, **right} if left.get(key, ...) != right.get(key, ...)]
@@ -110,7 +113,7 @@ def _identity(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values that identify a run: those that change its numbers."""
     for field in dataclasses.fields(config):
         part = getattr(config, field.name)
-        if field.name in ("run", "tracker", "sections"):
+        if field.name in (*NOT_COMPARED, *NO_KEYS):
             continue
         if dataclasses.is_dataclass(part):
             yield from _lasting(part, field.name)

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from rlcore.config.build import REQUIRED, defaults, type_name
 from rlcore.config.compose import GROUPS, core_values
+from rlcore.config.files import NOT_COMPARED
 from rlcore.config.schema import SECTIONS, CurriculumConfig, EvalSetConfig, LoraConfig, MixConfig, RoleConfig
 
 _INTRODUCTION = """\
@@ -57,12 +58,16 @@ CORE_SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One config key: its dotted name, its type and default in words, and its description with its bounds."""
+    """One config key: its dotted name, its type and default in words, and its description with its bounds.
+
+    resumable: a run may be resumed with another value.
+    """
 
     name: str
     type: str
     default: str
     doc: str
+    resumable: bool
 
 
 def keys(section: str, cls: type) -> Iterator[Key]:
@@ -79,6 +84,7 @@ def keys(section: str, cls: type) -> Iterator[Key]:
             type=type_name(hints[field.name]) + (" | auto" if field.metadata.get("auto") else ""),
             default="required" if values[field.name] == REQUIRED else json.dumps(values[field.name]),
             doc=f"{doc} ({', '.join(bounds)})" if bounds else doc,
+            resumable=section in NOT_COMPARED or bool(field.metadata.get("incidental")),
         )
 
 
@@ -93,12 +99,15 @@ def group_options() -> dict[str, list[str]]:
     return found
 
 
-def text(sections: dict[str, type[Any]]) -> str:
-    """Return the keys of the sections as aligned lines for a terminal."""
+def text(sections: dict[str, type[Any]], *, only_resumable: bool = False) -> str:
+    """Return the keys of the sections, or those that a resume may change, as aligned lines for a terminal."""
     lines = []
     for section, cls in sections.items():
+        found = [key for key in keys(section, cls) if key.resumable or not only_resumable]
+        if only_resumable and not found:
+            continue
         lines.append(f"{section}:" if dataclasses.fields(cls) else f"{section}: no keys")
-        for key in keys(section, cls):
+        for key in found:
             lines.append(f"  {key.name} = {key.default}  [{key.type}]")
             if key.doc:
                 lines.append(f"      {key.doc}")

@@ -27,17 +27,22 @@ def option(
     incidental: bool = False,
     auto: bool = False,
     hub: Literal["model", "dataset"] | Mapping[str, Literal["model", "dataset"]] | None = None,
+    needs: str | None = None,
 ) -> Any:
     """Declare a config field: its default (`...`: required), its one-line description, a number's bounds.
 
     was: the full key that the field had in an earlier version; giving it is an error that names the new key.
-    incidental: a run may be resumed with another value, as the value changes nothing that is computed.
+    incidental: a run may be resumed with another value, which changes nothing that a step computes.
     auto: a core key that a composed config has as `auto` by default and `rlcore.config.devices` resolves; `default` is
     for objects made in Python.
     hub: the value, or each value of a dict, is a folder, or a name on the hub, whose commit composing a config pins; of
     a dict where only some keys have such a value, their kinds by key.
+    needs: the settings with which alone a run reads the value, as "trainer.eval_every", a key that is set and not 0,
+    "engine.schedule=linear|cosine", one of these values, or several of them with " or " between. In another run a value
+    that is not the default is named at the start, as it has no effect.
     """
     metadata = {"doc": doc, "min": min, "max": max, "was": was, "incidental": incidental, "auto": auto, "hub": hub}
+    metadata["needs"] = needs
     if default is ...:
         return field(metadata=metadata)
     if isinstance(default, (list, dict)):
@@ -45,6 +50,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+_ADAPTER = "model.lora.rank or model.lora.path"
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 
 
@@ -53,11 +59,16 @@ class LoraConfig:
     """The adapter that is trained in place of the model's own weights (LoRA, arXiv 2106.09685)."""
 
     rank: int = option(0, "rows of an adapter's A; 0: no adapter, unless `path` is one", min=0)
-    alpha: float | None = option(None, "an adapter's B A counts alpha / rank times (default: 2 * rank)", min=0.0)
-    dropout: float = option(0.0, "share of an adapter's inputs that are dropped in training", min=0.0, max=1.0)
+    alpha: float | None = option(
+        None, "an adapter's B A counts alpha / rank times (default: 2 * rank)", min=0.0, needs=_ADAPTER
+    )
+    dropout: float = option(
+        0.0, "share of an adapter's inputs that are dropped in training", min=0.0, max=1.0, needs=_ADAPTER
+    )
     targets: Literal["all-linear"] | list[str] = option(
         ALL_LINEAR,
         "layers with an adapter, by the ends of their names, as [q_proj, v_proj]; all-linear: all but the head",
+        needs=_ADAPTER,
     )
     path: str | None = option(
         None, "folder of an adapter to start from, in peft's format; rank and targets are its own"
@@ -186,7 +197,7 @@ class DataConfig:
     overlong: Literal["filter", "cut", "error"] = option("filter", "treatment of longer prompts; `cut` keeps the end")
     shuffle: bool = option(True, "shuffle the training prompts each epoch, by the seed")
     drop_last: bool = option(True, "leave out an epoch's last, smaller batch")
-    eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0)
+    eval_size: int = option(256, "held-out prompts to evaluate on; 0 for all", min=0, needs="trainer.eval_every")
     curriculum: CurriculumConfig = option(CurriculumConfig(), "easy prompts first; docs/data.md")
     mix: dict[str, MixConfig] = option(
         {}, "data sets by name in place of `name`, as {sums: {data: {name: arithmetic}, weight: 0.3}} (docs/data.md)"
@@ -206,7 +217,7 @@ class RewardConfig:
         "folder or hub name of a reward model; its score is added to that of `functions`, if there are any",
         hub="model",
     )
-    model_weight: float = option(1.0, "weight of the reward model's score")
+    model_weight: float = option(1.0, "weight of the reward model's score", needs="reward.model")
     timeout: float = option(10.0, "seconds that one sample may take", min=0.01)
     memory_mb: int = option(2048, "address space of a process that runs reward code, in MiB; 0 for no limit", min=0)
     error_value: float | None = option(
@@ -237,6 +248,15 @@ class RolloutConfig:
     stop: list[str] = option([], "strings that end a response (kept in it)")
     tp: int = option(1, "tensor-parallel ranks of a generating replica; has to divide engine.tp", min=1)
 
+    def require_drawn(self, responses: str, why: str = "nothing is learned from comparing them") -> None:
+        """Raise ConfigError where each token is the likeliest one, so that `responses` are equal."""
+        for key, equal, remedy in (
+            ("temperature", 0, "set it above 0"),
+            ("top_k", 1, "set it above 1, or to 0 for all"),
+        ):
+            if getattr(self, key) == equal:
+                raise ConfigError(f"rollout.{key}={equal} makes {responses} equal, so {why}; {remedy}")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -254,7 +274,9 @@ class EngineConfig:
     lr: float = option(1e-6, "peak learning rate", min=0.0)
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
     warmup_steps: int = option(0, "steps of linear warm-up", min=0)
-    min_lr_ratio: float = option(0.0, "the schedule ends at this share of `lr`", min=0.0, max=1.0)
+    min_lr_ratio: float = option(
+        0.0, "the schedule ends at this share of `lr`", min=0.0, max=1.0, needs="engine.schedule=linear|cosine"
+    )
     weight_decay: float = option(0.0, "AdamW weight decay", min=0.0)
     betas: list[float] = option([0.9, 0.999], "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon", min=0.0)
@@ -292,20 +314,27 @@ class RoleConfig:
 class TrainerConfig:
     """The clock of the run: steps, evaluations, checkpoints."""
 
-    total_steps: int = option(100, "steps of the run", min=1)
+    total_steps: int = option(100, "steps of the run; with more of them a finished run goes on", min=1, incidental=True)
+    epochs: int | None = option(
+        None, "passes over the training prompts, which count in place of `total_steps`", min=1, incidental=True
+    )
     seed: int = option(0, "seeds data order, sampling and initialisation")
     eval_every: int = option(
         20, "steps between evaluations, which also run before the first and after the last; 0 for none", min=0
     )
-    eval_samples: int = option(1, "samples per held-out prompt (pass@k needs several)", min=1)
-    eval_temperature: float = option(1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0)
+    eval_samples: int = option(
+        1, "samples per held-out prompt (pass@k needs several)", min=1, needs="trainer.eval_every"
+    )
+    eval_temperature: float = option(
+        1.0, "sampling temperature of the evaluation; 0 is greedy", min=0.0, needs="trainer.eval_every"
+    )
     best: str | None = option(
         None, "metric of the evaluations, e.g. eval/accuracy, whose best checkpoint stays, as checkpoints/best"
     )
     stop_at: dict[str, float] = option(
-        {}, "the run ends after the evaluation that reaches all of these, e.g. {eval/accuracy: 0.9}"
+        {}, "the run ends after the evaluation that reaches all of these, e.g. {eval/accuracy: 0.9}", incidental=True
     )
-    lower_is_better: list[str] = option([], "metrics of `best` and `stop_at` where less is better")
+    lower_is_better: list[str] = option([], "metrics of `best` and `stop_at` where less is better", incidental=True)
     deterministic: bool = option(
         False,
         "choose deterministic kernels on a GPU, and let the turns of episodes wait for one another, so that a resumed "
@@ -321,9 +350,16 @@ class TrainerConfig:
         "auto",
         "importance weights where another policy sampled than is trained; auto: `token` with rollouts_ahead, else off",
     )
-    importance_cap: float = option(2.0, "upper bound of the importance weights of token and sequence", min=0.0)
+    importance_cap: float = option(
+        2.0,
+        "upper bound of the importance weights of token and sequence",
+        min=0.0,
+        needs="trainer.importance=token|sequence",
+    )
     importance_band: list[float] = option(
-        [0.5, 5.0], "importance ratios that mask and sequence_mask keep, from and to; others weigh 0"
+        [0.5, 5.0],
+        "importance ratios that mask and sequence_mask keep, from and to; others weigh 0",
+        needs="trainer.importance=mask|sequence_mask",
     )
     log_ratio_bound: float = option(
         20.0,
@@ -347,6 +383,13 @@ class TrainerConfig:
     trace: bool = option(
         False, "write timeline.json, the calls of all processes over time, for Perfetto or chrome://tracing"
     )
+
+    @property
+    def correction(self) -> Literal["off", "token", "sequence", "mask", "sequence_mask"]:
+        """The correction for samples of another policy: `importance` without `auto`."""
+        if self.importance == "auto":
+            return "token" if self.rollouts_ahead else "off"
+        return self.importance
 
 
 @dataclass(frozen=True)
@@ -374,9 +417,13 @@ class EvalSetConfig:
 class EvalConfig:
     """What an evaluation evaluates on; when and how the run's own prompts are sampled is in `trainer`."""
 
-    held_out: bool = option(True, "evaluate on the run's own held-out prompts; false: on `sets` alone")
+    held_out: bool = option(
+        True, "evaluate on the run's own held-out prompts; false: on `sets` alone", needs="trainer.eval_every"
+    )
     sets: dict[str, EvalSetConfig] = option(
-        {}, "further evaluations by name, as {math500: {data: {name: file, path: math500.jsonl}, samples: 4}}"
+        {},
+        "further evaluations by name, as {math500: {data: {name: file, path: math500.jsonl}, samples: 4}}",
+        needs="trainer.eval_every",
     )
 
 
@@ -438,7 +485,7 @@ class RunConfig:
     """The folder of the run."""
 
     dir: str | None = option(
-        None, "folder of the run; an unfinished one with an equal config is resumed (default: runs/ALGO-TIME)"
+        None, "folder of the run; one that has steps left is resumed with an equal config (default: runs/ALGO-TIME)"
     )
     name: str | None = option(None, "name shown by trackers (default: the folder's)")
 
@@ -450,7 +497,8 @@ class Config:
     `algo` is the algorithm's own frozen dataclass; `algorithm` is its name. An evaluation may have no algorithm: then
     `algorithm` is "" and `algo` None. `roles` holds the settings of single roles by name. `sections` holds plugins'
     config objects by dotted name: `rollout.NAME` and `engine.NAME` of the engines that the run uses, and the sections
-    of installed plugins (see ConfigSpec). `section` returns one of them.
+    of installed plugins (see ConfigSpec). `section` returns one of them. `unused` holds what was given for engines that
+    the run does not use, by dotted key; it is no part of a saved config.
     """
 
     algorithm: str
@@ -467,6 +515,7 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sections: Mapping[str, Any] = field(default_factory=dict)
+    unused: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def section(self, cls: type[C]) -> C:
         """Return the section of this class. Raises ConfigError when the run has none."""
@@ -500,10 +549,13 @@ class Config:
         """Return the object that holds a dotted key, and the key's name there."""
         path, _, name = key.rpartition(".")
         holder = self.sections.get(path) or getattr(self, path, None)
-        if path == "sections" or name not in getattr(holder, "__dataclass_fields__", ()):
+        if path in NO_KEYS or name not in getattr(holder, "__dataclass_fields__", ()):
             raise ConfigError(f"this run's config has no key {key!r}")
         return holder, name
 
+
+NO_KEYS = ("sections", "unused")
+"""Fields of Config that are no keys."""
 
 REMOVED = {
     "engine.dp": "the data-parallel size is cluster.workers / (engine.pp * engine.tp): leave it out",

@@ -383,6 +383,12 @@ class PromptLoader:
         )
 
     @property
+    def epoch_batches(self) -> int:
+        """The number of batches of an epoch."""
+        whole, rest = divmod(len(self._rows), self._config.batch_size)
+        return whole + (rest > 0 and not self._config.drop_last)
+
+    @property
     def lines(self) -> list[str]:
         """The lines that a run's first lines say of the data."""
         return [line for line in (self.schema_line, self.special_tokens_line) if line]

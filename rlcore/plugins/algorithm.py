@@ -22,6 +22,8 @@ class Algorithm:
     config_class: ClassVar[type]
     uses_reward: bool = True
     """Whether `step` learns from `run.reward`, so that the rows need what the reward reads."""
+    compares_samples: bool = False
+    """Whether `step` learns only where the rewards of a prompt's samples differ, so that these must not be greedy."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -47,9 +47,7 @@ def check_constants(constants: Mapping[str, float], batches: Sequence[DataProto]
 
 def importance_of(role: Role, trainer: TrainerConfig) -> Importance | None:
     """Return the correction of the role's updates for tokens of another policy; None: no correction."""
-    kind = trainer.importance
-    if kind == "auto":
-        kind = "token" if trainer.rollouts_ahead else "off"
+    kind = trainer.correction
     if kind == "off" or not role.generates:
         return None
     low, high = trainer.importance_band

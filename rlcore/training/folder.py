@@ -1,4 +1,4 @@
-"""The run folder: created, or resumed if its run is unfinished and its config equal, or else refused."""
+"""The run folder: created, or resumed if its run has steps left and its config is equal, or else refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rlcore.config import Config, from_yaml, same_run, to_yaml
 from rlcore.config.files import has_begun, run_dir_word
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
-from rlcore.training.checkpoint import newest_whole, set_aside_after
+from rlcore.training.checkpoint import checkpoints, newest_whole, set_aside_after, step_of
+from rlcore.training.length import check_goes_on, length_lines
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +30,15 @@ WRITING = ".writing"
 
 
 class RunFolder:
-    """An open, locked run folder; `resume_from` is the checkpoint of `choose_checkpoint`."""
+    """An open, locked run folder; `resume_from` is the checkpoint of `choose_checkpoint`.
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
-        self.path = path
+    saved: the config of the run that goes on; None for a new one. lines: how its length has changed, set by `go_on`.
+    """
+
+    def __init__(self, path: Path, lock: IO[str], saved: Config | None = None) -> None:
+        self.path, self.saved = path, saved
         self.resume_from: Path | None = None
+        self.lines: list[str] = []
         self._lock = lock
 
     @property
@@ -49,6 +54,27 @@ class RunFolder:
         if whole := newest_whole(self.checkpoints):
             set_aside_after(whole)
             self.resume_from = whole
+
+    def go_on(self, config: Config) -> None:
+        """Let config.yaml hold the config with which a run goes on from `resume_from`, and remove its summary.
+
+        Later resumes keep it so, and an interrupted one does not look finished. Raises ConfigError for a
+        `trainer.total_steps` below the checkpoint's step, and when the disk refuses.
+        """
+        if self.saved is None:
+            return
+        step, total = 0 if self.resume_from is None else step_of(self.resume_from), config.trainer.total_steps
+        if step > total:
+            raise ConfigError(
+                f"run.dir={self.path} holds a run that has reached step {step}, and trainer.total_steps = {total}; "
+                f"give at least {step}, or another folder"
+            )
+        self.lines = length_lines(self.saved, config, step)
+        try:
+            _write_whole(self.path / CONFIG, to_yaml(config))
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; CheckpointError when the disk refuses."""
@@ -87,12 +113,13 @@ def default_path(config: Config) -> Path:
 def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder:
     """Create the folder with config.yaml and versions.json, or prepare to resume the run in it.
 
-    A run that was stopped before its first step or evaluation starts anew.
+    A run that was stopped before its first step or evaluation starts anew. A finished run goes on when the config gives
+    it further steps.
 
     Raises ConfigError when the folder cannot be created or written, when another process is using it, when it holds a
-    finished run or files other than a run's, or when its config differs (naming the keys).
+    run without a step left or files other than a run's, or when its config differs (naming the keys).
     """
-    existing = path / CONFIG
+    existing, saved = path / CONFIG, None
     try:
         if path.is_dir() and not existing.exists() and any(not _is_ours(file) for file in path.iterdir()):
             raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
@@ -100,7 +127,7 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
         lock = _lock(path)
         try:
             if existing.exists() and has_begun(path):
-                _check_resumable(path, config, plugins)
+                saved = _check_resumable(path, config, plugins)
             else:
                 (path / MICRO_BATCHES).unlink(missing_ok=True)  # of a run that never began
                 _write_whole(path / VERSIONS, json.dumps(versions(config, plugins), indent=2) + "\n")
@@ -109,11 +136,15 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
             lock.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"the run folder {path} cannot be written: {error.strerror or error}; free disk space, allow writing, "
-            "or set run.dir"
-        ) from error
-    return RunFolder(path, lock)
+        raise _not_written(path, error) from error
+    return RunFolder(path, lock, saved)
+
+
+def _not_written(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder {path} cannot be written: {error.strerror or error}; free disk space, allow writing, "
+        "or set run.dir"
+    )
 
 
 def _is_ours(file: Path) -> bool:
@@ -144,25 +175,36 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> None:
+def _check_resumable(path: Path, config: Config, plugins: PluginManager) -> Config:
+    """Return the saved config of the run, which this one may go on; ConfigError, with a remedy, if it may not."""
+    saved = from_yaml((path / CONFIG).read_text(encoding="utf-8"), plugins)
+    differing, best = same_run(saved, config), config.trainer.best
+    if (best in saved.trainer.lower_is_better) != (best in config.trainer.lower_is_better):
+        differing.append("trainer.lower_is_better")  # of `stop_at` alone it may change
+    if differing:
+        own = f"rlcore train --config {shlex.quote(str(path / CONFIG))} {run_dir_word(path)}"
+        raise ConfigError(
+            f"run.dir={path} holds a run with another config; differing: {', '.join(differing[:10])}. "
+            f"Resume it with its own config ({own}), or give another folder"
+        )
     summary = path / SUMMARY
     if summary.exists():
         try:
-            status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+            content = json.loads(summary.read_text(encoding="utf-8"))
+            is_finished = content["status"] == "finished"
         except (ValueError, LookupError, TypeError) as error:
             log.warning(
                 "%s cannot be read (%s); the run goes on from its checkpoint and writes it again", summary, error
             )
-            status = None
-        if status == "finished":
-            raise ConfigError(f"run.dir={path} holds a finished run; give another folder, or remove that one")
-    saved = from_yaml((path / CONFIG).read_text(encoding="utf-8"), plugins)
-    if differing := same_run(saved, config):
-        own = f"rlcore train --config {shlex.quote(str(path / CONFIG))} {run_dir_word(path)}"
-        raise ConfigError(
-            f"run.dir={path} holds an unfinished run with another config; differing: {', '.join(differing[:10])}. "
-            f"Resume it with its own config ({own}), or give another folder"
-        )
+            is_finished = False
+        if is_finished:
+            check_goes_on(path, content, config)
+            if not checkpoints(path / "checkpoints"):
+                raise ConfigError(
+                    f"run.dir={path} holds a finished run without a checkpoint, so it cannot go on; restore one from a "
+                    "copy, or give another folder"
+                )
+    return saved
 
 
 def require_plugins(path: Path, plugins: PluginManager) -> None:

@@ -14,6 +14,7 @@ from rlcore.config.schema import TrainerConfig
 from rlcore.errors import ConfigError, did_you_mean
 from rlcore.plugins import Algorithm
 from rlcore.training.evaluate import OWN, metric_names
+from rlcore.training.length import is_better, reaches, still_ends
 
 log = logging.getLogger(__name__)
 
@@ -51,28 +52,26 @@ class Goals:
         if best is not None and self._is_best(best, metrics.get(best, math.nan)):
             self.best = {"step": step, "value": metrics[best]}
             log.info("step %d is the best so far: %s = %g", step, best, metrics[best])
-        if goals and all(self._reaches(name, metrics.get(name, math.nan), goal) for name, goal in goals.items()):
+        if reaches(self._config, metrics):
             self.reached = {name: metrics[name] for name in goals}
             log.info("step %d reaches trainer.stop_at = %s: the run ends", step, goals)
 
     def _is_best(self, name: str, value: float) -> bool:
         if self.best is None:
             return not math.isnan(value)
-        return self._is_better(name, value, self.best["value"])
-
-    def _reaches(self, name: str, value: float, goal: float) -> bool:
-        return value == goal or self._is_better(name, value, goal)
-
-    def _is_better(self, name: str, value: float, than: float) -> bool:
-        return value < than if name in self._config.lower_is_better else value > than
+        return is_better(self._config, name, value, self.best["value"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {"best": self.best, "reached": self.reached}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint; an empty one, of a version without goals, has none yet."""
-        self.best, self.reached = state.get("best"), state.get("reached")
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Take the state of the checkpoint of `step`; an empty one, of a version without goals, has none yet.
+
+        What has reached another `trainer.stop_at`, or that of a shorter run, is judged again.
+        """
+        self.best, reached = state.get("best"), state.get("reached")
+        self.reached = reached if reached and still_ends(self._config, step, reached) else None
 
 
 def check_goals(config: Config, algorithm: Algorithm, extracts: Mapping[str, bool]) -> None:

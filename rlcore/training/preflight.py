@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -227,14 +228,22 @@ def _engines(flight: Preflight) -> None:
 
 def _trainer(flight: Preflight) -> None:
     trainer = flight.config.trainer
+    if trainer.epochs is not None and flight.config.data.mix:
+        raise ConfigError(
+            f"trainer.epochs = {trainer.epochs} is not defined for data.mix, whose sources have epochs of their own; "
+            "give trainer.total_steps"
+        )
+    if trainer.epochs is not None and (skip := flight.config.data.curriculum.skip):
+        raise ConfigError(
+            f"trainer.epochs = {trainer.epochs} has no number of steps with data.curriculum.skip = {skip:g}, which leaves "
+            "rows out of an epoch by what is measured; give trainer.total_steps"
+        )
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         raise ConfigError(
             f"trainer.eval_samples = {trainer.eval_samples} greedy responses to one prompt are all equal: set "
             "trainer.eval_temperature above 0, or trainer.eval_samples=1"
         )
-    masks = trainer.importance in MASKS
-    weighs = trainer.importance not in ("auto", "off") or (trainer.importance == "auto" and trainer.rollouts_ahead)
-    if weighs and not masks and trainer.importance_cap == 0:
+    if trainer.correction not in ("off", *MASKS) and trainer.importance_cap == 0:
         raise ConfigError(
             f"trainer.importance_cap = 0 gives every sample the weight 0, so with trainer.importance = "
             f"{trainer.importance} nothing would be learned; set it above 0, as 2.0"
@@ -317,12 +326,29 @@ def _naming(role: str) -> Iterator[None]:
 
 
 def _algorithm(flight: Preflight) -> None:
-    spec, check = flight.plugins.algorithm(flight.config.algorithm), flight.algorithm.check
+    spec, epochs = flight.plugins.algorithm(flight.config.algorithm), flight.config.trainer.epochs
+
+    def check(config: Config) -> None:
+        if epochs is not None:  # until the data is read nobody knows how many steps they are
+            config = config.with_values({"trainer.total_steps": sys.maxsize})
+        if flight.algorithm.compares_samples and flight.purpose != "evaluate":
+            config.rollout.require_drawn("a prompt's responses")
+        flight.algorithm.check(config)
+
     flight.plugins.call(spec, "check", check, flight.config)
     for name, own in flight.own_configs.items():
         if flight.roles[name].generates and own.rollout != flight.config.rollout:
             with _naming(name):
                 flight.plugins.call(spec, "check", check, replace(flight.config, rollout=own.rollout))
+
+
+def _learning_rates(flight: Preflight) -> None:
+    for name, role in flight.roles.items():
+        if role.trains and role_config(flight.config, name, role).engine.lr == 0:
+            raise ConfigError(
+                f"the learning rate of role {name!r} is 0, so it would never learn; set above 0 what it is read from: "
+                f"roles.{name}.lr, else the algorithm's own key, else engine.lr"
+            )
 
 
 def _saved_algorithm(flight: Preflight) -> None:
@@ -399,6 +425,7 @@ CHECKS = (
     Check(_role_engine_specs, ("train", "evaluate")),
     Check(_algorithm, ("train", "plan")),
     Check(_curriculum, ("train",)),
+    Check(_learning_rates, ("train", "plan")),
     Check(_saved_algorithm, ("evaluate",)),
     Check(_eval_sets),
     Check(_evaluation, ("train",)),

@@ -46,7 +46,9 @@ from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import prompt_results, source_metrics, step_metrics
+from rlcore.training.learned import Learned
 from rlcore.training.logprob_diff import LogprobDiffWatch
+from rlcore.training.no_effect import no_effect_lines
 from rlcore.training.preflight import Preflight, preflight
 from rlcore.training.run import EndedStep, Run, open_run
 from rlcore.training.timeline import Trace, timeline_metrics
@@ -57,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, plugins: PluginManager, *, checked: Preflight | None = None) -> dict[str, Any]:
-    """Train, or resume the unfinished run in the same folder, and return the content of summary.json.
+    """Train, or go on with the run in the same folder, and return the content of summary.json.
 
     checked: the preflight of this config, where the caller has done it.
     Faults of the config are found before Ray starts; those of data, model folder, rewards, trackers and run folder
@@ -76,7 +78,13 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     named = [*sources, *sets]
     extracts = {OWN: extracts_answers(rewards), **{each.name: extracts_answers(each.rewards) for each in named}}
     check_goals(config, algorithm, extracts)
-    with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path) as prepared:
+    loaders: dict[str, Loader] = {}
+    if config.trainer.epochs is not None:
+        loaders = _loaders(algorithm, config, plugins, episodes, sources)
+        config = _in_steps(config, loaders["train"])
+        # Checks that read the number of steps.
+        preflight(config.with_values({"trainer.epochs": None}), plugins)
+    with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path, loaders) as prepared:
         opened = open_run(
             config,
             path.resolve(),
@@ -119,10 +127,12 @@ class _Preparation(ExitStack):
         sets: list[EvalSet],
         episodes: EpisodeSetup | None,
         path: Path,
+        loaders: dict[str, Loader],
     ) -> None:
+        """`loaders`: the data sets, if they have been read; else `make` reads them."""
         super().__init__()
         self._given = config, plugins, algorithm, rewards, sources, sets, episodes, path
-        self.loaders: dict[str, Loader] = {}
+        self.loaders = loaders
         self.prompts_by_set: list[tuple[EvalSet, DataProto]] = []
         self.trackers: Trackers
         self.folder: RunFolder
@@ -130,7 +140,8 @@ class _Preparation(ExitStack):
     def make(self) -> None:
         """Make everything in order, the run folder last: a fault of the others leaves no folder behind."""
         config, plugins, algorithm, rewards, sources, sets, episodes, path = self._given
-        self.loaders.update(_loaders(algorithm, config, plugins, episodes, sources))
+        if not self.loaders:
+            self.loaders.update(_loaders(algorithm, config, plugins, episodes, sources))
         samples_held_out = bool(config.trainer.eval_every) and config.eval.held_out and not algorithm.evaluates
         train = self.loaders["train"]
         if isinstance(train, MixLoader):
@@ -155,6 +166,7 @@ class _Preparation(ExitStack):
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
         self.folder.choose_checkpoint()
+        self.folder.go_on(config)
         of_rewards = chain.from_iterable(
             reward_files(own.reward) for own in [config, *(each.config for each in further)]
         )
@@ -229,6 +241,12 @@ def _loaders(
     return loaders
 
 
+def _in_steps(config: Config, loader: Loader) -> Config:
+    """Return the config with `trainer.epochs` as `trainer.total_steps`."""
+    assert isinstance(loader, PromptLoader)  # preflight refuses data.mix
+    return config.with_values({"trainer.total_steps": (config.trainer.epochs or 0) * loader.epoch_batches})
+
+
 def _check_positions(algorithm: Algorithm, config: Config, longest: int) -> None:
     """Raise ConfigError when prompt and response do not fit into the positions of the actor's or another role's model.
 
@@ -268,6 +286,7 @@ class Trainer:
         self.seconds = 0.0
         self.accuracy: dict[str, float | None] = {"before": None, "after": None}
         self.goals = Goals(self.config.trainer)
+        self.learned = Learned(algorithm.compares_samples and algorithm.uses_reward)
         self.saved_step: int | None = None
         self._last_end = 0.0
         self._known: dict[str, dict[str, int]] = {}
@@ -320,7 +339,9 @@ class Trainer:
 
     def _describe(self) -> None:
         """Say on which devices and how the run computes, and why."""
-        lines = device_lines(self.config, find_gpus(self.config.cluster.address))
+        epochs, total = self.config.trainer.epochs, self.config.trainer.total_steps
+        length = [] if epochs is None else [f"trainer.epochs={epochs}: {total} steps, {total // epochs} in an epoch"]
+        lines = [*length, *self.folder.lines, *device_lines(self.config, find_gpus(self.config.cluster.address))]
         tokenizer = load_tokenizer(self.config.model)
         if found := find_end_tokens(self.config.model, tokenizer).disagreement(tokenizer):
             lines.append(found)
@@ -329,13 +350,24 @@ class Trainer:
         lines += slow_adapters(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for name, loader in self.loaders.items():
             lines += [f"data {name}: {line}" for line in loader.lines]
+        lines += no_effect_lines(self.config, {name: role.role for name, role in self.run_.roles.items()})
         for line in lines:
             log.info("%s", line)
         self.trackers.described(lines)
+        if (warmup := self.config.engine.warmup_steps) >= total:
+            log.warning(
+                "engine.warmup_steps = %d lasts as long as the run of %d steps, so the learning rate never reaches "
+                "engine.lr = %g; make it less",
+                warmup,
+                total,
+                self.config.engine.lr,
+            )
 
     def _close(self, status: str) -> list[Exception]:
         """Write the summary, call the hook of the run's end and finish the trackers; return the errors of all three."""
         summary = self._summary(status)
+        if status == "finished" and summary["nothing_learned"]:
+            log.warning("nothing was learned: %s. See docs/debugging.md", summary["nothing_learned"])
         errors: list[Exception] = []
         ending: list[Callable[[], None]] = [lambda: self.folder.write_summary(summary)]
         if self.started:
@@ -419,6 +451,7 @@ class Trainer:
         metrics = step_metrics(opened.returned, logged, scored, self.config.reward.pass_score)
         metrics.update(source_metrics(scored, self._pass_scores))
         self.loader.learn(prompt_results(scored))
+        self.learned.add(metrics, scored)
         metrics.update(opened.seconds())
         # Steps may overlap: a step's time starts at the end of the step before.
         now = time.perf_counter()
@@ -440,12 +473,15 @@ class Trainer:
             self.trackers.log(self.step, metrics)
             raise WeightsError(wrong)
         if self._is_time_to_evaluate(self.step):
+            before = random_state()
             try:
                 self._evaluate()
             except (EpisodesError, RewardsError):
                 self.trackers.log(self.step, metrics)
                 self._save()
                 raise
+            if self.step % self.config.trainer.eval_every:  # only as the last: a longer run goes on as without it
+                set_random_state(before)
         self.trackers.log(self.step, metrics)
         if scored:
             self.trackers.samples(self.step, sample_rows(scored[-1], self.config.trainer.samples_per_step))
@@ -511,6 +547,7 @@ class Trainer:
             "accuracy": self.accuracy,
             "goals": self.goals.state_dict(),
             "logprob_diff": self._logprob_diff.first,
+            "learned": self.learned.state_dict(),
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "algorithm": {"name": self.config.algorithm, "state": self.algorithm.state_dict()},
             "random": random_state(),
@@ -542,8 +579,9 @@ class Trainer:
         try:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.accuracy = state["accuracy"]
-            self.goals.load_state_dict(state.get("goals", {}))
             self._logprob_diff.first = state.get("logprob_diff")
+            self.goals.load_state_dict(state.get("goals", {}), self.step)
+            self.learned.load_state_dict(state.get("learned"))
             # Before the workers load their state: a wrong checkpoint then fails in seconds.
             for name, loader in self.loaders.items():
                 loader.load_state_dict(state["loaders"][name])
@@ -568,6 +606,7 @@ class Trainer:
         """Link the best checkpoint as of this step, or forget one that a later best, now damaged, has replaced."""
         step, folder = self.goals.best_step, self.folder.checkpoints
         if step is None:
+            (folder / checkpoint.BEST).unlink(missing_ok=True)  # of a later step, whose checkpoint is damaged
             return
         wrong = [] if step == self.step else checkpoint.faults(checkpoint.path_of(folder, step))
         if not wrong:
@@ -591,6 +630,7 @@ class Trainer:
             "accuracy_after": self.accuracy["after"],
             "best": self.goals.best,
             "stopped_at": self.goals.reached,
+            "nothing_learned": self.learned.nothing(),
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "run_dir": str(self.folder.path),

@@ -1,16 +1,18 @@
 """A config to YAML and back, and whether two configs are one run."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.cli import main
 from rlcore.config import Config, EngineConfig, RolloutConfig, RunConfig, compose, from_yaml, same_run, to_yaml
 from rlcore.config.environment import EnvConfig
 from rlcore.config.files import read_values, run_dir_word
+from rlcore.config.schema import SECTIONS
 from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 
@@ -147,3 +149,18 @@ NAMES = [
 def test_a_folder_of_any_name_is_a_word_that_is_read_back(name):
     (word,) = shlex.split(run_dir_word(Path(name)))
     assert compose(["algo=grpo", word], PluginManager.load()).run.dir == name
+
+
+def test_the_keys_that_a_resume_may_change_are_those_that_same_run_does_not_compare(capsys):
+    """Each key of the core and of the chosen engines is given another value in turn."""
+    plugins = PluginManager.load()
+    assert main(["config", "--resumable"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if " = " in line}
+    assert {"trainer.total_steps", "trainer.epochs", "trainer.stop_at", "engine.tp", "env.timeout", "run.dir"} <= listed
+    config = compose(["algo=grpo"], plugins)
+    sections = {**SECTIONS, **{path: type(section) for path, section in config.sections.items()}}
+    keys = [f"{path}.{field.name}" for path, cls in sections.items() for field in fields(cls)]
+    assert len(keys) > 100
+    for key in keys:
+        differs = same_run(config, config.with_values({key: "another"})) != []
+        assert differs == (key not in listed), key

@@ -52,8 +52,8 @@ def test_the_first_signal_checkpoints_and_leaves_and_the_run_can_go_on(start_com
     for log in (folder / "rlcore.log", tmp_path / "printed"):
         assert "stopping with a checkpoint after this step" in log.read_text()
     # Only the same run may go on in this folder.
-    with pytest.raises(ConfigError, match=r"another config; differing: trainer\.total_steps"):
-        train_here(folder, *more[:-1], "trainer.total_steps=21")
+    with pytest.raises(ConfigError, match=r"another config; differing: trainer\.seed"):
+        train_here(folder, *more, "trainer.seed=1")
     resumed = train_here(folder, *more)
     assert resumed.summary["status"] == "finished"
     assert [row["step"] for row in resumed.numbers] == list(range(1, 21))

@@ -14,11 +14,14 @@ HERE = "cluster=in_process"
 GAP = "rollout/train_rollout_logprob_diff"
 
 
-def test_at_learning_rate_0_nothing_moves(ray_cluster, train_here, tmp_path):
-    """20 steps on two FSDP ranks, which sample with a copy of the weights: no bit of them, and no growing gap."""
+def test_at_a_learning_rate_that_rounds_to_0_nothing_moves(ray_cluster, train_here, tmp_path):
+    """1e-60 is 0 in fp32. 20 steps on two FSDP ranks, which sample with a copy of the weights.
+
+    No bit of them moves, and the gap does not grow.
+    """
     settings = [
         "algo=grpo",
-        "engine.lr=0",
+        "engine.lr=1e-60",
         "trainer.total_steps=20",
         "cluster.workers=2",
         "engine.torch.shard=0",

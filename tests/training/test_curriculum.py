@@ -85,4 +85,6 @@ def test_what_cannot_measure_is_refused():
     ahead = ["algo=grpo", "trainer.rollouts_ahead=1", "cluster=local", "cluster.workers=2"]
     with pytest.raises(ConfigError, match=r"trainer\.rollouts_ahead=1 a step begins before the last one has any"):
         check(*ahead, "data.curriculum.skip=0.5")
+    with pytest.raises(ConfigError, match=r"trainer\.epochs = 2 has no number of steps with data\.curriculum\.skip"):
+        check("algo=grpo", "trainer.epochs=2", "data.curriculum.skip=0.5")
     check("algo=sft", "data.curriculum.by=label")

@@ -77,7 +77,7 @@ def test_steps_raise_the_reward(tmp_path, keep):
     [
         ("algo.group_size=1", "group_size"),
         ("algo.eta=0", "eta"),
-        ("rollout.temperature=0", "makes a prompt's responses equal, so none can win"),
+        ("rollout.temperature=0", "makes a prompt's responses equal, so nothing is learned"),
         ("algo.mini_batches=5", "algo.mini_batches is 5, but a step has only data.batch_size = 4 groups"),
     ],
 )
