@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig, compose
-from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.rollout import RolloutEngine, Sampling, Untested
 from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.worker import ModelWorker

@@ -21,7 +21,7 @@ VOCABULARY, SLOTS = 320, 8
 def sampler(monkeypatch):
     """vLLM's sampler of the second runner, with RowNoise as vLLM loads it."""
     buffers = pytest.importorskip("vllm.v1.worker.gpu.buffer_utils")
-    pytest.importorskip(V2_PROCESSORS.replace("/", ".").replace("v1", "vllm.v1", 1))
+    pytest.importorskip("vllm." + V2_PROCESSORS.replace("/", "."))
     from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
