@@ -28,7 +28,7 @@ def test_the_quickstart_learns_as_much_as_with_the_hugging_face_engine(train_her
 
 
 def test_one_run_after_another_in_one_process_the_second_with_a_trial_and_equal(train_here, tmp_path, monkeypatch):
-    """The second finds a version that no test has seen: its samples, losses and weights are those of the first."""
+    """The second finds a version that no test has seen: its samples, losses and gradients are those of the first."""
     found = []
     for name in ("one", "two"):
         summary, metrics = train_here(tmp_path / name, *SMALL, "cluster=in_process", "trainer.total_steps=2")
@@ -38,8 +38,8 @@ def test_one_run_after_another_in_one_process_the_second_with_a_trial_and_equal(
         assert re.search(r"actor: CPU, .*vLLM \S+ with its V1 model runner, ", log)
         assert log.count("it was tried with its first weights and passed. Known to pass: ") == (name == "two")
         samples = [path.read_text() for path in sorted((tmp_path / name / "samples").iterdir())]
-        losses = [row.get("train/loss") for row in metrics]
-        found.append((samples, losses, (tmp_path / name / "fingerprints.jsonl").read_text()))
+        figures = ("train/loss", "train/grad_norm", "rollout/train_rollout_logprob_diff")
+        found.append((samples, [[row.get(figure) for figure in figures] for row in metrics]))
         monkeypatch.setattr(internals, "TESTED", {"V1": (), "V2": ()})
     assert found[0] == found[1]
 
