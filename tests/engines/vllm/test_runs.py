@@ -28,10 +28,11 @@ def test_the_quickstart_learns_as_much_as_with_the_hugging_face_engine(train_her
 
 
 def test_one_run_after_another_in_one_process_the_second_with_a_trial_and_equal(train_here, tmp_path, monkeypatch):
-    """The second finds a version that no test has seen: its samples, losses and gradients are those of the first."""
+    """The second sleeps, and finds a version that no test has seen; samples, losses and gradients are the first's."""
     found = []
-    for name in ("one", "two"):
-        summary, metrics = train_here(tmp_path / name, *SMALL, "cluster=in_process", "trainer.total_steps=2")
+    for name, sleep in (("one", "off"), ("two", "on")):
+        settings = ["cluster=in_process", "trainer.total_steps=2", f"rollout.vllm.sleep={sleep}"]
+        summary, metrics = train_here(tmp_path / name, *SMALL, *settings)
         assert summary["status"] == "finished"
         assert not torch.distributed.is_initialized()
         log = (tmp_path / name / "rlcore.log").read_text()
