@@ -75,19 +75,23 @@ class WeightRoute(ABC):
         raise WeightsError(message)
 
     def _try(self, trial: Trial) -> None:
-        """Try the engine with its first weights, which it then has. Raises WeightsError if it fails."""
+        """Try the engine with its first weights, which it then has. Raises WeightsError if it fails or raises."""
         untested = self.rollout.untested
         assert untested is not None
+        fault, cause = "it was interrupted", None
         try:
             fault = trial.run()
-        except BaseException:
-            self.rollout.version = -1  # it may have the trial's weights
-            raise
+        except Exception as error:
+            fault, cause = f"{type(error).__name__}: {error}", error
+        finally:
+            if fault:
+                self.rollout.version = -1  # it may have the trial's weights
         if fault:
-            self._stop(
+            self._fault = (
                 f"{untested.name} was tried with its first weights, as no test of rlcore has seen it, and failed: "
                 f"{fault}. Known to pass: {untested.tested}. Install one of these, or choose another rollout engine"
             )
+            raise WeightsError(self._fault) from cause
         self._trial_due = False
         if self.leads:
             log.warning(

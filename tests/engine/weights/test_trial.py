@@ -93,6 +93,13 @@ class Cold(WithoutFingerprint):
         return out
 
 
+class Changed(Watched):
+    """Lacks what rlcore calls."""
+
+    def generate(self, batch, sampling):
+        raise AttributeError("no attribute 'sample'")
+
+
 def worker_of(engine, folder, kind=ModelWorker, can=COPYING, **config):
     def create(setup):
         return engine(setup.model, batch_size=4, device=setup.device, shared=setup.shared)
@@ -157,6 +164,7 @@ def test_a_run_after_a_trial_is_the_run_without_it(model_folder, caplog, kind):
     [
         (Forgetful, r"the same row has tokens \[\d.*\], and sampled again \[\d"),
         (HeadOfTheStart, r"with a log-prob of -4\.575 nats, but its log-probs are -\d"),
+        (Changed, r"and failed: AttributeError: no attribute 'sample'\. Known"),
         (Stale, r"differ from training's by [\d.]+ nats: they are -4\.575 on average, and training's -\d"),
         (Cold, r"differ from training's by 0\.5 nats: they are -[\d.]+ on average, and training's -"),
     ],
