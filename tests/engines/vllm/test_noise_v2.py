@@ -28,9 +28,11 @@ def sampler(monkeypatch):
 
     from rlcore.engines.vllm import noise_v2
 
-    monkeypatch.setattr(buffers, "is_uva_available", lambda: False)  # memory that a GPU reads from the host
+    # Pinned memory, which a GPU reads from the host.
+    monkeypatch.setattr(buffers, "is_uva_available", lambda: False)
+    monkeypatch.setattr(buffers, "UvaBuffer", buffers.NonUvaBuffer)
     config, device = SimpleNamespace(reasoning_config=None), torch.device("cpu")
-    state = RequestState(SLOTS, 64, 64, 0, VOCABULARY, device, use_dense_all_token_ids=True)
+    state = RequestState(SLOTS, 64, 64, 0, VOCABULARY, device)
     made = Sampler(
         config,
         SLOTS,
