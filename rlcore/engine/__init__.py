@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rlcore.engine.rollout import RolloutEngine as RolloutEngine
     from rlcore.engine.rollout import RolloutSetup as RolloutSetup
     from rlcore.engine.rollout import Sampling as Sampling
+    from rlcore.engine.rollout import Untested as Untested
     from rlcore.engine.rollout import check_requests as check_requests
     from rlcore.engine.rollout import refuse_in_flight as refuse_in_flight
     from rlcore.engine.sampling import block_size as block_size
@@ -83,6 +84,7 @@ _HOMES = {
         "RolloutEngine",
         "RolloutSetup",
         "Sampling",
+        "Untested",
         "check_requests",
         "refuse_in_flight",
     ],

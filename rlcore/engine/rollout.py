@@ -108,6 +108,18 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Untested:
+    """A rollout engine in a version that no test has seen; its first weights are tried (docs/rollout.md).
+
+    name: the engine, its version and what else matters, such as "vLLM 0.33.0". tested: the versions that are known to
+    pass, in words.
+    """
+
+    name: str
+    tested: str
+
+
+@dataclass(frozen=True)
 class RolloutSetup(Generic[C]):
     """The arguments of a rollout engine, in the worker process that it samples in.
 
@@ -144,8 +156,9 @@ class RolloutEngine(ABC):
     """Samples responses with the weights that it was given. It lives in a worker's process, and is not thread-safe.
 
     `version`: of its weights, -1 before the first. `exact`: its log-probs may replace the train engine's, as both use
-    the same arithmetic and differ only by rounding. `tokenizer`: the model's, for texts and stop
-    strings. `description`: its form of decoding, in a few words for the run's first lines.
+    the same arithmetic and differ only by rounding. `untested`: its version, if no test has seen it; its first weights
+    are then tried before a row of the run is sampled. `tokenizer`: the model's, for texts and stop strings.
+    `description`: its form of decoding, in a few words for the run's first lines.
 
     In fp32 the tokens of a row do not depend on when it was added or on the rows beside it. Ranks of one tensor group
     get the same calls in the same order.
@@ -154,6 +167,7 @@ class RolloutEngine(ABC):
     version: int = -1
     description: str = ""
     exact: bool = False
+    untested: Untested | None = None
     tokenizer: Any
 
     @abstractmethod

@@ -216,9 +216,17 @@ class _GeneratingWorker(Worker):
         # After the switch, which reads the trained weights on the device.
         if self.setup.engine.offload:
             with self._timed("offload"):
-                for worker in self._trained:
-                    worker.train.offload()
+                self._offload()
         return self.rollout
+
+    def _offload(self) -> None:
+        for worker in self._trained:
+            worker.train.offload()
+
+    def _set_route(self, route: WeightRoute) -> None:
+        """Sample with the weights of this route. Its trial needs the memory that sampling gets later."""
+        self.route = route
+        route.offload, route.leads = self._offload if self.setup.engine.offload else None, self.rank == 0
 
     def _sample(
         self,
@@ -332,7 +340,7 @@ class ModelWorker(_GeneratingWorker):
             groups = ProcessGroups(self.rank)
             can = setup.rollout_engine.capabilities
             self.rollout = self._create_rollout(generation, groups, self.train.shared_module)
-            self.route = choose_route(self.train, self.rollout, can, generation, groups)
+            self._set_route(choose_route(self.train, self.rollout, can, generation, groups))
 
     def _create_train_engine(self) -> TrainEngine:
         setup = self.setup
@@ -538,7 +546,7 @@ class SamplingWorker(_GeneratingWorker):
             at = layout.coordinates(self.rank)
             self.set_mesh(pp=at.pp, tp=at.tp, dp=at.dp)
         self.rollout = self._create_rollout(GenerationLayout(layout, tp=shards), ProcessGroups(self.rank), None)
-        self.route = Received(self.rollout)
+        self._set_route(Received(self.rollout))
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto) -> None:

@@ -235,8 +235,8 @@ def _trainer(flight: Preflight) -> None:
         )
     if trainer.epochs is not None and (skip := flight.config.data.curriculum.skip):
         raise ConfigError(
-            f"trainer.epochs = {trainer.epochs} has no number of steps with data.curriculum.skip = {skip:g}, which leaves "
-            "rows out of an epoch by what is measured; give trainer.total_steps"
+            f"trainer.epochs = {trainer.epochs} has no number of steps with data.curriculum.skip = {skip:g}, which "
+            "leaves rows out of an epoch by what is measured; give trainer.total_steps"
         )
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         raise ConfigError(

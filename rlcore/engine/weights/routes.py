@@ -8,28 +8,41 @@ Received: the rollout engine is in other processes; every parameter travels by r
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
-from rlcore.engine.rollout import RolloutEngine, Sampling
+from rlcore.engine.rollout import RolloutEngine
 from rlcore.engine.train import TrainEngine
 from rlcore.engine.weights.fingerprint import CHECK_EVERY, differences
 from rlcore.engine.weights.generation import GenerationLayout
 from rlcore.engine.weights.meter import Meter, ProcessGroups
 from rlcore.engine.weights.reshard import Reshard
 from rlcore.engine.weights.transfer import RemoteWeights
+from rlcore.engine.weights.trial import Change, Trial, compare_with_training, sample_probe, unchanged
 from rlcore.errors import DataError, WeightsError
 from rlcore.plugins import RolloutCapabilities
-from rlcore.protocol import DataProto, Ragged
+
+log = logging.getLogger(__name__)
 
 
 class WeightRoute(ABC):
-    """Updates a rollout engine to the newest weights. `meter` counts the bytes of switches, in Resharded only."""
+    """Updates a rollout engine to the newest weights. `meter` counts the bytes of switches, in Resharded only.
+
+    `offload`: moves all train engines of the process to main memory before an engine samples in a trial; None: they
+    stay. `leads`: this process speaks for all that sample for the role.
+    """
+
+    offload: Callable[[], None] | None = None
+    leads: bool = True
 
     def __init__(self, rollout: RolloutEngine) -> None:
         self.rollout = rollout
         self.meter, self._fault = Meter(), ""
+        self._trial_due = rollout.untested is not None
 
     @property
     @abstractmethod
@@ -51,10 +64,39 @@ class WeightRoute(ABC):
     def _refuse(self, fault: str) -> None:
         """Raise WeightsError for a fault of the delivered weights, unless it is ""; the engine then has no version."""
         if fault:
-            self._fault, self.rollout.version = fault, -1
-            raise WeightsError(
+            self._stop(
                 f"{type(self.rollout).__name__} has not got the trained weights of version {self.version} by the route "
                 f"{type(self).__name__}: {fault}. Nothing was sampled; test both engines by `rlcore plugins test`"
+            )
+
+    def _stop(self, message: str) -> NoReturn:
+        """Raise WeightsError; the engine then has no version, so that it does not sample if the error is caught."""
+        self._fault, self.rollout.version = message, -1
+        raise WeightsError(message)
+
+    def _try(self, trial: Trial) -> None:
+        """Try the engine with its first weights, which it then has. Raises WeightsError if it fails or raises."""
+        untested = self.rollout.untested
+        assert untested is not None
+        fault, cause = "it was interrupted", None
+        try:
+            fault = trial.run()
+        except Exception as error:
+            fault, cause = f"{type(error).__name__}: {error}", error
+        finally:
+            if fault:
+                self.rollout.version = -1  # it may have the trial's weights
+        if fault:
+            self._fault = (
+                f"{untested.name} was tried with its first weights, as no test of rlcore has seen it, and failed: "
+                f"{fault}. Known to pass: {untested.tested}. Install one of these, or choose another rollout engine"
+            )
+            raise WeightsError(self._fault) from cause
+        self._trial_due = False
+        if self.leads:
+            log.warning(
+                "no test of rlcore has seen %s; it was tried with its first weights and passed%s. Known to pass: %s",
+                *(untested.name, "" if trial.compares else ", without a look at training's log-probs", untested.tested),
             )
 
 
@@ -62,8 +104,10 @@ class _FromTrainEngine(WeightRoute):
     """A route from the train engine in the same process.
 
     The first switch and every CHECK_EVERY-th after it are checked, by fingerprints or else by a probe. `dtype`: of the
-    delivered weights; None: that of the forward.
+    delivered weights; None: that of the forward. `replaces_weights`: the rollout engine has weights of its own.
     """
+
+    replaces_weights = True
 
     def __init__(self, rollout: RolloutEngine, train: TrainEngine, dtype: torch.dtype | None = None) -> None:
         super().__init__(rollout)
@@ -75,40 +119,54 @@ class _FromTrainEngine(WeightRoute):
         """See WeightRoute."""
         return self.train.version
 
-    def _check(self) -> None:
-        """After a switch: raise WeightsError if the rollout engine has other weights than the trained ones."""
+    def bring(self) -> None:
+        """See WeightRoute."""
+        tried = self._trial_due
+        if tried:
+            shapes = self.train.shapes if self.replaces_weights else None
+            self._try(Trial(self.rollout, self._deliver_in_trial, shapes, self.train, self.offload))
+        else:
+            self._deliver(unchanged)
+        self._check(probe=not tried)
+
+    @abstractmethod
+    def _deliver(self, change: Change) -> None:
+        """Give the rollout engine the weights of `version`, some of them replaced by `change`."""
+
+    def _deliver_in_trial(self, change: Change) -> None:
+        received, copied = self.meter.received, self.meter.copied
+        self._deliver(change)
+        if change is not unchanged:  # a run without the trial has not sent these
+            self.meter.received, self.meter.copied = received, copied
+
+    def _check(self, *, probe: bool) -> None:
+        """After a switch: raise WeightsError if the rollout engine has other weights than the trained ones.
+
+        `probe`: an engine without a fingerprint is compared by log-probs; a trial has done so.
+        """
         if self._switches % CHECK_EVERY == 0:
             trained, held = self.train.fingerprint(self._dtype), self.rollout.fingerprint()
-            self._refuse(self._probe() if held is None else differences(held, trained))
+            if held is not None:
+                self._refuse(differences(held, trained))
+            elif probe:
+                self._refuse(compare_with_training(sample_probe(self.rollout, self.train.temperature), self.train))
         self._switches += 1  # not before: the switch after a refused one is checked too
-
-    def _probe(self) -> str:
-        """Compare the log-probs of a few sampled tokens with the train engine's; return the fault, or ""."""
-        row = {"prompts": Ragged.from_list([torch.arange(8)]), "uid": ["probe"], "sample_index": torch.arange(1)}
-        batch = DataProto.from_single_dict(row)
-        batch = batch.union(self.rollout.generate(batch, Sampling(16, temperature=self.train.temperature)))
-        trained = self.train.compute(batch, ["log_probs"])["log_probs"]
-        gap = float((trained.values - batch.view("rollout_log_probs").values).abs().mean())
-        # Rounding to bf16 makes less of a difference, and other weights more.
-        return "" if gap <= 0.1 else f"log-probs of a probe differ from training's by {gap:.3g} nats"
 
 
 class SharedModule(_FromTrainEngine):
     """The rollout engine samples with the trained module, so only the version changes."""
 
-    def bring(self) -> None:
-        """See WeightRoute."""
+    replaces_weights = False
+
+    def _deliver(self, change: Change) -> None:
         self.rollout.version = self.train.version
-        self._check()
 
 
 class Gathered(_FromTrainEngine):
     """Every parameter is gathered in full, one at a time, and copied into the rollout engine's own weights."""
 
-    def bring(self) -> None:
-        """See WeightRoute."""
-        self.rollout.sync(self.train.export(self.train.dtype), self.train.version, self.train.shapes)
-        self._check()
+    def _deliver(self, change: Change) -> None:
+        self.rollout.sync(change(self.train.export(self.train.dtype)), self.train.version, self.train.shapes)
 
 
 class Resharded(_FromTrainEngine):
@@ -123,16 +181,14 @@ class Resharded(_FromTrainEngine):
         self._adopted = adopted
         self.meter = reshard.meter
 
-    def bring(self) -> None:
-        """See WeightRoute."""
-        shards = self._reshard.gather(self.train.export_local())
+    def _deliver(self, change: Change) -> None:
+        shards = change(self._reshard.gather(self.train.export_local()))
         try:
             self.rollout.adopt(shards, self.train.version, self._reshard.shapes)
             self.meter.redundant = self._reshard.redundant_bytes(self.train.held_parameters())
         finally:
             if not self._adopted:
                 self._reshard.release()
-        self._check()
 
 
 class Received(WeightRoute):
@@ -154,7 +210,8 @@ class Received(WeightRoute):
         """
         if self._sent is None:
             raise DataError("this worker samples with the weights of other processes, but has received none")
-        self._refuse(self._fault)
+        if self._fault:
+            self._stop(self._fault)
         raise DataError(
             f"this worker was sent weights of version {self._sent}, but its engine has version {self.rollout.version}: "
             "the update failed; send the weights again before sampling"
@@ -166,7 +223,14 @@ class Received(WeightRoute):
         Raises DataError naming the parameters that do not fit, and WeightsError naming those that then differ.
         """
         self._sent, self._fault = weights.version, ""
-        self.rollout.sync(iter(weights.items()), weights.version, weights.shapes)
+
+        def deliver(change: Change) -> None:
+            self.rollout.sync(change(weights.items()), weights.version, weights.shapes)
+
+        if self._trial_due:
+            self._try(Trial(self.rollout, deliver, weights.shapes, None, self.offload))
+        else:
+            deliver(unchanged)
         if weights.trained and (held := self.rollout.fingerprint()) is not None:
             self._refuse(differences(held, weights.trained))
 

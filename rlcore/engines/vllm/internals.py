@@ -1,4 +1,4 @@
-"""All that rlcore knows of vLLM's insides, for the versions in SUPPORTED; a new version changes this file only.
+"""All that rlcore knows of vLLM's insides, beside the samplers in `noise_v1` and `noise_v2`.
 
 It imports vLLM inside its functions, as `starting` sets what vLLM reads while it is imported.
 """
@@ -7,42 +7,89 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlcore.engine.generators import random_state, set_random_state
+from rlcore.engine.rollout import Untested
 from rlcore.engine.weights.meter import Group
 from rlcore.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rlcore.engines.vllm.noise import RowNoise
-
-SUPPORTED = ((0, 20, 2), (0, 33))
-"""The first version that works, and the first that was not tried. 0.20.2 and 0.32.0 pass the tests on the CPU."""
+Runner = Literal["V1", "V2"]
+FIRST = (0, 20, 2)
+"""The first version that works."""
+TESTED: dict[Runner, tuple[str, ...]] = {"V1": ("0.20.2", "0.32.0"), "V2": ()}
+"""The versions that have passed the tests, by model runner. Others are tried with their first weights."""
+V2_PROCESSORS = "v1/worker/gpu/sample/logits_processor"
+"""The folder of vLLM whose interface the noise of the second runner has; vLLM has it since September 2026."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def check_version() -> None:
-    """Raise ConfigError for an installed vLLM outside of SUPPORTED. vLLM itself is not imported."""
+    """Raise ConfigError for an installed vLLM before FIRST. vLLM itself is not imported."""
     name, found = installed()
-    first, end = (".".join(map(str, version)) for version in SUPPORTED)
     # A build from source has 0.1.dev1 or the like.
-    numbers = [part for part in found.split("+")[0].split(".")[:3] if part.isdigit()]
-    if not SUPPORTED[0] <= tuple(map(int, numbers)) < SUPPORTED[1]:
+    numbers = [part for part in _release(found).split(".")[:3] if part.isdigit()]
+    if tuple(map(int, numbers)) < FIRST:
         raise ConfigError(
-            f"rollout.name = vllm: {name} {found} is installed, but rlcore works with vLLM from {first} to before "
-            f"{end}; install one of these, or choose rollout=hf"
+            f"rollout.name = vllm: {name} {found} is installed, but rlcore works with vLLM from "
+            f"{'.'.join(map(str, FIRST))} on; install a newer one, or choose rollout=hf"
         )
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+def choose_runner(*, on_cpu: bool) -> Runner:
+    """Return the model runner of an engine: vLLM's own choice, unless the second one cannot take rlcore's noise.
+
+    On a CPU vLLM has the first only, as the second needs Triton. VLLM_USE_V2_MODEL_RUNNER=0 asks for the first.
+    """
+    if on_cpu or os.environ.get(RUNNER_VARIABLE) == "0":
+        return "V1"
+    found = importlib.util.find_spec("vllm")
+    folders = (found.submodule_search_locations if found is not None else None) or []
+    return "V2" if any(Path(folder, V2_PROCESSORS).is_dir() for folder in folders) else "V1"
+
+
+def untested(runner: Runner) -> Untested | None:
+    """Return the installed version and its runner, or None for one that the tests have seen."""
+    version = _release(installed()[1])
+    if version in TESTED[runner]:
+        return None
+    return Untested(f"vLLM {version} with its {runner} model runner", known_to_pass())
+
+
+def known_to_pass() -> str:
+    """Return the tested versions in words."""
+    return ", ".join(f"vLLM {version} ({runner})" for runner, versions in TESTED.items() for version in versions)
+
+
+@contextmanager
+def explaining(version: Untested | None) -> Iterator[None]:
+    """While an engine starts, name an untested version in an error that its changed insides may have caused."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError, StopIteration) as error:
+        if version is None:
+            raise
+        raise ConfigError(
+            f"rollout.name = vllm: {version.name}, which no test of rlcore has seen, does not start: "
+            f"{type(error).__name__}: {error}. Known to pass: {version.tested}. Install one of these, or choose "
+            "rollout=hf"
+        ) from error
 
 
 def installed() -> tuple[str, str]:
@@ -56,11 +103,11 @@ def installed() -> tuple[str, str]:
 
 
 @contextmanager
-def starting(*, on_cpu: bool) -> Iterator[None]:
+def starting(runner: Runner, *, on_cpu: bool) -> Iterator[None]:
     """Set vLLM's environment variables, and restore the process's random state afterwards: vLLM seeds it."""
     state = random_state()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in this process, so that weights can be loaded
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `sample_by_name` replaces the sampler of the first runner
+    os.environ[RUNNER_VARIABLE] = "1" if runner == "V2" else "0"  # the runner whose sampler `sample_by_name` replaces
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a run sends no reports that its config does not name
     try:
         with _starting_on_cpu() if on_cpu else nullcontext():
@@ -103,20 +150,18 @@ def import_vllm() -> Any:
         return thread.submit(lambda: importlib.import_module("vllm").LLM).result()
 
 
-def arguments(*, on_cpu: bool, sleeps: bool) -> dict[str, Any]:
+def arguments(runner: Runner, *, on_cpu: bool, sleeps: bool) -> dict[str, Any]:
     """Return the arguments of vllm.LLM that do not depend on the model.
 
     On a GPU vLLM's defaults stay: CUDA graphs, compiled layers, chunked prefill. `sleeps`: its memory can be freed.
     """
-    from rlcore.engines.vllm.noise import RowNoise
-
     always: dict[str, Any] = {
         "load_format": "dummy",  # `sync` brings all weights before the first token
         "generation_config": "vllm",  # each request names its end tokens; no other default applies
         "max_model_len": -1,  # the model's and the cache's limit
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        "logits_processors": [RowNoise],
+        "logits_processors": [_noise(runner).RowNoise],
     }
     if not on_cpu:
         return {**always, "enable_sleep_mode": sleeps}
@@ -127,40 +172,14 @@ def arguments(*, on_cpu: bool, sleeps: bool) -> dict[str, Any]:
     return {**always, "enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
 
 
-def sample_by_name(worker: Any) -> None:
-    """Have a vLLM worker draw tokens with RowNoise, in one pass over the batch, instead of a generator for each row."""
-    from rlcore.engines.vllm.noise import RowNoise
-
-    runner = worker.model_runner
-    processors = runner.input_batch.logitsprocs.argmax_invariant
-    noise = next(each for each in processors if isinstance(each, RowNoise))
-    runner.sampler.topk_topp_sampler.forward = partial(_sample, runner, noise)
-    runner.sampler.gather_logprobs = _as_gathered
+def _noise(runner: Runner) -> ModuleType:
+    """Return the module of a runner's noise, which imports vLLM."""
+    return importlib.import_module(f"rlcore.engines.vllm.noise_{runner.lower()}")
 
 
-def _sample(
-    runner: Any, noise: RowNoise, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (tokens [rows], their log-probs [rows, 1]); see vLLM's TopKTopPSampler, whose log-probs are of all tokens.
-
-    `runner.seq_lens` has the tokens of each row on the device, with those of this step.
-    """
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
-
-    from rlcore.engines.vllm.noise import draw
-
-    # Where Triton is installed, the first takes Triton's kernel on a CPU too, and fails in it.
-    cut = apply_top_k_top_p_pytorch if logits.device.type == "cpu" else apply_top_k_top_p
-    tokens, log_probs = draw(cut(logits, k, p), noise.next(runner.seq_lens[: len(logits)]))
-    return tokens, log_probs[:, None]
-
-
-def _as_gathered(log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-    """Return the log-probs of `_sample` in vLLM's form; see its Sampler.gather_logprobs. Nothing reads the ranks."""
-    from vllm.v1.outputs import LogprobsTensors
-
-    ranks = torch.zeros_like(token_ids, dtype=torch.int32)
-    return LogprobsTensors(token_ids[:, None].to(torch.int32), log_probs, ranks)
+def sample_by_name(worker: Any, runner: Runner) -> None:
+    """Have a vLLM worker draw tokens with noise by name."""
+    _noise(runner).install(worker.model_runner)
 
 
 def output_so_far(engine: Any, internal_id: str) -> Any:

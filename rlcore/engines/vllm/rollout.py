@@ -23,7 +23,9 @@ from rlcore.engine.weights.transfer import Shapes, check_same_parameters, checke
 from rlcore.engines.vllm.config import VLLMConfig
 from rlcore.engines.vllm.internals import (
     arguments,
+    choose_runner,
     drain,
+    explaining,
     import_vllm,
     installed,
     output_so_far,
@@ -32,8 +34,10 @@ from rlcore.engines.vllm.internals import (
     starting,
     tensor_parallel,
     tokens_so_far,
+    untested,
 )
 from rlcore.engines.vllm.memory import Needs, measure, plan
+from rlcore.engines.vllm.noise import EXTRA
 from rlcore.engines.vllm.shards import checksums, with_shards
 from rlcore.engines.vllm.sleeper import Sleeper
 from rlcore.errors import DataError
@@ -95,17 +99,24 @@ class VLLMRollout(RolloutEngine):
             kept=kept_bytes,
         )
         memory = plan(config, *measure(needs, device, gpu_share, tensor_group))
-        with starting(on_cpu=on_cpu), tensor_parallel(tensor_group, engine_order, device) as sharded:
+        self.runner = choose_runner(on_cpu=on_cpu)
+        self.untested = untested(self.runner)
+        with (
+            explaining(self.untested),
+            starting(self.runner, on_cpu=on_cpu),
+            tensor_parallel(tensor_group, engine_order, device) as sharded,
+        ):
             self.llm: Any = import_vllm()(
                 str(folder),
                 trust_remote_code=model.trust_remote_code,
                 dtype=str(model_dtype(model)).removeprefix("torch."),
                 max_num_seqs=config.batch_size,
                 kv_cache_memory_bytes=memory.cache,
-                **{**arguments(on_cpu=on_cpu, sleeps=memory.sleeps), **sharded},
+                **{**arguments(self.runner, on_cpu=on_cpu, sleeps=memory.sleeps), **sharded},
             )
-        self.llm.collective_rpc(sample_by_name)
-        self.description = f"vLLM {installed()[1]}, {memory.cache / 1e9:.2f} GB for keys and values"
+            self.llm.collective_rpc(sample_by_name, args=(self.runner,))
+        cache = f"{memory.cache / 1e9:.2f} GB for keys and values"
+        self.description = f"vLLM {installed()[1]} with its {self.runner} model runner, {cache}"
         self._sleeper = Sleeper(self.llm, device) if memory.sleeps else None
         if self._sleeper is not None:
             self.description += ", asleep while it trains"
@@ -244,7 +255,8 @@ class VLLMRollout(RolloutEngine):
             logprobs=None if sampling.temperature == 0 else 0,  # of the sampled token only
             detokenize=False,  # `_stopped` looks for stop strings, also across the border to earlier tokens
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"rlcore_noise": (request.key, len(request.prompt))},
+            seed=0 if self.runner == "V2" else None,  # unused; V2 would draw one, and V1 make a generator of it
+            extra_args={EXTRA: (request.key, len(request.prompt))},
         )
 
     def _finished(self, request_id: str, output: Any) -> Finished:

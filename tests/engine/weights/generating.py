@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rlcore_grpo import GRPOConfig, grpo_loss
 
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
-from rlcore.engine.rollout import Sampling
+from rlcore.engine.rollout import Sampling, Untested
 from rlcore.engine.update.items import UpdateItem
 from rlcore.engine.weights.fingerprint import checksum, differences
 from rlcore.engine.weights.transfer import RemoteWeights, object_column, pack_weights
@@ -107,9 +107,10 @@ def wrong_weights(worker: ModelWorker, shards: int) -> list[str]:
     return bad + list(held)
 
 
-def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) -> dict:
-    """Generate before and after each of two updates, and compare each time."""
+def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int, tried: bool) -> dict:
+    """Generate before and after each of two updates, and compare each time. `tried`: the first weights have a trial."""
     worker = make_worker(context, folder, pp, tp, shards)
+    want_trial(worker, tried)
     plain = HFRollout(ModelConfig(path=folder), batch_size=64, device=torch.device("cpu"), shared=None)
     found: dict = {"layout": [pp, tp, shards], "rounds": []}
     for step in range(3):
@@ -125,7 +126,35 @@ def compare(context: WorkerContext, folder: str, pp: int, tp: int, shards: int) 
     found["unequal"] = unequal_fingerprints(worker)
     found["received"], found["divided"] = kept["received"] / len(found["rounds"]), 4 * sum(divided)
     found["refusal"] = refusal(worker)
+    found["trial"] = failed_trial(worker) if tried else None
     return found
+
+
+def want_trial(worker: ModelWorker, wanted: bool) -> None:
+    assert worker.rollout is not None
+    assert worker.route is not None
+    worker.rollout.untested = Untested("engine 9", "engine 7")
+    worker.route._trial_due = wanted
+
+
+def failed_trial(worker: ModelWorker) -> str:
+    """Return the error of a trial in which rank 0 alone has other log-probs."""
+    assert worker.rollout is not None
+    generate = worker.rollout.generate
+
+    def colder(batch: DataProto, sampling: Sampling) -> DataProto:
+        out = generate(batch, sampling)
+        out["rollout_log_probs"] = out.view("rollout_log_probs").map(lambda values: values - int(worker.rank == 0))
+        return out
+
+    worker.rollout.generate = colder  # type: ignore[method-assign]
+    want_trial(worker, True)
+    worker.train.version += 1
+    try:
+        worker.generate(rows().select(["prompts", "sample_index"], ["uid"]), SAMPLINGS["greedy"])
+    except WeightsError as error:
+        return str(error)
+    return ""
 
 
 def unequal_fingerprints(worker: ModelWorker) -> list[str]:
@@ -181,7 +210,11 @@ def main(rank: int, world: int, port: int, result: str, folders: list[str]) -> N
     torch.set_num_threads(1)
     context = WorkerContext("actor", rank, world, rank, "here", master=("127.0.0.1", port))
     pairs = list(zip(LAYOUTS, folders, strict=True))
-    cases = [{"model": kind, **compare(context, folder, *layout)} for kind, folder in pairs for layout in LAYOUTS[kind]]
+    cases = [
+        {"model": kind, **compare(context, folder, *layout, tried=kind != "qwen3")}
+        for kind, folder in pairs
+        for layout in LAYOUTS[kind]
+    ]
     found = {"cases": cases, "copy": copy(context, folders[0])}
     everyone: list = [None] * world
     dist.all_gather_object(everyone, found)

@@ -87,6 +87,16 @@ def test_resharded_weights_that_differ_on_one_rank_are_named_by_its_replica(rank
 
 
 @pytest.mark.e2e
+def test_a_trial_that_fails_on_one_rank_stops_all(ranks):
+    """Those that passed have stood by every other test of this file: weights, tokens and received bytes."""
+    tried = [case for case in cases(ranks) if case["trial"] is not None]
+    assert {tuple(case["layout"]) for case in tried} >= {(2, 2, 2), (1, 2, 1)}
+    for case in tried:
+        assert case["trial"].startswith("engine 9 was tried with its first weights")
+        assert "with a log-prob of -4.575 nats, but its log-probs are -5.575 to -5.575" in case["trial"]
+
+
+@pytest.mark.e2e
 def test_a_changed_shard_of_a_copy_is_seen_by_its_tensor_group(ranks):
     """Rank 1's shard; the copies are of ranks 0 and 1, and of 2 and 3."""
     differ = [found["copy"]["differ"].partition("differ: ")[2] for found in ranks]

@@ -88,7 +88,7 @@ class Cut:
 def test_shards_go_to_engines_whose_spec_adopts_weights_or_that_are_divided_themselves(can, shards, route, monkeypatch):
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks: None)
     generation = GenerationLayout(Cut.layout, tp=shards)
-    found = choose_route(Cut, SimpleNamespace(version=-1), can, generation, ProcessGroups(0))
+    found = choose_route(Cut, SimpleNamespace(version=-1, untested=None), can, generation, ProcessGroups(0))
     assert type(found) is route
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlcore.engine import checksum
+from rlcore.engine import Untested, checksum
 from rlcore.engine.weights.routes import Received
 from rlcore.engine.weights.transfer import RemoteWeights, object_column, pack_weights
 from rlcore.errors import WeightsError
@@ -92,3 +92,29 @@ def test_a_model_with_other_parameters_has_no_fingerprint(pair):
     assert pair.rollout.fingerprint() is None
     pair.rollout.llm.apply_model(lambda module: delattr(module.model.layers[0].mlp, "extra"))
     assert pair.rollout.fingerprint() is not None
+
+
+UNTESTED = Untested("vLLM 99", "vLLM 7")
+
+
+def test_a_trial_passes_and_leaves_the_weights(pair, monkeypatch):
+    monkeypatch.setattr(pair.rollout, "untested", UNTESTED)
+    pair.draw(seed=7)
+    weights = pair.weights()
+    route = Received(pair.rollout)
+    route.receive(sent(weights, 7))
+    assert route.is_current
+    assert pair.rollout.fingerprint() == {name: checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_a_trial_finds_noise_that_is_not_by_name(pair, monkeypatch):
+    """As where vLLM no longer calls what rlcore has replaced."""
+    monkeypatch.setattr(pair.rollout, "untested", UNTESTED)
+    runner = pair.rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    with monkeypatch.context() as own:
+        own.delattr(runner.sampler.topk_topp_sampler, "forward")
+        own.delattr(runner.sampler, "gather_logprobs")
+        own.setattr(runner.sampler.topk_topp_sampler, "forward", runner.sampler.topk_topp_sampler.forward_native)
+        with pytest.raises(WeightsError, match=r"^vLLM 99 was tried .*: the same row has tokens .* again .*: vLLM 7\."):
+            Received(pair.rollout).receive(sent(pair.weights(), 8))
+    assert pair.rollout.version == -1

@@ -87,7 +87,7 @@ def test_a_draw_writes_the_vocabulary_twice_and_reads_nothing_on_the_host():
 
 
 def test_only_steps_whose_rows_changed_send_anything_to_the_device(make_pair, prompts, monkeypatch):
-    from rlcore.engines.vllm.noise import RowNoise
+    from rlcore.engines.vllm.noise_v1 import RowNoise
 
     pair = make_pair("qwen2", True)
     pair.draw(seed=1)

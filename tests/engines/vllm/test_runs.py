@@ -1,7 +1,11 @@
 """Whole runs that sample with vLLM."""
 
+import re
+
 import pytest
 import torch
+
+from rlcore.engines.vllm import internals
 
 pytestmark = pytest.mark.e2e
 SMALL = [
@@ -23,11 +27,22 @@ def test_the_quickstart_learns_as_much_as_with_the_hugging_face_engine(train_her
     assert metrics[-1]["health/truncated"] < 0.05
 
 
-def test_one_run_after_another_in_one_process(train_here, tmp_path):
-    for name in ("one", "two"):
-        summary, _ = train_here(tmp_path / name, *SMALL, "cluster=in_process", "trainer.total_steps=1")
+def test_one_run_after_another_in_one_process_the_second_with_a_trial_and_equal(train_here, tmp_path, monkeypatch):
+    """The second sleeps, and finds a version that no test has seen; samples, losses and gradients are the first's."""
+    found = []
+    for name, sleep in (("one", "off"), ("two", "on")):
+        settings = ["cluster=in_process", "trainer.total_steps=2", f"rollout.vllm.sleep={sleep}"]
+        summary, metrics = train_here(tmp_path / name, *SMALL, *settings)
         assert summary["status"] == "finished"
         assert not torch.distributed.is_initialized()
+        log = (tmp_path / name / "rlcore.log").read_text()
+        assert re.search(r"actor: CPU, .*vLLM \S+ with its V1 model runner, ", log)
+        assert log.count("it was tried with its first weights and passed. Known to pass: ") == (name == "two")
+        samples = [path.read_text() for path in sorted((tmp_path / name / "samples").iterdir())]
+        figures = ("train/loss", "train/grad_norm", "rollout/train_rollout_logprob_diff")
+        found.append((samples, [[row.get(figure) for figure in figures] for row in metrics]))
+        monkeypatch.setattr(internals, "TESTED", {"V1": (), "V2": ()})
+    assert found[0] == found[1]
 
 
 def test_a_run_that_sleeps_between_its_steps_is_the_run_that_does_not(train_here, tmp_path):
