@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,18 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
     held_out_files = chosen_files(path, config, "eval")
     if split == "eval" and held_out_files is not None:
         return _read_checked(held_out_files, config)[0]
-    rows, prompts = _read_checked(chosen_files(path, config, "train") or [], config)
+    train_files = chosen_files(path, config, "train") or []
     if held_out_files is not None:
-        return rows
-    hashes = [_fingerprint(prompt) for prompt in prompts]
-    held_out = _held_out(hashes, config.held_out_share)
-    chosen = [row for row, each in zip(rows, hashes, strict=True) if (each in held_out) == (split == "eval")]
+        return _read_checked(train_files, config)[0]
+    written = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in train_files)
+    chosen = _halves(written, config.prompt_key, config.answer_key, config.held_out_share)[split == "eval"]
     if not chosen:
         raise DataError(
             f"{path} has no prompt that is not held out (data.held_out_share={config.held_out_share:g}): nothing is "
             "left to train on. Give a file with more prompts, a smaller share, or a folder with train.jsonl and "
             "test.jsonl."
         )
-    return chosen
+    return list(chosen)
 
 
 def data_path(config: DataConfig, expected: str) -> Path:
@@ -85,6 +85,25 @@ def _read_checked(files: Sequence[Path], config: DataConfig) -> tuple[list[Mappi
         rows += given
         prompts += [asked(row, keyed.prompt_key) for row in plain]
     return rows, prompts
+
+
+@lru_cache(maxsize=1)
+def _halves(
+    written: Sequence[tuple[Path, int, int]], prompt_key: str, answer_key: str, share: float
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the rows to train on and the held-out ones of files with one split; a loader asks for the two in turn.
+
+    written: each file, with its time and size, so that a file that has changed is read again.
+    """
+    rows, prompts = _read_checked(
+        [file for file, _, _ in written], DataConfig(prompt_key=prompt_key, answer_key=answer_key)
+    )
+    hashes = [_fingerprint(prompt) for prompt in prompts]
+    held_out = _held_out(hashes, share)
+    halves: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = [], []
+    for row, each in zip(rows, hashes, strict=True):
+        halves[each in held_out].append(row)
+    return halves
 
 
 def _held_out(hashes: Sequence[str], share: float) -> set[str]:

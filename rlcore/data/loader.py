@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
+import os
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ import torch
 from rlcore.config.schema import DataConfig
 from rlcore.data.chat import NO_TOOLS, OfferedTools, PromptEncoder
 from rlcore.data.curriculum import Curriculum, PromptResult
+from rlcore.data.encode_processes import map_in_processes
 from rlcore.data.encoding import PART, EncodedPrompts, PromptCache, cache_key
 from rlcore.data.keys import answer_fault, nearest, value_at
 from rlcore.data.messages import plain_prompt, plain_tools
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAID_FROM = 100_000
-"""From how many rows on a line says that prompts are encoded, which takes minutes."""
+ROWS_EACH, MOST_PROCESSES = 20_000, 16
+"""Rows for which one more process renders and tokenises, as it has to import transformers first, and the most of them:
+each holds 0.4 GB."""
 EPISODES = (
     *("episode", "branch", "turns", "turn_ends", "turn_rewards", "tool_calls", "tool_errors", "stop_reason"),
     *("episode_messages", "episode_score", "episode_row", "episode_error", "seat", "row_weight"),
@@ -227,10 +231,15 @@ class PromptSplit:
         key = cache_key(self._encoder, map(self._inputs, self.rows), self._has_environment)
         if key is not None and (kept := cache.read(key)) is not None:
             return kept
-        if count > SAID_FROM:
-            log.info("%s: %d prompts are rendered and tokenised", self.where, count)
-        parts = [range(start, min(start + PART, count)) for start in range(0, count, PART)]
-        encoded = EncodedPrompts.concat([self._encode_part(part) for part in parts])
+        parts = [(start, self.rows[start : start + PART]) for start in range(0, count, PART)]
+        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, count // ROWS_EACH)
+        if key is not None and processes > 1:
+            log.info("%s: %d prompts are rendered and tokenised in %d processes", self.where, count, processes)
+            encode = copy.copy(self)
+            encode.rows = []  # each part brings its own
+            encoded = EncodedPrompts.concat(map_in_processes(processes, encode._encode_part, parts))
+        else:
+            encoded = EncodedPrompts.concat([self._encode_part(part) for part in parts])
         if key is not None:
             cache.keep(key, encoded)
         return encoded
@@ -239,11 +248,12 @@ class PromptSplit:
         """Return what is rendered of a row, before any check of it."""
         return [value_at(row, self._config.prompt_key), row.get("tools"), row.get(COLUMN)]
 
-    def _encode_part(self, numbers: Sequence[int]) -> EncodedPrompts:
+    def _encode_part(self, part: tuple[int, Sequence[Mapping[str, Any]]]) -> EncodedPrompts:
+        """Return the prompts of consecutive rows; part: the number of the first, and the rows."""
+        start, rows = part
         key, plain = self._config.prompt_key, self._encoder.plain
         marked, is_text = [], []
-        for number in numbers:
-            row = self.rows[number]
+        for number, row in enumerate(rows, start):
             try:
                 prompt = self._prompt(row)
                 if prompt is None:
@@ -257,7 +267,7 @@ class PromptSplit:
             is_text.append(isinstance(prompt, str))
         token_ids = self._encoder.token_ids(marked)
         if [] in token_ids:
-            empty = numbers[token_ids.index([])]
+            empty = start + token_ids.index([])
             raise DataError(f"{self.where}, row {empty + 1}: the prompt is empty; the model needs a token to begin")
         chats = [plain.text(each) for each in marked]
         spells_out = [chat != each for chat, each in zip(chats, marked, strict=True)]

@@ -45,7 +45,7 @@ def take_steps(tmp_path):
         with open_run(config, tmp_path, plugins, algorithm.roles(), rewards) as run:
             for step in range(1, steps + 1):
                 run.begin_step(step)
-                returned = algorithm.step(run, split.batch(split.prompts, step))
+                returned = algorithm.step(run, split.batch(split.usable, step))
                 logged, scored = run.end_step()
                 metrics.append({**returned, **logged})
                 batches.extend(scored)

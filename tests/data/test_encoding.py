@@ -1,7 +1,8 @@
-"""Prompts that were encoded once are read from disk, and are what encoding them would give. Together 3 seconds."""
+"""Prompts that were encoded once are read from disk, and are what encoding them would give. Together 12 CPU seconds."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from array import array
@@ -18,9 +19,10 @@ from rlcore import DatasetSpec
 from rlcore.config.schema import DataConfig, ModelConfig
 from rlcore.data import loader
 from rlcore.data.chat import NO_TOOLS, OfferedTools, load_tokenizer
+from rlcore.data.encode_processes import map_in_processes
 from rlcore.data.encoding import EncodedPrompts, PromptCache
 from rlcore.data.loader import PromptLoader, PromptSplit
-from rlcore.errors import DataError
+from rlcore.errors import DataError, WorkerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -230,3 +232,25 @@ def test_arrays_of_rows() -> None:
     assert (joined.lengths.tolist(), joined.largest.tolist()) == ([2, 1, 3], [5, 2, 9])
     assert joined.digest(0) == joined.digest(2) != joined.digest(1)
     assert np.array_equal(joined.spells_out, [False, True, False])
+
+
+def test_many_rows_are_encoded_in_processes(split: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """8 CPU seconds: each process imports transformers."""
+    whole = content(split())
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(loader, "PART", 2)
+    monkeypatch.setattr(loader, "ROWS_EACH", 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    used: list[int] = []
+    mapped = loader.map_in_processes
+    monkeypatch.setattr(loader, "map_in_processes", lambda count, *given: used.append(count) or mapped(count, *given))
+    assert content(split()) == whole
+    assert used == [2]
+    with pytest.raises(DataError, match=r"split 'train', row 4: a prompt is a string, or a list of messages"):
+        split([*ROWS[:3], {"prompt": 7}, *ROWS[:2], {"prompt": 8}])
+
+
+def test_processes_answer_in_order_and_one_that_ends_is_an_error() -> None:
+    assert map_in_processes(2, math.factorial, range(20)) == [math.factorial(number) for number in range(20)]
+    with pytest.raises(WorkerError, match=r"prompts ended: .*7.* Start again with more memory"):
+        map_in_processes(2, os._exit, [7])

@@ -58,6 +58,18 @@ def test_a_single_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path) -> None:
     assert {row["prompt"] for row in load(config(shuffled), "eval")} == {row["prompt"] for row in held_out}
 
 
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    first = load(config(file), "train")
+    first.clear()  # the caller's own list
+    assert len(load(config(file), "train")) == 18
+    write_jsonl(file, ROWS[:10])
+    assert len(load(config(file), "train")) == 9
+    assert len(load(config(file, held_out_share=0.5), "train")) == 5
+    other = [{"question": str(number)} for number in range(4)]
+    assert len(load(config(write_jsonl(file, other), prompt_key="question"), "train")) == 3
+
+
 def test_a_single_prompt_cannot_be_trained_on(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing is left to train on"):
         load(config(write_jsonl(tmp_path / "one.jsonl", ROWS[:1])), "train")
