@@ -1,4 +1,4 @@
-"""How long a start takes with many rows: a million prompts of a file, encoded for the first time and read from the cache."""
+"""How long a start takes with a million rows of a file, encoded for the first time and read from the cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ COLD, WARM, MEMORY = (
 )
 BENCHMARK = Benchmark("data", measures=("rlcore/data", "benchmarks/data.py"), bars=(COLD, WARM, MEMORY))
 NOTES = """\
-One process reads a JSON Lines file of a million rows (`data=file`, of which `data.held_out_share` is held out), renders and
-tokenises every prompt with the tiny model's template (30 tokens or so), and takes the first batch. Memory is the process's
-largest resident set, torch and transformers (0.5 GB) included. There is no other side."""
+A run's process reads a JSON Lines file of a million rows (`data=file`, of which `data.held_out_share` is held out),
+renders and tokenises every prompt with the tiny model's template, in a process for each core, and takes the first
+batch. Memory is the largest resident set of the run's own process, with torch and transformers (0.5 GB). There is no
+other side."""
 
 
 def write_rows(path: Path) -> None:
