@@ -199,6 +199,13 @@ class RolloutEngine(ABC):
     def in_flight(self) -> Collection[str]:
         """The ids of all added requests that have neither ended nor been aborted."""
 
+    def so_far(self, ids: Collection[str]) -> Mapping[str, Sequence[int]]:
+        """Return the tokens so far of rows in flight that have any, those of `Request.sampled` first, by request id.
+
+        For clients that read an answer while it is sampled. {}: the engine cannot tell before a row ends.
+        """
+        return {}
+
     @abstractmethod
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, shapes: Shapes) -> None:
         """Copy full weights by their Hugging Face names; each tensor is valid until the next.

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from rlcore.engine.rollout import Finished, Request, RolloutEngine
 from rlcore.episodes.openai_format import RequestError
 
+Watch = Callable[[str, Sequence[int]], None]
+"""Called with a request's id and its tokens so far."""
 Item = Callable[[list[Request]], None]
 """Called in the engine's thread with the list of new requests."""
 
@@ -23,12 +25,14 @@ class CallQueue:
         self._engine = engine
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Finished]]] = {}
+        self._watched: dict[str, Watch] = {}
         self._ended = False
 
-    async def answers(self, requests: Sequence[Request]) -> list[Finished]:
+    async def answers(self, requests: Sequence[Request], watch: Watch | None = None) -> list[Finished]:
         """Have requests sampled, and return their rows. RequestError, status 503, once the queue has ended.
 
-        A caller that is cancelled has its requests aborted.
+        A caller that is cancelled has its requests aborted. `watch`: called in the caller's loop while they are
+        sampled, if the engine can tell.
         """
         if self._ended:
             raise _ending()
@@ -36,6 +40,8 @@ class CallQueue:
         futures = [loop.create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._waiting[request.id] = loop, future
+            if watch is not None:
+                self._watched[request.id] = watch
         self._items.put(lambda new: new.extend(requests))
         try:
             return await asyncio.gather(*futures)
@@ -66,6 +72,7 @@ class CallQueue:
     def poll(self, wait: float) -> Sequence[Request]:
         """See RequestSource."""
         new: list[Request] = []
+        self._tell()
         try:
             item = self._items.get(timeout=wait) if wait else self._items.get_nowait()
             while True:
@@ -77,19 +84,28 @@ class CallQueue:
     def take(self, row: Finished) -> None:
         """See RequestSource."""
         loop, future = self._waiting.pop(row.id)
+        self._watched.pop(row.id, None)
         loop.call_soon_threadsafe(_answer, future, row)
 
     def fail(self, error: RequestError) -> None:
         """Answer everything that waits with an error; the engine is idle."""
+        self._watched.clear()
         self.poll(0.0)
         while self._waiting:
             _, (loop, future) = self._waiting.popitem()
             loop.call_soon_threadsafe(_answer, future, error)
 
+    def _tell(self) -> None:
+        """Show the tokens so far to those who watch."""
+        if watched := dict(self._watched):  # the event loop's thread adds to it
+            for name, tokens in self._engine.so_far(watched.keys() & set(self._engine.in_flight)).items():
+                self._waiting[name][0].call_soon_threadsafe(watched[name], name, tokens)
+
     def _abort(self, ids: set[str], new: list[Request]) -> None:
         """Take requests out that nobody waits for any more."""
         for each in ids:
             self._waiting.pop(each, None)
+            self._watched.pop(each, None)
         new[:] = [each for each in new if each.id not in ids]
         if decoding := ids & set(self._engine.in_flight):
             self._engine.abort(decoding)

@@ -273,6 +273,42 @@ def _kind(value: Any) -> str:
 # ---- answers ----
 
 
+class GrowingText:
+    """The text of an answer while its tokens come: each part once, and nothing that later tokens may change.
+
+    stop: strings that end the answer and are no part of it. sent: the parts so far.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._held_back = max((len(each) - 1 for each in stop), default=0)
+        self._stop = stop
+        self._tokens: Sequence[int] = ()
+        self._decoded = 0
+        self.sent = ""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take all tokens so far."""
+        self._tokens = tokens
+
+    def next(self) -> str:
+        """Return the part of the text that has become certain since the last call; "" for none.
+
+        A character may still lack bytes, and the end may be the beginning of a stop string.
+        """
+        if len(self._tokens) == self._decoded:
+            return ""
+        self._decoded = len(self._tokens)
+        text = str(self._tokenizer.decode(list(self._tokens), skip_special_tokens=True))
+        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        text = text[: min((at for each in self._stop if (at := text.find(each)) >= 0), default=len(text))]
+        text = text[: max(0, len(text) - self._held_back)]
+        if not text.startswith(self.sent):
+            return ""
+        part, self.sent = text[len(self.sent) :], text
+        return part
+
+
 @dataclass(frozen=True)
 class Choice:
     """One answer. `tokens`: pairs of a token's text and its log-prob in nats. `reason`: OpenAI's finish_reason."""
@@ -285,15 +321,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers to a call, and what both endpoints' bodies say beside them."""
+    """The answers to a call, and what both endpoints' bodies say beside them.
+
+    Before they are there `choices` is empty, and `weights_version` None: for the chunks of a stream.
+    """
 
     id: str
     created: int
     model: str
     call: Call
     prompt: Sequence[int]
-    choices: Sequence[Choice]
-    weights_version: int
+    choices: Sequence[Choice] = ()
+    weights_version: int | None = None
 
     @property
     def usage(self) -> dict[str, int]:
@@ -312,38 +351,60 @@ class Reply:
             **({"prompt_token_ids": list(self.prompt)} if self.call.token_ids else {}),
         }
 
-    def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the bodies of a stream: of each chat choice its role, then its text and calls in one, then its end."""
-        if self.call.messages is None:
-            head = self._head("text_completion")
-            for at in range(len(self.choices)):
-                yield {**head, "choices": [self._choice(at, "text")]}
-        else:
-            head = self._head("chat.completion.chunk")
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the bodies with which a stream begins: the role of each chat choice."""
+        if self.call.messages is not None:
             first = {"prompt_token_ids": list(self.prompt)} if self.call.token_ids else {}
-            for at, choice in enumerate(self.choices):
-                yield {**head, **first, "choices": [_delta(at, {"role": "assistant", "content": ""})]}
-                yield {**head, "choices": [self._choice(at, "delta")]}
-                yield {**head, "choices": [{**_delta(at, {}), "finish_reason": choice.reason}]}
+            for at in range(self.call.choices):
+                yield {**self._stream_head, **first, "choices": [_delta(at, {"role": "assistant", "content": ""})]}
+
+    def text_chunk(self, at: int, text: str) -> dict[str, Any]:
+        """Return the body with the next part of a choice's text."""
+        if self.call.messages is None:
+            choice: dict[str, Any] = {"index": at, "text": text, "finish_reason": None, "logprobs": None}
+        else:
+            choice = _delta(at, {"content": text})
+        return {**self._stream_head, "choices": [choice]}
+
+    def last_chunks(self, sent: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        """Yield the bodies with which a stream ends: of each choice the rest of its text with its calls, and its end.
+
+        sent: the texts that have been sent of each choice, with which it begins.
+        """
+        chat = self.call.messages is not None
+        for at, choice in enumerate(self.choices):
+            length = len(sent[at]) if sent else 0
+            if not chat:
+                yield {**self._stream_head, "choices": [self._choice(at, "text", length)]}
+                continue
+            if not length or length < len(choice.message["content"] or ""):
+                yield {**self._stream_head, "choices": [self._choice(at, "delta", length)]}
+            yield {**self._stream_head, "choices": [{**_delta(at, {}), "finish_reason": choice.reason}]}
         if self.call.stream_usage:
-            yield {**head, "choices": [], "usage": self.usage}
+            yield {**self._stream_head, "choices": [], "usage": self.usage}
+
+    @property
+    def _stream_head(self) -> dict[str, Any]:
+        return self._head("text_completion" if self.call.messages is None else "chat.completion.chunk")
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return {**head, "weights_version": self.weights_version}
+        return head if self.weights_version is None else {**head, "weights_version": self.weights_version}
 
-    def _choice(self, at: int, form: Literal["message", "text", "delta"]) -> dict[str, Any]:
+    def _choice(self, at: int, form: Literal["message", "text", "delta"], begin: int = 0) -> dict[str, Any]:
+        """Return a choice in the form of a body; `begin`: the characters of its text that have been sent."""
         choice, log_probs = self.choices[at], None
         if self.call.log_probs:
             log_probs = _text_log_probs(choice) if form == "text" else self._log_probs(choice)
         body: dict[str, Any] = {"index": at, "finish_reason": choice.reason, "logprobs": log_probs}
         if form == "text":
-            body["text"] = choice.message["content"]
+            body["text"] = choice.message["content"][begin:]
         elif form == "message":
             body["message"] = {**choice.message, "refusal": None}
         else:
             calls = choice.message.get("tool_calls", ())
-            delta: dict[str, Any] = {"content": choice.message["content"]}
+            content = choice.message["content"]
+            delta: dict[str, Any] = {"content": content and content[begin:]}
             if calls:
                 delta["tool_calls"] = [{"index": n, **each} for n, each in enumerate(calls)]
             body |= {"delta": delta, "finish_reason": None}

@@ -12,9 +12,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import uvicorn
@@ -24,10 +24,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlcore.episodes.call_queue import CallQueue
-from rlcore.episodes.openai_format import Call, Reply, RequestError, read_chat, read_completion, read_json
+from rlcore.episodes.call_queue import CallQueue, Watch
+from rlcore.episodes.openai_format import (
+    Call,
+    GrowingText,
+    Reply,
+    RequestError,
+    read_chat,
+    read_completion,
+    read_json,
+)
 from rlcore.episodes.session_store import SessionStore, row_json
-from rlcore.episodes.sessions import Limits, Renderers, Session
+from rlcore.episodes.sessions import Limits, Pending, Renderers, Session
 from rlcore.errors import ConfigError
 from rlcore.ops import noise_key
 
@@ -256,26 +264,26 @@ class Server:
     async def _answered(self, request: Request, call: Call, kind: str) -> Response:
         session = self._session(request)
         pending = session.begin(call)
-        number = session.calls
+        name = f"{kind}-{session.id}-{session.calls}"
+        reply = Reply(name, int(time.time()), self.options.model, call, pending.prompt)
+        if call.stream:
+            stream = _Stream(self.renderers.tokenizer, pending)
+            work = asyncio.create_task(self._reply(session, pending, reply, stream.watch))
+            # Until something can be sent an error is a status.
+            await _unless_disconnected(request, stream.begins(work))
+            return StreamingResponse(stream.events(reply, work), media_type="text/event-stream")
+        return JSONResponse((await _unless_disconnected(request, self._reply(session, pending, reply))).body())
+
+    async def _reply(self, session: Session, pending: Pending, reply: Reply, watch: Watch | None = None) -> Reply:
+        """Return a call's reply with its answers."""
         try:
-            rows = await _unless_disconnected(request, self.calls.answers(pending.requests))
+            rows = await self.calls.answers(pending.requests, watch)
             if session.is_closed:
                 raise RequestError(404, f"session {session.id} has ended", code="session_not_found")
             choices = session.answer(pending, rows)
         finally:
             session.leave(pending)
-        reply = Reply(
-            id=f"{kind}-{session.id}-{number}",
-            created=int(time.time()),
-            model=self.options.model,
-            call=call,
-            prompt=pending.prompt,
-            choices=choices,
-            weights_version=min(row.weights_version for row in rows),
-        )
-        if call.stream:
-            return StreamingResponse(_events(reply), media_type="text/event-stream")
-        return JSONResponse(reply.body())
+        return replace(reply, choices=choices, weights_version=min(row.weights_version for row in rows))
 
     def _session(self, request: Request) -> Session:
         """Return the session that a request names in its path or header; one of the client's own name opens it."""
@@ -340,10 +348,58 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(reply: Reply) -> AsyncIterator[str]:
-    for chunk in reply.chunks():
-        yield f"data: {json.dumps(chunk)}\n\n"
-    yield "data: [DONE]\n\n"
+class _Stream:
+    """The events of a call's answers: texts as they are sampled, unless they need all tokens, as tool calls do."""
+
+    def __init__(self, tokenizer: Any, pending: Pending) -> None:
+        call = pending.call
+        reads_calls = call.messages is not None and call.reads_tool_calls
+        whole = reads_calls or call.log_probs or call.token_ids
+        self._texts = {each.id: GrowingText(tokenizer, each.sampling.stop) for each in pending.requests}
+        self.watch: Watch | None = None if whole else self._watch
+        self._changed = asyncio.Event()
+
+    def _watch(self, name: str, tokens: Sequence[int]) -> None:
+        self._texts[name].add(tokens)
+        self._changed.set()
+
+    async def begins(self, work: asyncio.Task[Reply]) -> None:
+        """Wait until there is something to send; raises the error of work that has failed. Cancelled, it ends it."""
+        work.add_done_callback(lambda _: self._changed.set())
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        if work.done():
+            work.result()
+
+    async def events(self, reply: Reply, work: asyncio.Task[Reply]) -> AsyncIterator[str]:
+        """Yield the events. A client that goes away ends the work."""
+        try:
+            for chunk in reply.first_chunks():
+                yield _event(chunk)
+            while not work.done():
+                await self._changed.wait()
+                self._changed.clear()
+                for at, text in enumerate(self._texts.values()):
+                    if part := text.next():
+                        yield _event(reply.text_chunk(at, part))
+            done, sent = work.result(), [text.sent for text in self._texts.values()]
+            for choice, begun in zip(done.choices, sent, strict=True):
+                if not (choice.message["content"] or "").startswith(begun):
+                    raise RequestError(500, "later tokens have changed the text that was sent; ask without `stream`")
+            for chunk in done.last_chunks(sent):
+                yield _event(chunk)
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            yield _event(error.body)
+        finally:
+            work.cancel()
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

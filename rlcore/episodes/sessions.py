@@ -367,7 +367,7 @@ class Session:
         tokenizer = self._renderers.tokenizer
         text = str(tokenizer.decode(list(row.tokens), skip_special_tokens=True))
         shown: Message = {"role": "assistant", "content": _before_stop(text, row, pending.requests[at].sampling.stop)}
-        if calls:
+        if calls and call.messages is not None:  # a completion is the text as it is
             assert parsed is not None
             shown["content"] = parsed.content.strip() or None
             shown["tool_calls"] = [

@@ -16,6 +16,7 @@ import pytest
 
 from rlcore.config import ModelConfig
 from rlcore.data.chat import load_tokenizer
+from rlcore.episodes.openai_format import GrowingText
 
 QUESTION = [{"role": "user", "content": "12+34="}]
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -97,6 +98,91 @@ def test_a_stream_has_the_same_answer_in_chunks(serving):
         lines = [line for line in raw.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_stream_sends_each_part_while_the_rest_is_sampled(serving, tiny_engine, monkeypatch, endpoint):
+    """The engine samples a token only after the client has read the one before."""
+    may_step, step = threading.Semaphore(1), tiny_engine.step
+
+    def waiting_step():
+        assert not tiny_engine.in_flight or may_step.acquire(timeout=20), "the client has read nothing"
+        return step()
+
+    server = serving()
+    client = server.client(server.session())
+    monkeypatch.setattr(tiny_engine, "step", waiting_step)
+    options = {"model": "tiny", "temperature": 0.0, "max_tokens": 8, "stream": True}
+    if endpoint == "chat":
+        stream, prompt = client.chat.completions.create(messages=QUESTION, **options), None
+    else:
+        prompt = list(server.server.renderers.of(())[0].prompt(QUESTION))
+        stream = client.completions.create(prompt=prompt, **options)
+    parts, reasons = [], []
+    for chunk in stream:
+        choice = chunk.choices[0]
+        if text := choice.text if prompt else choice.delta.content:
+            parts.append(text)
+            may_step.release()
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert parts == ["4", "6"]
+    assert reasons == ["stop"]
+
+
+def test_streams_of_several_choices_with_a_stop_string_are_the_whole_answers(serving):
+    server = serving()
+    client = server.client(server.session())
+    for stop in (None, "1", ["23", "4"]):
+        options = {"model": "tiny", "messages": QUESTION, "seed": 3, "n": 4, "max_tokens": 12, "stop": stop}
+        whole = client.chat.completions.create(**options)
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        for index, choice in enumerate(whole.choices):
+            own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+            assert "".join(each.delta.content or "" for each in own) == choice.message.content
+            assert [each.finish_reason for each in own if each.finish_reason] == [choice.finish_reason]
+
+
+def test_a_text_grows_by_what_later_tokens_cannot_change(serving):
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            assert skip_special_tokens
+            return bytes(ids).decode(errors="replace")
+
+    def parts(text, stop=()):
+        growing, found = GrowingText(Bytes(), stop), []
+        for length in range(1, len(text.encode()) + 1):
+            growing.add(list(text.encode()[:length]))
+            found.append(growing.next())
+            assert growing.next() == ""
+        assert growing.sent == "".join(found)
+        return found
+
+    assert parts("aéb") == ["a", "", "é", "b"]
+    assert parts("a€") == ["a", "", "", "€"]
+    assert parts("abcd", stop=["cd!"]) == ["", "", "a", "b"]  # "cd" may begin the stop string
+    assert "".join(parts("abcd!", stop=["cd!"])) == "ab"
+
+
+def test_a_client_that_leaves_a_stream_ends_its_rows(serving, tiny_engine, monkeypatch):
+    step = tiny_engine.step
+
+    def slow_step():
+        time.sleep(0.01 if tiny_engine.in_flight else 0)
+        return step()
+
+    server = serving()
+    session = server.session()
+    monkeypatch.setattr(tiny_engine, "step", slow_step)
+    stream = server.client(session).chat.completions.create(
+        model="tiny", messages=QUESTION, stream=True, n=8, max_tokens=400, temperature=5.0
+    )
+    next(iter(stream))
+    assert server.server.store.get(session).pending == 1
+    stream.close()
+    until = time.monotonic() + 20
+    while tiny_engine.in_flight or server.server.store.get(session).pending:
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_completions_take_text_and_token_ids(serving):

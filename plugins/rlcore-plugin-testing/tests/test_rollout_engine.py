@@ -32,5 +32,5 @@ def test_each_check_has_an_engine_that_breaks_it():
 def test_an_engine_that_decodes_in_slots_passes_the_checks_on_its_rows(tmp_path):
     """As `rollout=hf` does on a GPU."""
     with open_suite("rollout=inslots", tmp_path, plugins=[str(FILE)]) as suite:
-        for check in ("continued_rows", "kept_rows", "abort"):
+        for check in ("continued_rows", "kept_rows", "so_far", "abort"):
             assert suite.result(check).outcome == "pass", suite.result(check)

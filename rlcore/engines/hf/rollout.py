@@ -222,6 +222,11 @@ class HFRollout(RolloutEngine):
         self._release_if_idle()
         return aborted
 
+    def so_far(self, ids: Collection[str]) -> dict[str, Sequence[int]]:
+        """See RolloutEngine."""
+        found = {} if self._rows is None else self._rows.so_far(ids)
+        return found if self._slots is None else {**found, **self._slots.so_far(ids)}
+
     def forget(self, ids: Collection[str]) -> None:
         """See RolloutEngine."""
         self._kept.drop(ids)

@@ -6,7 +6,7 @@ shorter row starts at a later column, and the columns before it are masked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,14 @@ class DecodingRows:
             response = [*request.sampled, *ids[skip:]], [*request.sampled_log_probs, *values[skip:]]
             out.append(Finished(request.id, *response, reason, version))
         return out
+
+    def so_far(self, ids: Collection[str]) -> dict[str, Sequence[int]]:
+        """Return the tokens so far of the rows of these requests, by request id."""
+        return {
+            row.request.id: [*row.request.sampled, *self.tokens[index, row.first : self.length].tolist()]
+            for index, row in enumerate(self.rows)
+            if row.request.id in ids
+        }
 
     def kept(self, reasons: Mapping[int, Reason]) -> dict[str, KeptRow]:
         """Return the keys and values of the rows at these indices that will be continued, by request id."""

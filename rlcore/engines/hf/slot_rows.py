@@ -346,6 +346,14 @@ class SlotRows:
                     break
         return stopped
 
+    def so_far(self, ids: Collection[str]) -> dict[str, Sequence[int]]:
+        """Return the tokens of the rows of these requests as of the last look, by request id."""
+        rows = [(row, request) for row, request in enumerate(self.requests) if request.id in ids]
+        if not rows or self._step is None:
+            return {}
+        drawn = self._step.slots.drawn
+        return {request.id: [*request.sampled, *drawn[row, : self._stored[row]].tolist()] for row, request in rows}
+
     def abort(self, ids: Collection[str], version: int) -> list[Finished]:
         """Remove rows, with their tokens so far."""
         gone = {row: request for row, request in enumerate(self.requests) if request.id in ids}

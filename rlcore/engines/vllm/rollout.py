@@ -196,6 +196,12 @@ class VLLMRollout(RolloutEngine):
         finished = [self._finished(output.request_id, output.outputs[0]) for output in ended]
         return finished + self._stop()
 
+    def so_far(self, ids: Collection[str]) -> dict[str, Sequence[int]]:
+        """See RolloutEngine."""
+        asked = [self._requests[each] for each in ids if each in self._requests]
+        engine = self.llm.llm_engine
+        return {each.request.id: [*each.request.sampled, *tokens_so_far(engine, each.internal_id)] for each in asked}
+
     def _stop(self) -> list[Finished]:
         """Return the rows whose newest token completed a stop string, and take them out of vLLM."""
         engine, stopped = self.llm.llm_engine, []

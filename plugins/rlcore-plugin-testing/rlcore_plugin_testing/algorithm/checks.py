@@ -115,7 +115,7 @@ def one_worker_equals_two(suite: AlgorithmSuite) -> str:
 
 
 def zero_learning_rate(suite: AlgorithmSuite) -> str:
-    """With learning rate 0 the weights stay equal bit for bit, and the ratio to old_log_probs stays at 1."""
+    """At a learning rate that rounds to 0 the weights stay equal bit for bit, and the ratio to old_log_probs at 1."""
     if not any(role.trains for role in suite.roles.values()):
         raise NotApplicable("no role trains")
 

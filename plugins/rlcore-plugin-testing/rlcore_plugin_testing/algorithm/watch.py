@@ -116,7 +116,7 @@ class RecordingPlugins(PluginManager):
         return self.record
 
     def algorithm(self, name: str) -> AlgorithmSpec:
-        """See PluginManager; with learning rates of 0 for `frozen`."""
+        """See PluginManager; with learning rates that round to 0 for `frozen`."""
         spec = super().algorithm(name)
         return replace(spec, algorithm=_frozen(spec.algorithm)) if self.changes.frozen else spec
 
@@ -299,9 +299,14 @@ def _with_holes(batch: DataProto, record: RunRecord) -> DataProto:
     return with_holes(batch)
 
 
+ROUNDS_TO_ZERO = 1e-60
+"""A learning rate that is 0 in fp32, where a run refuses 0 itself."""
+
+
 def _frozen(algorithm: type) -> type:
     def roles(self: Any) -> dict[str, Role]:
-        return {name: replace(role, lr=0.0) for name, role in algorithm.roles(self).items()}  # type: ignore[attr-defined]
+        declared: dict[str, Role] = algorithm.roles(self)  # type: ignore[attr-defined]
+        return {name: replace(role, lr=ROUNDS_TO_ZERO) for name, role in declared.items()}
 
     return type(algorithm.__name__, (algorithm,), {"roles": roles})
 

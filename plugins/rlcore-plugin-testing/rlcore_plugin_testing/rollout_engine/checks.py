@@ -255,6 +255,7 @@ CHECKS: dict[str, Callable[[RolloutEngineSuite], str]] = {
         request_checks.mixed_samplings,
         request_checks.continued_rows,
         request_checks.kept_rows,
+        request_checks.so_far,
         request_checks.abort,
         request_checks.refusals,
         request_checks.versions,

@@ -58,6 +58,30 @@ def _joins(suite: RolloutEngineSuite) -> str:
     return "a row joins others while they decode"
 
 
+def so_far(suite: RolloutEngineSuite) -> str:
+    """The tokens of a row in flight are those with which its answer begins, and grow."""
+    engine, told = suite.engine, 0
+    rows = suite.requests()
+    rows[0] = replace(rows[0], sampled=(3, 4), sampled_log_probs=(-1.0, -2.0))
+    engine.add(rows)
+    known: dict[str, list[int]] = {}
+    while engine.in_flight:
+        ended = {row.id: list(row.tokens) for row in engine.step()}
+        found = {name: list(tokens) for name, tokens in engine.so_far(engine.in_flight).items()}
+        if unknown := found.keys() - set(engine.in_flight):
+            raise CheckFailed(f"so_far gives rows that are not in flight: {', '.join(sorted(unknown))}")
+        told += len(found)
+        for name, tokens in {**found, **ended}.items():
+            if tokens[: len(known.get(name, []))] != known.get(name, []):
+                raise CheckFailed(f"row {name} had the tokens {known[name]} so far, and then {tokens}")
+        known |= found
+    if not told:
+        raise NotApplicable("the engine tells no tokens before a row ends, so streams have one part")
+    if known[rows[0].id][:2] != [3, 4]:
+        raise CheckFailed(f"so_far leaves out the tokens of Request.sampled: {known[rows[0].id][:2]}")
+    return f"{told} looks at {len(rows)} rows"
+
+
 def mixed_samplings(suite: RolloutEngineSuite) -> str:
     """Rows that are sampled in different ways decode together as they do alone."""
     kinds: list[dict[str, Any]] = [
