@@ -23,22 +23,34 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its model")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="precision of the model (default: as it is saved)")
     options = parser.parse_args(argv)
-    if options.folder.exists():
-        raise ConfigError(f"{options.folder} exists already; give a folder that does not")
-    saved = _saved(options.run, options.role)
+    kind = export(options.run, options.folder, role=options.role, merge=options.merge, dtype=options.dtype)
+    print(f"{kind}: {options.folder}")
+    return 0
+
+
+def export(
+    run: Path, folder: Path, *, role: str = "actor", merge: bool = False, dtype: Literal["fp32", "bf16"] | None = None
+) -> Literal["adapter", "model"]:
+    """Write a role's model, or its adapter, to a folder that is not there yet, and return which of the two it is.
+
+    run: a run folder, or a checkpoint of one. merge: merge the adapter into its model. dtype: the model's precision;
+    None as it is saved, and fp32 for a merged one. Raises ConfigError and CheckpointError.
+    """
     from rlcore.adapter_folder import is_adapter
 
-    adapter = is_adapter(saved) and not options.merge
-    if adapter and options.dtype is not None:
-        raise ConfigError(
-            f"{saved} is an adapter, which is exported as it is; --dtype={options.dtype} needs --merge as well"
-        )
-    if options.dtype is not None or (is_adapter(saved) and options.merge):
-        _write(options.run, saved, options.folder, options.dtype or "fp32")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; give a folder that does not")
+    if dtype not in ("fp32", "bf16", None):
+        raise ConfigError(f"dtype={dtype} is not a precision to export in; give fp32, bf16 or none")
+    saved = _saved(run, role)
+    adapter = is_adapter(saved) and not merge
+    if adapter and dtype is not None:
+        raise ConfigError(f"{saved} is an adapter, which is exported as it is; --dtype={dtype} needs --merge as well")
+    if dtype is not None or (is_adapter(saved) and merge):
+        _write(run, saved, folder, dtype or "fp32")
     else:
-        shutil.copytree(saved, options.folder)
-    print(f"{'adapter' if adapter else 'model'}: {options.folder}")
-    return 0
+        shutil.copytree(saved, folder)
+    return "adapter" if adapter else "model"
 
 
 def _saved(run: Path, role: str) -> Path:
