@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,6 +40,9 @@ class ConsoleTracker(Tracker):
         self._config = config
         self._run_dir = run_dir
         self._console = console or Console()
+        self._in_notebook = self._console.is_jupyter
+        if self._in_notebook:
+            self._console = _plain_console()  # lines of one output, where rich would make one of each
         self._live: Live | _NotebookDisplay | None = None
         self._accuracy: float | None = None
         self._accuracy_of_sets: dict[str, float] = {}
@@ -49,7 +52,7 @@ class ConsoleTracker(Tracker):
         after = f" · resumed after step {resume_step}" if resume_step else ""
         self._print(Text(f"rlcore {self._config.algorithm} · {self._run_dir}{after}"))
         first = self._display(resume_step, {})
-        if self._console.is_jupyter:
+        if self._in_notebook:
             self._live = _NotebookDisplay(first)
         elif self._console.is_terminal:
             self._live = Live(first, console=self._console, auto_refresh=False, transient=True)
@@ -140,8 +143,12 @@ class _NotebookDisplay:
 
     def _text(self) -> dict[str, str]:
         text = StringIO()
-        Console(file=text, width=120, force_jupyter=False).print(self._shown)
+        _plain_console(text).print(self._shown)
         return {"text/plain": text.getvalue()}
+
+
+def _plain_console(file: IO[str] | None = None) -> Console:
+    return Console(file=file, width=120, force_jupyter=False, color_system=None)
 
 
 def _health(metrics: Mapping[str, float]) -> Text:
