@@ -44,11 +44,8 @@ class GivenRows:
 
 def encode_rows(rows: Iterable[Mapping[str, Any]], argument: str) -> bytes:
     """Return rows as JSON Lines. Raises DataError, naming the argument, for none and for one that JSON cannot hold."""
-    if isinstance(rows, Mapping):
-        raise DataError(
-            f"{argument} is one {type(rows).__name__} ({', '.join(map(str, rows))}); give a list of dicts, or one "
-            "split of a data set"
-        )
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise DataError(f"{argument} is {rows!r:.80}; give a list of dicts, or one split of a data set")
     lines = [_line(row, f"{argument}, row {number}") for number, row in enumerate(rows)]
     if not lines:
         raise DataError(f"{argument} has no rows")

@@ -30,3 +30,7 @@ def test_the_notebook_runs(tmp_path):
     shown = [text for text in trained if "step 10/10" in text]
     assert len(shown) == 1, "each step replaces the output of the one before"
     assert not [text for text in trained if "step 9/10" in text]
+    lines = "".join(text for found in cells.values() for text in found).splitlines()
+    assert "  rlcore.load_run('runs/notebook')" in lines  # and no command, which has not got the function
+    assert "  rlcore.train(..., run_dir='runs/stopped') with the same arguments" in lines
+    assert not [line for line in lines if "--config" in line]

@@ -14,6 +14,7 @@ import pytest
 import rlcore
 from rlcore import ConfigError, DataError, PluginError, hookimpl
 from rlcore.cli import main
+from rlcore.data.given import encode_rows
 
 CLOCK = ("time/", "timeline/", "throughput/")
 
@@ -182,15 +183,22 @@ def test_a_function_that_cannot_be_sent(case, tmp_path):
         ([{"prompt": "a", "answer": math.nan}], "data, row 0, column 'answer': nan cannot be written as JSON"),
         ([{"prompt": "a", 3: "b"}], "data, row 0: the column 3 is a int"),
         (["a"], "data, row 0: 'a' is a str; a row is a dict of columns"),
-        ({"train": [], "test": []}, "data is one dict (train, test); give"),
+        ({"train": [], "test": []}, "data is {'train': [], 'test': []}; give a list of dicts, or one split"),
+        (5, "data is 5; give a list of dicts"),
         ([], "data has no rows"),
     ],
-    ids=["set", "nan", "name", "text", "splits", "empty"],
+    ids=["set", "nan", "name", "text", "splits", "number", "empty"],
 )
 def test_rows_that_cannot_be_written(case, rows, text, tmp_path):
     with pytest.raises(DataError) as caught:
         case.train(tmp_path / "run", data=rows)
     assert text in str(caught.value)
+
+
+def test_a_data_set_of_datasets_is_its_rows(case):
+    from datasets import Dataset
+
+    assert encode_rows(Dataset.from_list([*case.rows]), "data") == encode_rows(case.rows, "data")
 
 
 def test_rows_are_not_written_into_a_folder_of_others(case, tmp_path):
