@@ -18,10 +18,12 @@ def texts(cell: Any) -> list[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter_client and its libraries
 def test_the_notebook_runs(tmp_path):
     notebook = nbformat.read(PAGE, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=place).execute()
     cells = {cell.source.split("\n")[-1]: texts(cell) for cell in notebook.cells if cell.cell_type == "code"}
     assert cells["result"] == ["RunResult(runs/notebook, finished, 10 steps)"]
     assert cells["stopped"][-1] == "RunResult(runs/stopped, interrupted, 2 steps)"

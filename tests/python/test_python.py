@@ -247,7 +247,6 @@ def test_errors_name_the_callback(case, callback, text, tmp_path):
 # Programs
 
 SCRIPT = """
-import sys
 import rlcore
 
 {reward}
@@ -260,23 +259,24 @@ class Counter:
         self.steps += 1
 
 counter = Counter()
-result = rlcore.train(
-    algo="grpo", model="tiny", data={rows!r}, reward={{score: 2.0}}, run_dir=sys.argv[2], callbacks=[counter],
-    **{{**{settings!r}, "cluster": sys.argv[1], "trainer.eval_every": 0, "trainer.total_steps": 2}},
-)
-assert counter.steps == 2
-assert result.samples["reward_error"].sum() == 0
-assert set(result.samples["scores"]) <= {{0.0, 1.0, 2.0}}
-print(result.summary["status"])
+settings = {{**{settings!r}, "trainer.eval_every": 0, "trainer.total_steps": 2}}
+for cluster in ("in_process", "local"):
+    settings["cluster"] = cluster
+    given = {{"algo": "grpo", "model": "tiny", "data": {rows!r}, "reward": {{score: 2.0}}, "callbacks": [counter]}}
+    result = rlcore.train(run_dir=cluster, **given, **settings)
+    assert result.samples["reward_error"].sum() == 0
+    assert set(result.samples["scores"]) <= {{0.0, 1.0, 2.0}}
+    print(cluster, result.summary["status"], counter.steps)
 """
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("cluster", ["in_process", pytest.param("local", marks=pytest.mark.ray)])
-def test_a_script_without_a_guard(cluster, case, tmp_path):
+@pytest.mark.ray
+def test_a_script_without_a_guard_in_process_and_on_ray(case, tmp_path):
     text = SCRIPT.format(reward=case.reward, rows=case.rows, settings=case.settings)
     (tmp_path / "script.py").write_text(text)
-    command = [sys.executable, "script.py", cluster, "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "finished"
+    assert done.stdout.splitlines() == ["in_process finished 2", "local finished 4"]
+    assert [row["scores"] for row in samples(tmp_path / "local")] == [
+        row["scores"] for row in samples(tmp_path / "in_process")
+    ]
