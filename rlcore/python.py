@@ -89,15 +89,15 @@ def train(
     return RunResult(folder, plugins, objects)
 
 
-def load_run(folder: str | Path, *, plugins: Sequence[str] = ()) -> RunResult:
+def load_run(folder: str | Path, *, callbacks: Sequence[object] = (), plugins: Sequence[str] = ()) -> RunResult:
     """Return the run in a folder, also one of the command line. Raises ConfigError for a folder without a run.
 
-    plugins: the values of the command line's option `-p`, for a run that needs local files.
+    callbacks, plugins: as in `train`, for a run that needs an object's algorithm or local files.
     """
     path = Path(folder).expanduser()
     if not (path / CONFIG).is_file():
         raise ConfigError(f"{path} is no run folder: it has no {CONFIG}")
-    return RunResult(path, plugins)
+    return RunResult(path, plugins, _callbacks(callbacks))
 
 
 class RunResult:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pluggy
@@ -58,9 +57,7 @@ class LoadedPlugins:
         self.modules: dict[str, Any] = {}
         self.given = SpecRegistry()
 
-    def load(
-        self, info: PluginInfo, load: Callable[[], tuple[ModuleType | object, str | None]], *, blocked: bool
-    ) -> None:
+    def load(self, info: PluginInfo, load: Callable[[], tuple[object, str | None]], *, blocked: bool) -> None:
         """Import a plugin and register its hooks; record its faults."""
         if blocked:
             self.infos.setdefault(info.name, replace(info, state="blocked"))

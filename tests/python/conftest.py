@@ -50,10 +50,18 @@ class Case:
     command: list[str]
     reward: str = REWARD
     rows: Sequence[dict[str, str]] = tuple(TRAIN)
+    held_out: Sequence[dict[str, str]] = tuple(HELD_OUT)
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
 
     def train(self, folder: Path, **changes: Any) -> Any:
-        given = {"data": self.rows, "eval_data": HELD_OUT, "reward": self.score, "model": "tiny", **SETTINGS, **changes}
+        given = {
+            "data": self.rows,
+            "eval_data": self.held_out,
+            "reward": self.score,
+            "model": "tiny",
+            **SETTINGS,
+            **changes,
+        }
         return rlcore.train(algo="grpo", run_dir=folder, **given)
 
 

@@ -10,9 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from rlcore_grpo import GRPO
 
 import rlcore
-from rlcore import ConfigError, DataError, PluginError, hookimpl
+from rlcore import AlgorithmSpec, ConfigError, DataError, PluginError, hookimpl
 from rlcore.cli import main
 from rlcore.data.given import encode_rows
 
@@ -242,6 +243,21 @@ def test_errors_name_the_callback(case, callback, text, tmp_path):
         case.train(tmp_path / "run", callbacks=[callback])
     assert text in str(caught.value)
     assert "-p no:" not in str(caught.value)
+
+
+def test_an_object_brings_an_algorithm(case, in_python, tmp_path):
+    class Cell:
+        @hookimpl
+        def rlcore_algorithm(self):
+            return AlgorithmSpec("mine", GRPO)
+
+    given = {"data": case.rows, "eval_data": case.held_out, "reward": case.score, **case.settings}
+    run = rlcore.train(algo="mine", callbacks=[Cell()], run_dir=tmp_path, **given)
+    assert numbers(run.folder) == numbers(in_python.folder)
+    again = rlcore.load_run(tmp_path, callbacks=[Cell()]).evaluate(reward=case.score)
+    assert again == in_python.evaluate()
+    with pytest.raises(PluginError, match=r"'python\.score', which was given in Python"):
+        rlcore.load_run(tmp_path, callbacks=[Cell()]).evaluate()
 
 
 # Programs
