@@ -2,7 +2,8 @@
 
 A plugin may import the names below and `rlcore.ops`. One that brings an engine also imports `rlcore.engine`, one with
 workers of its own `rlcore.workers`, one with an environment `rlcore.episodes`, and one that plans placements
-`rlcore.planning`. Each name is imported at its first use, so `import rlcore` itself loads neither torch nor ray.
+`rlcore.planning`. A program that trains uses `train` and `load_run`. Each name is imported at its first use, so
+`import rlcore` itself loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from rlcore.plugins.specs import *  # noqa: F403
     from rlcore.protocol import ColumnSpec, DataProto, Ragged
+    from rlcore.python import load_run, train
     from rlcore.roles.handles import CriticHandle, PolicyHandle, RewardHandle
     from rlcore.trackers import Tracker
     from rlcore.training.run import Run
@@ -71,7 +73,9 @@ if TYPE_CHECKING:
         "WorkerError",
         "did_you_mean",
         "hookimpl",
+        "load_run",
         "option",
+        "train",
     ]
     __all__ += specs.__all__
 
@@ -100,6 +104,7 @@ _HOMES = {
         "hookimpl",
     ],
     "rlcore.protocol": ["ColumnSpec", "DataProto", "Ragged"],
+    "rlcore.python": ["load_run", "train"],
     "rlcore.roles.handles": ["CriticHandle", "PolicyHandle", "RewardHandle"],
     "rlcore.training.run": ["Run"],
     "rlcore.trackers": ["Tracker"],

@@ -16,6 +16,8 @@ from rlcore.training.checkpoint import step_of
 
 RLCORE_API = 1
 CARD = "README.md"
+Dtype = Literal["fp32", "bf16"]
+Kind = Literal["adapter", "model"]
 
 
 def main(argv: list[str]) -> int:
@@ -34,33 +36,64 @@ def main(argv: list[str]) -> int:
         raise ConfigError("nowhere to export to: give a folder to write, or --push ORG/NAME, or both")
     if options.private and options.push is None:
         raise ConfigError("--private is for the repository that --push makes; give --push, or leave it out")
-    if options.folder is not None and options.folder.exists():
-        raise ConfigError(f"{options.folder} exists already; give a folder that does not")
-    checkpoint = _checkpoint(options.run, options.step)
-    from rlcore.adapter_folder import is_adapter
-
-    saved = _saved(checkpoint, options.role)
-    adapter = is_adapter(saved) and not options.merge
-    if adapter and options.dtype is not None:
-        raise ConfigError(
-            f"{saved} is an adapter, which is exported as it is; --dtype={options.dtype} needs --merge as well"
-        )
-    kind = "adapter" if adapter else "model"
-    card = _card(checkpoint, options.role, kind)
-    if options.push is not None:
-        create_repository(options.push, private=options.private)  # refused before the model is written
+    given = {"step": options.step, "role": options.role, "merge": options.merge, "dtype": options.dtype}
+    if options.push is None:
+        print(f"{export(options.run, options.folder, **given)}: {options.folder}")
+        return 0
+    check_exported(options.run, options.folder, **given)
+    create_repository(options.push, private=options.private)  # refused before the model is written
     with tempfile.TemporaryDirectory() as aside:
         folder = options.folder or Path(aside) / "model"
-        if options.dtype is not None or (is_adapter(saved) and options.merge):
-            _write(checkpoint, saved, folder, options.dtype or "fp32")
-        else:
-            shutil.copytree(saved, folder)
-        (folder / CARD).write_text(card, encoding="utf-8")
+        kind = export(options.run, folder, **given)
         if options.folder is not None:
             print(f"{kind}: {options.folder}")
-        if options.push is not None:
-            print(f"{kind}: {push_folder(folder, options.push, f'Step {step_of(checkpoint)} of a run of rlcore')}")
+        print(f"{kind}: {push_folder(folder, options.push, 'A checkpoint of a run of rlcore')}")
     return 0
+
+
+def export(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    role: str = "actor",
+    merge: bool = False,
+    dtype: Dtype | None = None,
+) -> Kind:
+    """Write a role's model, or its adapter, with a model card to a folder that is not there yet; return which it is.
+
+    run: a run folder, or a checkpoint of one. step: of the checkpoint; None: the newest whole one. merge: merge the
+    adapter into its model. dtype: the model's precision; None as it is saved, and fp32 for a merged one. Raises
+    ConfigError and CheckpointError.
+    """
+    from rlcore.adapter_folder import is_adapter
+
+    checkpoint, saved, kind = check_exported(run, folder, step=step, role=role, merge=merge, dtype=dtype)
+    card = _card(checkpoint, role, kind)
+    if dtype is not None or (is_adapter(saved) and merge):
+        _write(checkpoint, saved, folder, dtype or "fp32")
+    else:
+        shutil.copytree(saved, folder)
+    (folder / CARD).write_text(card, encoding="utf-8")
+    return kind
+
+
+def check_exported(
+    run: Path, folder: Path | None, *, step: int | None, role: str, merge: bool, dtype: Dtype | None
+) -> tuple[Path, Path, Kind]:
+    """Return the checkpoint, the role's folder in it and what is exported; ConfigError where `export` cannot."""
+    from rlcore.adapter_folder import is_adapter
+
+    if folder is not None and folder.exists():
+        raise ConfigError(f"{folder} exists already; give a folder that does not")
+    if dtype not in ("fp32", "bf16", None):
+        raise ConfigError(f"dtype={dtype} is not a precision to export in; give fp32, bf16 or none")
+    checkpoint = _checkpoint(run, step)
+    saved = _saved(checkpoint, role)
+    adapter = is_adapter(saved) and not merge
+    if adapter and dtype is not None:
+        raise ConfigError(f"{saved} is an adapter, which is exported as it is; --dtype={dtype} needs --merge as well")
+    return checkpoint, saved, "adapter" if adapter else "model"
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
@@ -103,7 +136,7 @@ def _card(checkpoint: Path, role: str, kind: str) -> str:
     return model_card(*facts, step_of(checkpoint), role=role, kind=kind)
 
 
-def _write(checkpoint: Path, saved: Path, folder: Path, dtype: Literal["fp32", "bf16"]) -> None:
+def _write(checkpoint: Path, saved: Path, folder: Path, dtype: Dtype) -> None:
     """Write a model in a precision, with its adapter merged into it."""
     from rlcore.adapter_folder import AdapterFolder, is_adapter
     from rlcore.config import LoraConfig, ModelConfig, build

@@ -36,15 +36,15 @@ def run(line: CommandLine) -> int:
     config = line.compose(["cluster=in_process", *overrides], base=base)
     if config.cluster.executor != "in_process":
         raise ConfigError(f"cluster.executor={config.cluster.executor}: rlcore serve runs in one process, in_process")
-    config = replace(_with_weights(config, Path(target)), algorithm="")
+    config = replace(with_weights(config, Path(target)), algorithm="")
     # The environment of a run plays nothing here; only its keys of the model's turns count.
     preflight(replace(config, sections={**config.sections, "env": EnvConfig()}), line.plugins, "evaluate")
     _serve(config, line.plugins, options, Path(target))
     return 0
 
 
-def _with_weights(config: Config, target: Path) -> Config:
-    """Return the config with the model to serve: a model folder's own, a checkpoint's, or that of the run's newest."""
+def with_weights(config: Config, target: Path) -> Config:
+    """Return the config with the model to sample from: a folder's own, a checkpoint's, or that of a run's newest."""
     from rlcore.errors import CheckpointError
     from rlcore.model_folder import with_saved_actor
     from rlcore.training.checkpoint import chosen_whole, split_target
@@ -54,23 +54,17 @@ def _with_weights(config: Config, target: Path) -> Config:
         return config
     if found := chosen_whole(target, "actor/model"):
         return with_saved_actor(config, found / "actor" / "model")
-    raise CheckpointError(f"the run {target} has no checkpoint to serve; train longer, or give a model folder")
+    raise CheckpointError(f"the run {target} has no checkpoint to sample from; train longer, or give a model folder")
 
 
 def _serve(config: Config, plugins: PluginManager, options: ServerOptions, target: Path) -> None:
     from rlcore.episodes.from_config import server_setup
     from rlcore.episodes.standalone import Standalone, no_prompts
     from rlcore.exits import work_begins
-    from rlcore.roles.placement import Placement, plan_pools, restrict_to_roles
-    from rlcore.roles.settings import evaluated_roles, with_settings
-    from rlcore.training.run import open_run
+    from rlcore.training.evaluate import open_actor
 
-    declared = evaluated_roles(None)
-    config = restrict_to_roles(config, declared)
-    roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
-    placement = Placement(plan_pools(config, roles, plugins.train_engines()))
     setup: Any = server_setup(config, plugins, Standalone(options, CommandLine.show))
-    with open_run(config, target.resolve(), plugins, roles, [], placement=placement) as started:
+    with open_actor(config, target.resolve(), plugins) as started:
         work_begins()
         started.actor.rollout(no_prompts(), setup)
 

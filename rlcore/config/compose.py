@@ -38,11 +38,14 @@ def compose(
     plugins: Installed,
     *,
     base: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     find_gpus: FindGpus = local_gpus,
 ) -> Config:
     """Compose and build the config of a run from hydra overrides (`data=gsm8k`, `trainer.total_steps=10`).
 
     base: the plain values of a saved config to start from in place of the defaults; its algorithm stays.
+    values: Python values by dotted key, set after the overrides as they would set them, but read as they are. The name
+    of a group with a text chooses its option.
     find_gpus: is asked for the GPUs when a value is `auto`; by default those of this machine.
     Without an algorithm, `algorithm` is "" and `algo` None (an evaluation needs none; `check` refuses it for training).
     Names on the hub get their commits. Raises ConfigError for an override that cannot be read, an unknown key or group
@@ -54,8 +57,11 @@ def compose(
     from omegaconf.errors import OmegaConfBaseException
 
     search_path = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    own = {path for path in plugins.sections() if "." not in path}
+    values = dict(values or {})
+    options = [key for key, value in values.items() if isinstance(value, str) and _is_group(key, own)]
+    overrides = [*overrides, *(f"{key}={values.pop(key)}" for key in options)]
     with hydra_nodes(_nodes(plugins, base), search_path) as hydra:
-        own = {path for path in plugins.sections() if "." not in path}
         prepared = _prepare(overrides, own, _options(hydra, search_path))
         try:
             composed = hydra.compose_config(
@@ -66,14 +72,16 @@ def compose(
             )
             with open_dict(composed):
                 del composed["hydra"]
-            values: Any = OmegaConf.to_container(composed, resolve=True)
+            for key, value in values.items():
+                _refuse_algorithm(key, key)
+                OmegaConf.update(composed, key, _escape(value), force_add=True)
+            composed_values: Any = OmegaConf.to_container(composed, resolve=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(f"the config cannot be composed: {error}") from error
-    if base is not None and base.get("algorithm", values["algorithm"]) != values["algorithm"]:
-        raise ConfigError(
-            f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}"
-        )
-    config = _build(resolve_auto(values, find_gpus), plugins)
+    algorithm = composed_values["algorithm"]
+    if base is not None and base.get("algorithm", algorithm) != algorithm:
+        raise ConfigError(f"the saved config has algo={base['algorithm']}, which cannot be changed to {algorithm}")
+    config = _build(resolve_auto(composed_values, find_gpus), plugins)
     if config.trainer.epochs is not None and any(
         parse(each).key_or_group == "trainer.total_steps" for each in overrides
     ):
@@ -212,14 +220,13 @@ def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str]
     for override in overrides:
         parsed = parse(override)
         key = parsed.key_or_group
-        is_group = key in GROUPS or key in own or "/" in key
+        is_group = _is_group(key, own)
         if parsed.is_sweep_override():
             raise ConfigError(
                 f"{override!r} gives several values: add --multirun to sweep over them, write {key}=[a,b] for a list, "
                 f"or quote text that holds a comma: '{key}=\"a,b\"'"
             )
-        if key == "algorithm":
-            raise ConfigError(f"{override!r}: choose the algorithm with algo=NAME")
+        _refuse_algorithm(key, override)
         if is_group and isinstance(parsed.value(), str) and not key.startswith("hydra/"):
             options = options_of(key)
             if parsed.value() not in options:
@@ -232,6 +239,15 @@ def _prepare(overrides: Sequence[str], own: Set[str], options_of: Callable[[str]
         else:
             prepared.append(override if as_given else f"++{override}")
     return prepared
+
+
+def _is_group(key: str, own: Set[str]) -> bool:
+    return key in GROUPS or key in own or "/" in key
+
+
+def _refuse_algorithm(key: str, given: str) -> None:
+    if key == "algorithm":
+        raise ConfigError(f"{given!r}: choose the algorithm with algo=NAME")
 
 
 def _build(values: dict[str, Any], plugins: Installed) -> Config:
@@ -257,9 +273,11 @@ def _unknown_option(group: str, choice: str, options: Sequence[str]) -> str:
 
 
 def _escape(value: Any) -> Any:
-    """Keep omegaconf from reading `${` in values that were resolved when they were saved."""
+    """Return values for omegaconf, which must not read `${` in them; a tuple becomes a list, a path text."""
     if isinstance(value, Mapping):
         return {key: _escape(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_escape(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     return value.replace("${", "\\${") if isinstance(value, str) else value

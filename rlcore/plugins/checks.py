@@ -22,9 +22,11 @@ HOOKS: dict[str, Callable[..., Any]] = {
 """All hooks by name, in the order of the reference."""
 
 
-def module_faults(module: ModuleType, functions: Mapping[str, Any]) -> list[str]:
-    """Return all faults of a plugin module; `functions` are its hooks from `hooks_of`."""
-    faults = [_api_fault(module), *(_hook_fault(*item) for item in functions.items())]
+def module_faults(module: object, functions: Mapping[str, Any]) -> list[str]:
+    """Return all faults of a plugin module, or of an object; `functions` are its hooks from `hooks_of`."""
+    faults = [_hook_fault(*item) for item in functions.items()]
+    if isinstance(module, ModuleType):  # an object is of the program that gives it
+        faults.insert(0, _api_fault(module))
     if not functions:
         faults.append(f"it implements no hook; mark functions with @hookimpl. Hooks: {', '.join(HOOKS)}")
     return [fault for fault in faults if fault is not None]
@@ -42,11 +44,12 @@ def _api_fault(module: ModuleType) -> str | None:
     return None
 
 
-def hooks_of(module: ModuleType) -> dict[str, Any]:
-    """Return the functions of a module that are marked as hooks or named like one, by name."""
+def hooks_of(module: object) -> dict[str, Any]:
+    """Return the functions of a module, or the methods of an object, that are marked as hooks or named like one."""
+    named = vars(module) if isinstance(module, ModuleType) else {name: getattr(module, name) for name in dir(module)}
     return {
         name: value
-        for name, value in vars(module).items()
+        for name, value in named.items()
         if inspect.isroutine(value) and (name.startswith("rlcore_") or hasattr(value, "rlcore_impl"))
     }
 

@@ -22,6 +22,8 @@ OWN = "rlcore"
 """The distribution whose plugins come with rlcore itself."""
 UNKNOWN = "unknown"
 """The name and version of a distribution whose metadata lacks them."""
+OBJECT = "object"
+"""The kind of a plugin that a program gives as an object."""
 UNREADABLE = "unreadable: "
 """How the value of the one entry point begins that stands for an entry_points.txt that cannot be read."""
 
@@ -30,9 +32,9 @@ UNREADABLE = "unreadable: "
 class PluginInfo:
     """One plugin: a row of `rlcore plugins`.
 
-    `kind` is "algorithm", the part of the entry point's name before the dot, or "local" for a file; `file` is None for
-    a plugin that was not imported; `gives` are the specs by kind and name, as "reward gsm8k"; `sha256` (hex) is that of
-    a local file; `faults` lists the faults of a broken plugin.
+    `kind` is "algorithm", the part of the entry point's name before the dot, "local" for a file, or "object"; `file` is
+    None for an object and for a plugin that was not imported; `gives` are the specs by kind and name, as "reward
+    gsm8k"; `sha256` (hex) is that of a local file; `faults` lists the faults of a broken plugin.
     """
 
     name: str
@@ -47,6 +49,8 @@ class PluginInfo:
     faults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.kind == OBJECT:
+            return f"plugin {self.name!r} (an object given in Python)"
         origin = [f"{self.distribution} {self.version}" if self.distribution else "local file", self.file or ""]
         return f"plugin {self.name!r} ({', '.join(part for part in origin if part)})"
 
@@ -59,7 +63,8 @@ class BrokenPlugin(PluginError):
     """A plugin with its faults; the message has the option that blocks it."""
 
     def __init__(self, info: PluginInfo, *faults: str) -> None:
-        super().__init__(f"{info}: {'; '.join(faults)}\nTo go on without it: -p no:{info.name}")
+        remedy = "" if info.kind == OBJECT else f"\nTo go on without it: -p no:{info.name}"
+        super().__init__(f"{info}: {'; '.join(faults)}{remedy}")
         self.faults = faults
 
 

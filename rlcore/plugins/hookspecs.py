@@ -4,7 +4,7 @@ Rules of all hooks:
 
 - Process: hooks run in the driver, the process of the `rlcore` command; never in a worker.
 - Order: plugins of the distribution `rlcore` first, then the other installed ones, each by entry-point name; then local
-  files in the order of their `-p` options. No option of a hook changes this order.
+  files in the order of their `-p` options; then the objects of a Python program. No option of a hook changes it.
 - Arguments: an implementation names the arguments that it uses, without defaults; it may leave out the others.
 - Errors: rlcore's own errors (ConfigError, DataError, ...) pass through unchanged; any other becomes a PluginError with
   the plugin's name, distribution and file, and the option that blocks it.
@@ -43,7 +43,7 @@ _impl = pluggy.HookimplMarker("rlcore")
 
 
 def hookimpl(function: F) -> F:
-    """Mark a module-level function as the implementation of the hook with its name. It takes no options."""
+    """Mark a module-level function, or a method of an object, as the hook with its name. It takes no options."""
     return _impl(function)
 
 

@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pluggy
 
 from rlcore.errors import RLCoreError
 from rlcore.plugins import checks, hookspecs
-from rlcore.plugins.entries import GROUP, BrokenPlugin, PluginInfo, cause_of
+from rlcore.plugins.entries import GROUP, OBJECT, BrokenPlugin, PluginInfo, cause_of
 from rlcore.plugins.specs import PLUGIN_KINDS, PluginKind
 
 _log = logging.getLogger("rlcore.plugins")
@@ -45,17 +44,20 @@ class SpecRegistry:
 
 
 class LoadedPlugins:
-    """Plugins by name: their facts (`infos`), modules and specs (`given`). A fault breaks only its own plugin."""
+    """Plugins by name: their facts (`infos`), modules or objects, and specs (`given`).
+
+    A fault breaks only its own plugin.
+    """
 
     def __init__(self, *, trace: bool = False) -> None:
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
         self._trace = trace
         self.infos: dict[str, PluginInfo] = {}
-        self.modules: dict[str, ModuleType] = {}
+        self.modules: dict[str, Any] = {}
         self.given = SpecRegistry()
 
-    def load(self, info: PluginInfo, load: Callable[[], tuple[ModuleType, str | None]], *, blocked: bool) -> None:
+    def load(self, info: PluginInfo, load: Callable[[], tuple[object, str | None]], *, blocked: bool) -> None:
         """Import a plugin and register its hooks; record its faults."""
         if blocked:
             self.infos.setdefault(info.name, replace(info, state="blocked"))
@@ -85,7 +87,8 @@ class LoadedPlugins:
         try:
             self._pluggy.register(module, name=info.name)
         except ValueError:
-            self._break(info, f"its module {module.__name__!r} is already loaded under another plugin name")
+            name = getattr(module, "__name__", type(module).__name__)
+            self._break(info, f"its module {name!r} is already loaded under another plugin name")
             return
         self.modules[info.name] = module
         if sha256 is not None:
@@ -116,7 +119,7 @@ class LoadedPlugins:
         given = self.given.of(info.name)
         nouns = {kind.spec: kind.noun for kind in PLUGIN_KINDS}
         self.infos[info.name] = replace(info, gives=tuple(f"{nouns[spec]} {name}" for spec, name in given))
-        for kind in PLUGIN_KINDS if info.kind != "local" else ():
+        for kind in PLUGIN_KINDS if info.kind not in ("local", OBJECT) else ():
             if kind.entry_point is None:
                 continue
             promised = [name for name in [kind.entry_point(info.name)] if name is not None]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from rlcore.errors import ConfigError, PluginError, RLCoreError, did_you_mean
 from rlcore.plugins import checks
 from rlcore.plugins.entries import (
+    OBJECT,
     BrokenPlugin,
     PluginInfo,
     cause_of,
@@ -68,14 +69,17 @@ class PluginManager:
         self._loaded = LoadedPlugins(trace=trace)
 
     @classmethod
-    def load(cls, options: Sequence[str] = (), *, trace: bool = False) -> Self:
-        """Load all installed plugins, then the local files, and register their specs.
+    def load(
+        cls, options: Sequence[str] = (), *, objects: Mapping[str, object] | None = None, trace: bool = False
+    ) -> Self:
+        """Load all installed plugins, then the local files, then the objects, and register their specs.
 
         options: the values of `-p`: "path/file.py" loads a file, "no:NAME" blocks a plugin.
+        objects: by name; their methods marked with `@hookimpl` are hooks.
         trace: print each hook call and its time to stderr. Raises PluginError for a plugin that cannot be loaded or
         breaks the contract, and for an option without a plugin.
         """
-        return cls.inspect(options, trace=trace)._sound()
+        return cls.inspect(options, objects=objects, trace=trace)._sound()
 
     def _sound(self) -> Self:
         """Return the manager; PluginError when one of its plugins is broken."""
@@ -92,7 +96,12 @@ class PluginManager:
 
     @classmethod
     def inspect(
-        cls, options: Sequence[str] = (), *, trace: bool = False, entries: Sequence[EntryPoint] | None = None
+        cls,
+        options: Sequence[str] = (),
+        *,
+        objects: Mapping[str, object] | None = None,
+        trace: bool = False,
+        entries: Sequence[EntryPoint] | None = None,
     ) -> Self:
         """Do as `load`, but leave out broken plugins: `list` then has all faults of all plugins.
 
@@ -110,6 +119,9 @@ class PluginManager:
         for file in files:
             info = PluginInfo(file.stem, "local", None, None, str(file))
             manager._loaded.load(info, lambda file=file: load_file(file), blocked=info.name in blocked)  # type: ignore[misc]
+        for name, each in (objects or {}).items():
+            info = PluginInfo(name, OBJECT, None, None, None)
+            manager._loaded.load(info, lambda each=each: (each, None), blocked=False)  # type: ignore[misc]
         for kind in PLUGIN_KINDS:
             manager._loaded.register(kind)
         for info in manager.list():

@@ -109,9 +109,15 @@ def _resolve(
     extract = spec.extract
     if extract is not None:
         _check_extract(extract, reference)
-    with pickled_by_value(by_value):
-        data = cloudpickle.dumps(spec.score)
-        extract_data = None if extract is None else cloudpickle.dumps(extract)
+    try:
+        with pickled_by_value(by_value):
+            data = cloudpickle.dumps(spec.score)
+            extract_data = None if extract is None else cloudpickle.dumps(extract)
+    except Exception as error:  # whatever an object that the function uses raises
+        raise ConfigError(
+            f"reward {reference!r} cannot be sent to its own process: {type(error).__name__}: {error}. Make what it "
+            "uses within the function"
+        ) from error
     needs = needed_columns(spec.score)
     return WeightedReward(spec.name, weight, data, spec.batched, spec.imports, spec.needs_answer, needs, extract_data)
 

@@ -8,9 +8,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,15 +32,18 @@ _NOT_FINITE = "bold red"
 class ConsoleTracker(Tracker):
     """Shows step, reward, held-out accuracy, KL, tokens/s and time left, and a line on the health of the step.
 
-    In a terminal it is a display that stays in place; elsewhere (CI, pipes) each step is a line. `console` is rich's,
-    standard output by default.
+    In a terminal and in a notebook it is a display that stays in place; elsewhere (CI, pipes) each step is a line.
+    `console` is rich's, standard output by default.
     """
 
     def __init__(self, config: Config, run_dir: Path, console: Console | None = None) -> None:
         self._config = config
         self._run_dir = run_dir
         self._console = console or Console()
-        self._live: Live | None = None
+        self._in_notebook = self._console.is_jupyter
+        if self._in_notebook:
+            self._console = _plain_console()  # lines of one output, where rich would make one of each
+        self._live: Live | _NotebookDisplay | None = None
         self._accuracy: float | None = None
         self._accuracy_of_sets: dict[str, float] = {}
 
@@ -47,8 +51,12 @@ class ConsoleTracker(Tracker):
         """Open the display."""
         after = f" · resumed after step {resume_step}" if resume_step else ""
         self._print(Text(f"rlcore {self._config.algorithm} · {self._run_dir}{after}"))
-        if self._console.is_terminal:
-            self._live = Live(self._display(resume_step, {}), console=self._console, auto_refresh=False, transient=True)
+        first = self._display(resume_step, {})
+        if self._in_notebook:
+            self._live = _NotebookDisplay(first)
+        elif self._console.is_terminal:
+            self._live = Live(first, console=self._console, auto_refresh=False, transient=True)
+        if self._live is not None:
             self._live.start(refresh=True)
 
     def described(self, lines: Sequence[str]) -> None:
@@ -114,6 +122,35 @@ class ConsoleTracker(Tracker):
         return Group(progress, figures, _health(metrics))
 
 
+class _NotebookDisplay:
+    """One output of a notebook's cell, whose text each step replaces; used as rich's Live, which needs ipywidgets."""
+
+    def __init__(self, first: RenderableType) -> None:
+        self._shown, self._handle = first, None
+
+    def start(self, *, refresh: bool) -> None:
+        from IPython.display import display
+
+        self._handle = display(self._text(), raw=True, display_id=True)
+
+    def update(self, shown: RenderableType, *, refresh: bool) -> None:
+        self._shown = shown
+        assert self._handle is not None
+        self._handle.update(self._text(), raw=True)
+
+    def stop(self) -> None:
+        """Leave the last step to be seen."""
+
+    def _text(self) -> dict[str, str]:
+        text = StringIO()
+        _plain_console(text).print(self._shown)
+        return {"text/plain": text.getvalue()}
+
+
+def _plain_console(file: IO[str] | None = None) -> Console:
+    return Console(file=file, width=120, force_jupyter=False, color_system=None)
+
+
 def _health(metrics: Mapping[str, float]) -> Text:
     """Return the line on the step's health: whether the policy could learn from it."""
     line = Text()
@@ -173,6 +210,13 @@ def _closing(status: str, summary: Mapping[str, Any], run_dir: Path) -> list[str
     if best := summary.get("best"):
         lines.append(f"best checkpoint: step {best['step']} ({best['value']:.4g}), {run_dir / 'checkpoints' / 'best'}")
     lines.append(f"run folder: {run_dir}")
+    if summary.get("given_in_python") and status != "failed":  # the command line has not got it
+        again = f"  rlcore.train(..., run_dir={str(run_dir)!r}) with the same arguments"
+        return [
+            *lines,
+            "next, in Python:",
+            again if status == "interrupted" else f"  rlcore.load_run({str(run_dir)!r})",
+        ]
     command = shlex.quote(_command())
     given = [*summary.get("plugin_files", []), *(f"no:{name}" for name in summary.get("plugins_blocked", []))]
     plugins = "".join(f" -p {shlex.quote(word)}" for word in given)

@@ -339,6 +339,15 @@ def prepare_target(target: Path, config: Config, plugins: PluginManager) -> Prep
     return PreparedTarget(algorithm, prompts, loaded, start)
 
 
+def open_actor(config: Config, folder: Path, plugins: PluginManager) -> AbstractContextManager[Run]:
+    """Open a run of the actor alone, with the model of `model`: it samples, and is neither trained nor rewarded."""
+    declared = evaluated_roles(None)
+    config = restrict_to_roles(config, declared)
+    roles = {name: replace(role, model=None) for name, role in with_settings(declared, config).items()}
+    placement = Placement(plan_pools(config, roles, plugins.train_engines()))
+    return open_run(config, folder, plugins, roles, [], placement=placement)
+
+
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return the metrics as lines of text, without `eval/`; a metric with an interval has it in its line."""
     lines = []

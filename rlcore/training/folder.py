@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from rlcore.config import Config, from_yaml, same_run, to_yaml
 from rlcore.config.files import has_begun, run_dir_word
+from rlcore.data.given import ROWS
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import checkpoints, newest_whole, set_aside_after, step_of
@@ -121,8 +122,7 @@ def open_folder(path: Path, config: Config, plugins: PluginManager) -> RunFolder
     """
     existing, saved = path / CONFIG, None
     try:
-        if path.is_dir() and not existing.exists() and any(not _is_ours(file) for file in path.iterdir()):
-            raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
+        check_own(path)
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         try:
@@ -147,9 +147,15 @@ def _not_written(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def check_own(path: Path) -> None:
+    """Raise ConfigError when a folder holds files and no run."""
+    if path.is_dir() and not (path / CONFIG).exists() and any(not _is_ours(file) for file in path.iterdir()):
+        raise ConfigError(f"run.dir={path} holds files but no run ({CONFIG}); give an empty or a new folder")
+
+
 def _is_ours(file: Path) -> bool:
     """Whether a file may be left over from a run that was stopped while creating its folder."""
-    return file.name in (".lock", VERSIONS) or file.name.endswith(WRITING)
+    return file.name in (".lock", VERSIONS, ROWS) or file.name.endswith(WRITING)
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -226,6 +232,11 @@ def require_plugins(path: Path, plugins: PluginManager) -> None:
             continue
         if state == "blocked":
             remedy = f"which -p no:{name} blocks; remove that option"
+        elif plugin["distribution"] is None and plugin["file"] is None:
+            remedy = (
+                "which was given in Python: give it again, with rlcore.train(..., run_dir=...) to go on, or with "
+                "rlcore.load_run(...).evaluate(reward=...)"
+            )
         elif plugin["distribution"] is None:
             remedy = f"a local file; give it again with -p {plugin['file']}"
         else:

@@ -32,6 +32,7 @@ from rlcore.errors import CheckpointError, ConfigError, EpisodesError, RewardsEr
 from rlcore.exits import work_begins
 from rlcore.model_folder import check_positions
 from rlcore.plugins import Algorithm, EnvironmentSpec, PluginManager
+from rlcore.plugins.entries import OBJECT
 from rlcore.plugins.specs import environment_of
 from rlcore.protocol import DataProto
 from rlcore.rewards.compose import WeightedReward, needing_answer, resolve, reward_files
@@ -636,6 +637,9 @@ class Trainer:
             "run_dir": str(self.folder.path),
             "plugin_files": [str(path) for path, _ in self.plugins.local_files.values()],
             "plugins_blocked": [plugin.name for plugin in self.plugins.list() if plugin.state == "blocked"],
+            "given_in_python": [
+                plugin.name for plugin in self.plugins.list() if plugin.kind == OBJECT and plugin.gives
+            ],
         }
 
 

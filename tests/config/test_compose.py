@@ -76,6 +76,22 @@ def test_value_overrides_win_over_group_options_wherever_they_stand(make):
     assert make("cluster.workers=3", "cluster=local").cluster.workers == 3
 
 
+def test_python_values_are_those_of_overrides(make, plugins):
+    overrides = ["data=file", "trainer.total_steps=7", "engine.lr=1e-5", "rollout.stop=[a,b]", "trainer.best=null"]
+    overrides += ["data.shuffle=false", "reward.functions={exact: 2}", "reward=exact", "data.path=some/file.jsonl"]
+    values = {"trainer.total_steps": 7, "engine": {"lr": 1e-5}, "rollout.stop": ("a", "b"), "trainer.best": None}
+    values |= {"data.shuffle": False, "reward.functions": {"exact": 2}, "reward": "exact"}
+    given = {"algo": "echo", "algo.target": "you", "data": "file", "data.path": Path("some/file.jsonl"), **values}
+    assert compose([], plugins, values=given) == make(*overrides)
+
+
+def test_texts_of_python_are_read_as_they_are(plugins):
+    texts = ["${trainer.seed}", "null", "1e-5", "true", "[a]", 'it\'s "so", {a: b}=\\']
+    values = {"algo": "echo", "algo.target": "you", "rollout.stop": texts, "data.system_prompt": texts[0]}
+    config = compose([], plugins, values=values)
+    assert (config.rollout.stop, config.data.system_prompt) == (texts, texts[0])
+
+
 def test_own_config_dir(make, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "data").mkdir()

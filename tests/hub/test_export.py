@@ -71,7 +71,7 @@ def test_a_run_is_pushed_and_read_back_by_its_name(run, tmp_path, hub, capfd):
     assert main(["export", str(run), "--push", "org/sums", "--private"]) == 0
     assert f"model: {hub.url}/org/sums/commit/" in capfd.readouterr().out
     assert hub.private == {"org/sums": True}
-    assert hub.messages == ["Step 2 of a run of rlcore"]
+    assert hub.messages == ["A checkpoint of a run of rlcore"]
     (files,) = hub.repositories["model", "org/sums"].commits.values()
     saved = run / "checkpoints" / "step_00000002" / "actor" / "model"
     for path in saved.iterdir():
