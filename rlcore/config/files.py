@@ -60,13 +60,18 @@ def from_yaml(text: str, plugins: Installed) -> Config:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Read a saved config as plain values, without `run.dir` and `run.name`: a repeated run has its own folder."""
+    """Read a saved config as plain values, without `run.dir` and `run.name`: a repeated run has its own folder.
+
+    `run.source` stays: a repeated fork starts from the same checkpoint.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
     values = _mapping(text, str(path))
-    values.pop("run", None)
+    run = values.pop("run", None) or {}
+    if source := run.get("source"):
+        values["run"] = {"source": source}
     return values
 
 
