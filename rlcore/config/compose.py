@@ -71,9 +71,9 @@ def compose(
             raise ConfigError(f"the config cannot be composed: {error}") from error
     if base is not None and base.get("algorithm", values["algorithm"]) != values["algorithm"]:
         raise ConfigError(
-            f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}; to train "
-            f"the model of a run by another algorithm: algo={values['algorithm']} "
-            "model.path=RUN/checkpoints/NAME/actor/model, without the saved config"
+            f"the saved config has algo={base['algorithm']}, which cannot be changed to {values['algorithm']}; to "
+            f"train its run's model by another algorithm, leave out the saved config: algo={values['algorithm']} "
+            "model.path=RUN/checkpoints/NAME/actor/model"
         )
     config = _build(resolve_auto(values, find_gpus), plugins)
     if config.trainer.epochs is not None and any(

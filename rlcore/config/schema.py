@@ -489,7 +489,8 @@ class RunConfig:
     )
     name: str | None = option(None, "name shown by trackers (default: the folder's)")
     source: str | None = option(
-        None, "checkpoint of another run, from which a fork starts; `rlcore train --from` sets it (docs/architecture.md)"
+        None,
+        "checkpoint of another run, from which a fork starts; `rlcore train --from` sets it (docs/architecture.md)",
     )
 
 

@@ -533,8 +533,8 @@ def check_same(loader: PromptLoader | MixLoader, state: Mapping[str, Any]) -> No
     """Raise CheckpointError when the prompts or their order differ from those of a `state_dict`."""
     if difference := loader.difference(state):
         raise CheckpointError(
-            f"{difference}. Restore what has changed, or start a new run; `rlcore train --from RUN` begins one with the "
-            "weights of a checkpoint"
+            f"{difference}. Restore what has changed, or start a new run, from the model or from a checkpoint "
+            "(rlcore train --from RUN)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Forks: a new run that starts from a checkpoint of another one, `run.source`, with anything but the algorithm changed."""
+"""Forks: new runs from a checkpoint of another run, `run.source`, with anything but the algorithm changed."""
 
 from __future__ import annotations
 

@@ -470,8 +470,8 @@ class Trainer:
         self._logprob_diff.warn(self.step, metrics)
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
-        metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / (
-            self.step - source_step(self.config)
+        metrics["time/left"] = (
+            (self.config.trainer.total_steps - self.step) * self.seconds / (self.step - source_step(self.config))
         )
         metrics.update(opened.data)
         if wrong := self._logprob_diff.judge(self.step, metrics):

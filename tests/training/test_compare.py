@@ -25,7 +25,7 @@ def test_the_difference_is_paired_by_prompt():
     first = evaluation({0: 1.0, 1: 0.0, 2: 0.5, 3: 0.0, 4: 0.0})
     second = evaluation({0: 1.0, 1: 0.5, 2: 0.5, 3: 0.5, 5: 1.0})
     found = differences(first, second)["accuracy"]
-    assert (found.first, found.second, found.prompts) == (0.375, 0.625, 4)
+    assert (found.first, found.second, found.pairs) == (0.375, 0.625, 4)
     # The variance of the differences is 4 * (1/4)^2 / 3, the error its root over sqrt(4).
     error = math.sqrt(1 / 12) / 2
     assert found.difference.error == pytest.approx(error)
@@ -52,7 +52,7 @@ def test_seats_of_one_game_are_one_cluster():
     first, second = (Evaluation({}, DataProto(), {"accuracy": each}) for each in values)
     found = differences(first, second)["accuracy"]
     # Deviations from 2/3: 2/3 in the first game and -2/3 in the second. sqrt(2 * (4/9 + 4/9)) / 3.
-    assert (found.prompts, found.difference.error) == (2, pytest.approx(4 / 9))
+    assert (found.pairs, found.difference.error) == (2, pytest.approx(4 / 9))
 
 
 def test_other_prompts_cannot_be_compared():
