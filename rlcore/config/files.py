@@ -16,6 +16,8 @@ from rlcore.config.installed import Installed
 from rlcore.config.schema import NO_KEYS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
+CONFIG = "config.yaml"
+"""The file with the config in a run folder."""
 NOT_COMPARED = ("run", "tracker")
 """The sections that change nothing that a run computes, so a resume may change them."""
 
@@ -100,7 +102,7 @@ def has_begun(folder: Path) -> bool:
 
 def begun_values(folder: Path) -> dict[str, Any]:
     """Return the plain values of the run that has begun in a folder; {} without one."""
-    file = folder / "config.yaml"
+    file = folder / CONFIG
     return read_values(file) if file.is_file() and has_begun(folder) else {}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlcore.config import Config, from_yaml, same_run, to_yaml
+from rlcore.config.files import CONFIG as CONFIG
 from rlcore.config.files import has_begun, run_dir_word
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
@@ -25,7 +26,7 @@ from rlcore.training.length import check_goes_on, length_lines
 
 log = logging.getLogger(__name__)
 
-CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
+SUMMARY, VERSIONS, LOG = "summary.json", "versions.json", "rlcore.log"
 MICRO_BATCHES = "micro_batches.json"
 WRITING = ".writing"
 

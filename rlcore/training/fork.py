@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config, from_yaml, same_run
-from rlcore.config.files import begun_values
+from rlcore.config.files import CONFIG, begun_values, read_values
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.training.checkpoint import (
     BEST,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlcore.data.mix import MixLoader
     from rlcore.plugins import PluginManager, Role
 
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+CHECKPOINTS = "checkpoints"
 
 
 def target_of(word: str) -> Path:
@@ -70,7 +70,7 @@ def with_source(config: Config, path: Path, roles: Mapping[str, Role]) -> Config
 
     A run that has begun keeps its source, which it needs no longer once it has a checkpoint of its own. Of the source
     only the files that these roles load are verified. Raises ConfigError for another source than that of the run, and
-    CheckpointError where the source is needed and is not whole.
+    for one of another algorithm; CheckpointError where the source is needed and is not whole.
     """
     source = config.run.source
     if saved := begun_values(path):
@@ -86,7 +86,13 @@ def with_source(config: Config, path: Path, roles: Mapping[str, Role]) -> Config
     if source is None:
         return config
     loaded = [name for name, role in roles.items() if role.trains or role.follows]
-    return config.with_values({"run.source": str(choose_source(target_of(source), STATE, *loaded))})
+    found = choose_source(target_of(source), STATE, *loaded)
+    if (before := read_values(run_of(found) / CONFIG).get("algorithm")) != config.algorithm:
+        raise ConfigError(
+            f"run.source={found} is a checkpoint of algo={before}, whose optimizers and state are nothing to another "
+            f"algorithm; begin algo={config.algorithm} with its model: model.path={found / 'actor' / 'model'}"
+        )
+    return config.with_values({"run.source": str(found)})
 
 
 def _is_same(target: Path, source: Path) -> bool:
@@ -132,7 +138,7 @@ class Source:
     @cached_property
     def has_same_algorithm(self) -> bool:
         """Whether the algorithm's settings are the same: with others its state would hide them."""
-        return (self._saved.algorithm, self._saved.algo) == (self._config.algorithm, self._config.algo)
+        return bool(self._saved.algo == self._config.algo)
 
     @cached_property
     def has_same_seed(self) -> bool:

@@ -245,6 +245,8 @@ def test_what_cannot_be_forked(source, tmp_path, capsys):
     )
     message = fails(capsys, "--from", str(source), "algo=ppo", into)
     assert "leave out the saved config: algo=ppo model.path=RUN/checkpoints/NAME/actor/model" in message
+    message = fails(capsys, "algo=ppo", f"run.source={source}", "cluster=in_process", into)
+    assert f"begin algo=ppo with its model: model.path={source}/checkpoints/step_00000004/actor/model" in message
     assert "holds no run (config.yaml)" in fails(capsys, "--from", str(tmp_path), into)
     assert "leave one out" in fails(capsys, "--from", str(source), "--config", f"{source}/config.yaml", into)
     message = fails(capsys, "--from", f"{source}@4", "-m", "trainer.seed=0,1", into)
