@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from rlcore.cli import main
 from rlcore.config import compose
+from rlcore.errors import ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import checkpoints
-from rlcore.training.fork import source_step, target_of
+from rlcore.training.fork import source_step, target_of, with_source
 
 STEPS = ["trainer.total_steps=4", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=0", "rollout.response_len=3"]
 
@@ -184,6 +185,43 @@ def test_a_fork_never_trains_from_scratch(source, fork, metrics_of, tmp_path, ca
     # A repeat in another folder is a fork too.
     message = fails(capsys, "--config", f"{forked}/config.yaml", f"run.dir={tmp_path}/again")
     assert "is no checkpoint" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "fits"),
+    [
+        ("a", True),  # its newest checkpoint then
+        ("a/checkpoints/best", True),
+        ("a@2", True),
+        ("a/checkpoints/step_00000002", True),
+        ("a@3", False),
+        ("b", False),
+        ("b/checkpoints/best", False),
+        (None, True),
+    ],
+)
+def test_words_of_a_fork_that_has_begun(word, fits, tmp_path, monkeypatch):
+    """It has a checkpoint of its own, and neither `a` nor `b` is there."""
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "fork" / "checkpoints" / "step_00000003"
+    own.mkdir(parents=True)
+    (own / "manifest.json").write_text("{}")
+    source = str(tmp_path / "a" / "checkpoints" / "step_00000002")
+    (tmp_path / "fork" / "config.yaml").write_text(f"run: {{source: {source}}}")
+    config = compose(["algo=grpo", *([f"run.source={word}"] if word else [])], PluginManager.load())
+    if fits:
+        assert with_source(config, tmp_path / "fork", {}).run.source == source
+    else:
+        with pytest.raises(ConfigError, match=f"started from {source}, not from {word}"):
+            with_source(config, tmp_path / "fork", {})
+
+
+def test_a_fork_of_step_0_begins_with_an_evaluation(source, fork, metrics_of):
+    """As RUN did; `best` is the checkpoint of that step, the best of RUN."""
+    forked = fork(source / "checkpoints" / "best", "trainer.total_steps=1", "trainer.checkpoint_every=0")
+    ours, theirs = metrics_of(forked), metrics_of(source)
+    assert ours[0] == theirs[0]
+    assert {name: theirs[1][name] for name in ours[1] if not name.startswith("eval/")}.items() <= ours[1].items()
 
 
 def test_a_sweep_forks_each_job(source, fork, metrics_of, tmp_path):
