@@ -58,8 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, export, new-plugin, plugins, "
-            "samples, serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
+            "unknown command 'trian'. Did you mean 'train'? Commands: compare, config, eval, export, new-plugin, "
+            "plugins, samples, serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plugins", "test", "grpo", "--set", "a=b"], "pip install rlcore-plugin-testing"),
         (["plugins", "tset", "grpo"], "unknown words 'tset grpo': rlcore plugins takes none"),

@@ -1,4 +1,4 @@
-"""A run from a checkpoint of another one: with nothing changed it is the other's continuation. About 15 s."""
+"""A run from a checkpoint of another one: with nothing changed it is the other's continuation. About 20 s."""
 
 import json
 import shutil
