@@ -119,6 +119,10 @@ class RejectionSampling(Algorithm):
         """Restore the state of a `state_dict`."""
         self.kept_bytes, self.empty_steps = state["kept_bytes"], state["empty_steps"]
 
+    def fork_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of another run without the rows of its kept.jsonl."""
+        return {**state, "kept_bytes": 0}
+
     def step(self, run: Run, prompts: DataProto) -> Mapping[str, Any]:
         """Run one step and return the metrics of the update and of the choice."""
         batch = run.actor.generate(prompts.repeat(self.config.samples))

@@ -3,6 +3,7 @@
 SUMMARIES = {
     "train": "train a model: rlcore train algo=NAME [OVERRIDE ...]",
     "eval": "measure a run or model on held-out prompts, or compare: rlcore eval RUN_OR_MODEL [SECOND] [OVERRIDE ...]",
+    "compare": "compare two runs or models: rlcore compare A B [--training] [OVERRIDE ...]",
     "config": "compose, check and print a config: rlcore config algo=NAME [OVERRIDE ...]",
     "plugins": "list the installed plugins with their origin and faults",
     "new-plugin": "write a new plugin's distribution: rlcore new-plugin NAME [--kind KIND] [--dir DIR]",

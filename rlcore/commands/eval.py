@@ -19,32 +19,48 @@ RLCORE_API = 1
 
 def run(line: CommandLine) -> int:
     """Evaluate the run, checkpoint or model folder given as the first word, or compare the first two."""
-    targets = list(itertools.takewhile(_is_target, line.overrides))
-    overrides = line.overrides[len(targets) :]
+    targets, overrides = split_words(line)
     if len(targets) > 2:
         raise ConfigError(
             f"rlcore eval compares two runs or models at a time, and {', '.join(targets)} are {len(targets)}; compare "
             "them in pairs"
-        )
-    if targets and (late := [word for word in overrides if _is_target(word)]):
-        raise ConfigError(
-            f"{late[0]!r} comes after the override {overrides[0]!r}; put runs and models before overrides, and "
-            "write an override as KEY=VALUE"
         )
     if not targets:
         raise ConfigError(
             "the first word must be a run or model folder: rlcore eval RUN_OR_MODEL [OVERRIDE ...]; two are compared: "
             "rlcore eval RUN_OR_MODEL RUN_OR_MODEL [OVERRIDE ...]"
         )
-    configs = [_checked_config(line, target, overrides) for target in targets]
-    from rlcore.training.compare import compare
+    if len(targets) == 2:
+        compare_models(line, targets, overrides)
+        return 0
+    config = _checked_config(line, targets[0], overrides)
     from rlcore.training.evaluate import evaluate
 
-    if len(targets) == 1:
-        evaluate(Path(targets[0]), configs[0], line.plugins)
-    else:
-        compare([Path(target) for target in targets], configs, line.plugins)
+    evaluate(Path(targets[0]), config, line.plugins)
     return 0
+
+
+def split_words(line: CommandLine) -> tuple[list[str], list[str]]:
+    """Return the runs and models that the words begin with, and the overrides after them.
+
+    Raises ConfigError for a run or model after an override.
+    """
+    targets = list(itertools.takewhile(_is_target, line.overrides))
+    overrides = line.overrides[len(targets) :]
+    if targets and (late := [word for word in overrides if _is_target(word)]):
+        raise ConfigError(
+            f"{late[0]!r} comes after the override {overrides[0]!r}; put runs and models before overrides, and "
+            "write an override as KEY=VALUE"
+        )
+    return targets, overrides
+
+
+def compare_models(line: CommandLine, targets: list[str], overrides: list[str]) -> None:
+    """Evaluate two runs or models, and print their paired differences."""
+    configs = [_checked_config(line, target, overrides) for target in targets]
+    from rlcore.training.compare import compare
+
+    compare([Path(target) for target in targets], configs, line.plugins)
 
 
 def _is_target(word: str) -> bool:

@@ -80,7 +80,11 @@ def compose(
             raise ConfigError(f"the config cannot be composed: {error}") from error
     algorithm = composed_values["algorithm"]
     if base is not None and base.get("algorithm", algorithm) != algorithm:
-        raise ConfigError(f"the saved config has algo={base['algorithm']}, which cannot be changed to {algorithm}")
+        raise ConfigError(
+            f"the saved config has algo={base['algorithm']}, which cannot be changed to {algorithm}; to train its "
+            f"run's model by another algorithm, leave out the saved config: algo={algorithm} "
+            "model.path=RUN/checkpoints/NAME/actor/model"
+        )
     config = _build(resolve_auto(composed_values, find_gpus), plugins)
     if config.trainer.epochs is not None and any(
         parse(each).key_or_group == "trainer.total_steps" for each in overrides

@@ -16,6 +16,8 @@ from rlcore.config.installed import Installed
 from rlcore.config.schema import NO_KEYS, Config
 from rlcore.errors import ConfigError, did_you_mean
 
+CONFIG = "config.yaml"
+"""The file with the config in a run folder."""
 NOT_COMPARED = ("run", "tracker")
 """The sections that change nothing that a run computes, so a resume may change them."""
 
@@ -60,13 +62,18 @@ def from_yaml(text: str, plugins: Installed) -> Config:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Read a saved config as plain values, without `run.dir` and `run.name`: a repeated run has its own folder."""
+    """Read a saved config as plain values, without `run.dir` and `run.name`: a repeated run has its own folder.
+
+    `run.source` stays: a repeated fork starts from the same checkpoint.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from error
     values = _mapping(text, str(path))
-    values.pop("run", None)
+    run = values.pop("run", None) or {}
+    if source := run.get("source"):
+        values["run"] = {"source": source}
     return values
 
 
@@ -95,7 +102,7 @@ def has_begun(folder: Path) -> bool:
 
 def begun_values(folder: Path) -> dict[str, Any]:
     """Return the plain values of the run that has begun in a folder; {} without one."""
-    file = folder / "config.yaml"
+    file = folder / CONFIG
     return read_values(file) if file.is_file() and has_begun(folder) else {}
 
 

@@ -488,6 +488,10 @@ class RunConfig:
         None, "folder of the run; one that has steps left is resumed with an equal config (default: runs/ALGO-TIME)"
     )
     name: str | None = option(None, "name shown by trackers (default: the folder's)")
+    source: str | None = option(
+        None,
+        "checkpoint of another run, from which a fork starts; `rlcore train --from` sets it (docs/architecture.md)",
+    )
 
 
 @dataclass(frozen=True)

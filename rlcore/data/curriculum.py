@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rlcore.config.schema import MEASURED, CurriculumConfig
 from rlcore.data.keys import nearest, value_at
-from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.errors import ConfigError, DataError
 
 
 class PromptResult(NamedTuple):
@@ -71,13 +71,17 @@ class Curriculum:
             state["results"] = [[row, *result] for row, result in self._results.items()]
         return state
 
+    def difference(self, state: Mapping[str, Any]) -> str | None:
+        """Return how the order differs from that of a `state_dict`; None where it is the same."""
+        if state["settings"] == self._settings():
+            return None
+        return (
+            f"data.curriculum, or the column {self._config.by!r}, differs from the checkpoint's, so the prompts have "
+            "another order"
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the results of a `state_dict`; CheckpointError where the keys or the column have changed."""
-        if state["settings"] != self._settings():
-            raise CheckpointError(
-                f"data.curriculum, or the column {self._config.by!r}, differs from the checkpoint's, so the prompts "
-                "have another order. Restore them, or start a new run."
-            )
+        """Take the results of a `state_dict` without a `difference`."""
         self._results = {row: PromptResult(reward, is_equal) for row, reward, is_equal in state.get("results", [])}
 
     def _settings(self) -> list[Any]:

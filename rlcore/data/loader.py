@@ -33,6 +33,8 @@ from rlcore.protocol.glossary import fields
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlcore.data.mix import MixLoader
+
 log = logging.getLogger(__name__)
 
 ROWS_EACH, MOST_PROCESSES = 20_000, 16
@@ -466,24 +468,34 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, with a digest of the training prompts."""
-        state = {"epoch": self.epoch, "position": self._position, "digest": self._digest}
+        state = {
+            "epoch": self.epoch,
+            "position": self._position,
+            "digest": self._digest,
+            "batch_size": self._config.batch_size,
+        }
         if self._config.curriculum.is_on:
             state["curriculum"] = self._curriculum.state_dict()
         if self._config.curriculum.measures:
             state["order"] = self._order  # made of results that later ones have replaced
         return state
 
+    def difference(self, state: Mapping[str, Any]) -> str | None:
+        """Return how the prompts or their order differ from those of a `state_dict`; None where they are the same."""
+        if state.get("digest") != self._digest:
+            return (
+                "the training prompts differ from the checkpoint's: the data, the tokenizer, the chat template or the "
+                "seed has changed"
+            )
+        if (before := state.get("batch_size", self._config.batch_size)) != self._config.batch_size:
+            return f"data.batch_size = {self._config.batch_size} differs from the checkpoint's {before}"
+        if ("curriculum" in state) != self._config.curriculum.is_on:
+            return "data.curriculum differs from the checkpoint's"
+        return self._curriculum.difference(state["curriculum"]) if "curriculum" in state else None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; CheckpointError when the prompts or their order have changed."""
-        if state["digest"] != self._digest:
-            raise CheckpointError(
-                "the training prompts differ from the checkpoint's: the data, the tokenizer, the chat template or the "
-                "seed has changed. Restore them, or start a new run."
-            )
-        if ("curriculum" in state) != self._config.curriculum.is_on:
-            raise CheckpointError(
-                "data.curriculum differs from the checkpoint's. Restore its keys, or start a new run."
-            )
+        check_same(self, state)
         self.epoch, self._position = state["epoch"], state["position"]
         if "curriculum" in state:
             self._curriculum.load_state_dict(state["curriculum"])
@@ -525,6 +537,15 @@ class PromptLoader:
                 pieces += [np.array([row, len(token_ids)]), token_ids]
             digest.update(np.concatenate(pieces, dtype=np.int64).data)
         return digest.hexdigest()[:16]
+
+
+def check_same(loader: PromptLoader | MixLoader, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when the prompts or their order differ from those of a `state_dict`."""
+    if difference := loader.difference(state):
+        raise CheckpointError(
+            f"{difference}. Restore what has changed, or start a new run, from the model or from a checkpoint "
+            "(rlcore train --from RUN)"
+        )
 
 
 def check_rendered(config: DataConfig, columns: Sequence[str]) -> None:

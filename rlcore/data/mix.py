@@ -12,7 +12,7 @@ import numpy as np
 from rlcore.config.eval_sets import naming
 from rlcore.config.schema import DataConfig
 from rlcore.data.curriculum import PromptResult
-from rlcore.data.loader import PromptLoader
+from rlcore.data.loader import PromptLoader, check_same
 from rlcore.protocol import DataProto
 
 SOURCE = "mix_source"
@@ -115,14 +115,36 @@ class MixLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values: the positions of all sources, and how many prompts each has given."""
         positions = {name: loader.state_dict() for name, loader in self.sources.items()}
-        return {"taken": dict(self._taken), "sources": positions}
+        return {
+            "taken": dict(self._taken),
+            "sources": positions,
+            "batch_size": self._batch_size,
+            "shares": self._written_shares,
+        }
+
+    def difference(self, state: Mapping[str, Any]) -> str | None:
+        """See PromptLoader; names the source."""
+        if set(before := state.get("sources", {})) != set(self.sources):
+            return f"data.mix has {', '.join(self.sources)}, and the checkpoint's {', '.join(before) or 'nothing'}"
+        if state.get("shares", self._written_shares) != self._written_shares:
+            return "the weights of data.mix differ from the checkpoint's"
+        if (before := state.get("batch_size", self._batch_size)) != self._batch_size:
+            return f"data.batch_size = {self._batch_size} differs from the checkpoint's {before}"
+        for name, loader in self.sources.items():
+            if difference := loader.difference(state["sources"][name]):
+                return f"data.mix.{name}: {difference}"
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a `state_dict`; CheckpointError, naming the source, when its prompts or their order have changed."""
+        check_same(self, state)
         for name, loader in self.sources.items():
-            with naming(f"data.mix.{name}"):
-                loader.load_state_dict(state["sources"][name])
+            loader.load_state_dict(state["sources"][name])
         self._taken = {name: state["taken"][name] for name in self.sources}
+
+    @property
+    def _written_shares(self) -> dict[str, str]:
+        return {name: str(share) for name, share in self._shares.items()}
 
     def _next_source(self) -> str:
         after = sum(self._taken.values()) + 1

@@ -22,6 +22,7 @@ import torch
 from rlcore.config import EngineConfig, ModelConfig, RolloutConfig
 from rlcore.engine.collectives import Ranks
 from rlcore.engine.device import explains_memory, free_bytes, has_memory_figures, peak_bytes, prepare_device
+from rlcore.engine.generators import random_state, set_random_state
 from rlcore.engine.parallel.layout import Layout
 from rlcore.engine.reward_tokenizer import TextEncoder
 from rlcore.engine.rollout import Episodes, EpisodeSource, RolloutEngine, RolloutSetup, Sampling
@@ -520,9 +521,12 @@ class ModelWorker(_GeneratingWorker):
         self.train.save(Path(folder))
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_state(self, folder: str) -> None:
-        """Read the state of `save_state`."""
+    def load_state(self, folder: str, keep_random_state: bool = False) -> None:
+        """Read the state of `save_state`; with `keep_random_state` without that of the random generators."""
+        before = random_state()
         self.train.restore(Path(folder))
+        if keep_random_state:
+            set_random_state(before)
 
 
 class SamplingWorker(_GeneratingWorker):

@@ -69,3 +69,10 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
+
+    def fork_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with which a fork goes on from a checkpoint of another run; by default that run's own.
+
+        For a state that tells of files in the other run's folder, which the fork does not have.
+        """
+        return state

@@ -24,6 +24,7 @@ from rlcore.config.schema import Config
 from rlcore.trackers.base import Tracker
 from rlcore.training.checkpoint import checkpoints
 from rlcore.training.folder import LOG
+from rlcore.training.fork import run_of, source_step
 
 _MISSING = "–"
 _NOT_FINITE = "bold red"
@@ -49,7 +50,9 @@ class ConsoleTracker(Tracker):
 
     def start(self, resume_step: int) -> None:
         """Open the display."""
-        after = f" · resumed after step {resume_step}" if resume_step else ""
+        forked_at, source = source_step(self._config), self._config.run.source
+        after = "" if source is None else f" · from {run_of(Path(source))} at step {forked_at}"
+        after += f" · resumed after step {resume_step}" if resume_step > forked_at else ""
         self._print(Text(f"rlcore {self._config.algorithm} · {self._run_dir}{after}"))
         first = self._display(resume_step, {})
         if self._in_notebook:

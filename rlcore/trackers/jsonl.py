@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from rlcore.config.schema import Config
 from rlcore.trackers.base import Tracker
+from rlcore.training.fork import source_step
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class JsonlTracker(Tracker):
         self._path = run_dir / METRICS
         self._samples = run_dir / SAMPLES
         self._file: IO[str] | None = None
-        self._first_step = 0 if config.trainer.eval_every else 1
+        forked_at = source_step(config)
+        self._first_step = 0 if config.trainer.eval_every and not forked_at else forked_at + 1
         self.sample_rows = 0
         """The rows of samples in the files."""
         self.expected_rows = 0
@@ -61,7 +63,7 @@ class JsonlTracker(Tracker):
                 rows[step] = len(_read(path))
         self.sample_rows = sum(rows.values())
         if self.sample_rows < self.expected_rows:
-            without = sorted({*range(1, resume_step + 1)} - {*rows})
+            without = sorted({*range(max(1, self._first_step), resume_step + 1)} - {*rows})
             text = "%s has %d of the %d rows that the checkpoint counts; there is no file for steps %s"
             _log.warning(text, self._samples, self.sample_rows, self.expected_rows, _numbers(without))
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lasts)

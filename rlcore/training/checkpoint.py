@@ -33,15 +33,15 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in _named(folder) if (path / MANIFEST).is_file()]
 
 
-def newest_whole(folder: Path, part: str = "") -> Path | None:
+def newest_whole(folder: Path, *parts: str) -> Path | None:
     """Return the newest checkpoint in `folder` whose files are those that were written; None for no checkpoint.
 
-    part: check only the files below this path, such as "actor/model". A damaged checkpoint is named in a warning.
+    parts: check only the files below these paths, such as "actor/model". A damaged checkpoint is named in a warning.
     Raises CheckpointError, naming the wrong files, when there are checkpoints and none is whole.
     """
     damaged: list[str] = []
     for path in reversed(_named(folder)):
-        if not (wrong := faults(path, part)):
+        if not (wrong := faults(path, *parts)):
             for text in damaged:
                 log.warning("%s; going on with %s", text, path)
             return path
@@ -67,8 +67,11 @@ def set_aside_after(whole: Path) -> None:
                 raise CheckpointError(f"damaged checkpoint {path} cannot be renamed: {error}; move it away") from error
 
 
-def faults(path: Path, part: str = "") -> list[str]:
-    """Return the faults of a checkpoint's files below `part`, by its manifest; [] if all are as they were written."""
+def faults(path: Path, *parts: str) -> list[str]:
+    """Return the faults of a checkpoint's files by its manifest; [] if all are as they were written.
+
+    parts: see newest_whole.
+    """
     try:
         expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         known = {name: (entry["bytes"], entry["sha256"]) for name, entry in expected.items()}
@@ -76,7 +79,7 @@ def faults(path: Path, part: str = "") -> list[str]:
         return [f"{MANIFEST} is missing (an older rlcore wrote none)" if path.is_dir() else "it has been deleted"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
-    names = [name for name in known if Path(name).is_relative_to(part)]
+    names = [name for name in known if any(Path(name).is_relative_to(part) for part in parts or ("",))]
     with ThreadPoolExecutor(_READERS) as readers:
         return [text for text in readers.map(lambda name: _fault(path / name, name, *known[name]), names) if text]
 
@@ -124,6 +127,11 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
+def names_checkpoint(target: Path) -> bool:
+    """Whether a path is RUN/checkpoints/NAME, of a checkpoint that exists or not."""
+    return target.parent.name == "checkpoints" and (target.name == BEST or _NAME.fullmatch(target.name) is not None)
+
+
 def split_target(target: Path) -> tuple[Path, Path | None]:
     """Return the run folder and the checkpoint of RUN/checkpoints/NAME; (target, None) for any other path.
 
@@ -134,15 +142,15 @@ def split_target(target: Path) -> tuple[Path, Path | None]:
     return target, None
 
 
-def chosen_whole(target: Path, part: str = "") -> Path | None:
+def chosen_whole(target: Path, *parts: str) -> Path | None:
     """Return the checkpoint that `target` names, or the newest whole one of the run folder `target`, if it has any.
 
-    part: see newest_whole. Raises CheckpointError when the checkpoint, or all of the run's, are damaged.
+    parts: see newest_whole. Raises CheckpointError when the checkpoint, or all of the run's, are damaged.
     """
     run, chosen = split_target(target)
     if chosen is None:
-        return newest_whole(run / "checkpoints", part)
-    if wrong := faults(chosen, part):
+        return newest_whole(run / "checkpoints", *parts)
+    if wrong := faults(chosen, *parts):
         raise CheckpointError(
             f"checkpoint {chosen} is damaged: {'; '.join(wrong[:5])}; restore its files, or give the run {run} for its "
             "newest whole checkpoint"

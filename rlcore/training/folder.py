@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlcore.config import Config, from_yaml, same_run, to_yaml
+from rlcore.config.files import CONFIG as CONFIG
 from rlcore.config.files import has_begun, run_dir_word
 from rlcore.data.given import ROWS
 from rlcore.errors import CheckpointError, ConfigError, PluginError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import checkpoints, newest_whole, set_aside_after, step_of
+from rlcore.training.fork import source_step
 from rlcore.training.length import check_goes_on, length_lines
 
 log = logging.getLogger(__name__)
 
-CONFIG, SUMMARY, VERSIONS, LOG = "config.yaml", "summary.json", "versions.json", "rlcore.log"
+SUMMARY, VERSIONS, LOG = "summary.json", "versions.json", "rlcore.log"
 MICRO_BATCHES = "micro_batches.json"
 WRITING = ".writing"
 
@@ -64,7 +66,8 @@ class RunFolder:
         """
         if self.saved is None:
             return
-        step, total = 0 if self.resume_from is None else step_of(self.resume_from), config.trainer.total_steps
+        total = config.trainer.total_steps
+        step = source_step(config) if self.resume_from is None else step_of(self.resume_from)
         if step > total:
             raise ConfigError(
                 f"run.dir={self.path} holds a run that has reached step {step}, and trainer.total_steps = {total}; "

@@ -45,6 +45,7 @@ from rlcore.training import checkpoint
 from rlcore.training.eval_sets import EvalSet, PromptsBySet, eval_sets, load_prompts, mix_loader, mix_sources
 from rlcore.training.evaluate import OWN, all_metrics, evaluations, sample_rows
 from rlcore.training.folder import LOG, RunFolder, default_path, open_folder
+from rlcore.training.fork import Source, check_length, source_step, with_source
 from rlcore.training.goals import Goals, check_goals
 from rlcore.training.health import prompt_results, source_metrics, step_metrics
 from rlcore.training.learned import Learned
@@ -74,6 +75,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
     rewards = resolve(config.reward, default, plugins.rewards(), plugins.by_value_modules, config.data.answer_key)
     episodes = episode_setup(config, plugins)
     path = default_path(config)
+    config = with_source(config, path, checked.roles)
     sources = mix_sources(config, plugins, checked.roles, dataset, rewards)
     sets = eval_sets(config, plugins, checked.roles, dataset, rewards) if config.trainer.eval_every else []
     named = [*sources, *sets]
@@ -85,6 +87,7 @@ def train(config: Config, plugins: PluginManager, *, checked: Preflight | None =
         config = _in_steps(config, loaders["train"])
         # Checks that read the number of steps.
         preflight(config.with_values({"trainer.epochs": None}), plugins)
+    check_length(config)
     with _Preparation(config, plugins, algorithm, rewards, sources, sets, episodes, path, loaders) as prepared:
         opened = open_run(
             config,
@@ -468,7 +471,9 @@ class Trainer:
         self._logprob_diff.warn(self.step, metrics)
         metrics["time/step"] = elapsed
         metrics["throughput/tokens_per_second"] = tokens / elapsed
-        metrics["time/left"] = (self.config.trainer.total_steps - self.step) * self.seconds / self.step
+        metrics["time/left"] = (
+            (self.config.trainer.total_steps - self.step) * self.seconds / (self.step - source_step(self.config))
+        )
         metrics.update(opened.data)
         if wrong := self._logprob_diff.judge(self.step, metrics):
             self.trackers.log(self.step, metrics)
@@ -575,6 +580,7 @@ class Trainer:
     def _restore(self) -> None:
         path = self.folder.resume_from
         if path is None:
+            self._fork()
             return
         state = checkpoint.load(path)
         try:
@@ -602,6 +608,36 @@ class Trainer:
         self._restore_best()
         self.run_.begin_step(self.step)
         log.info("resumed from %s", path)
+
+    def _fork(self) -> None:
+        """Begin at `run.source`, a checkpoint of another run; nothing without one.
+
+        Weights, optimizers, positions, noise and the algorithm's state are the checkpoint's, each unless a changed key
+        means another one. What tells of the course of a run begins anew: metrics, goals, best, seconds.
+        """
+        if self.config.run.source is None:
+            return
+        source = Source(Path(self.config.run.source), self.config, self.plugins)
+        self.step = source.step
+        self.folder.lines += source.lines
+        for name, loader in self.loaders.items():
+            self.folder.lines += source.place(name, loader)
+        if source.has_same_algorithm:
+            self.algorithm.load_state_dict(self.algorithm.fork_state(source.algorithm_state))
+        if source.has_same_seed:
+            set_random_state(source.random_state)
+        for name, role in self.run_.roles.items():
+            if not (role.role.trains or role.role.follows):
+                continue
+            if (saved := source.role(name)) is None:
+                self.folder.lines.append(f"{name}: the checkpoint has no such role, so it starts from its model")
+                continue
+            role.group.load_state(str(saved), not source.has_same_seed)
+            if role.role.trains:
+                self._known[name] = source.fingerprints[name]
+        self._sync()
+        self._restore_best()
+        self.run_.begin_step(self.step)
 
     def _restore_best(self) -> None:
         """Link the best checkpoint as of this step, or forget one that a later best, now damaged, has replaced."""

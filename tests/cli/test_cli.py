@@ -58,8 +58,8 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
     [
         (
             ["trian"],
-            "unknown command 'trian'. Did you mean 'train'? Commands: config, eval, export, new-plugin, plugins, "
-            "samples, serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
+            "unknown command 'trian'. Did you mean 'train'? Commands: compare, config, eval, export, new-plugin, "
+            "plugins, samples, serve, train, hello. A plugin may bring another: pip install rlcore-plugin-trian",
         ),
         (["plugins", "test", "grpo", "--set", "a=b"], "pip install rlcore-plugin-testing"),
         (["plugins", "tset", "grpo"], "unknown words 'tset grpo': rlcore plugins takes none"),
@@ -85,6 +85,10 @@ def test_own_config_dir(stand_in, capsys, tmp_path):
         (["eval", "data=riddles"], "rlcore eval RUN_OR_MODEL"),
         (["eval", "a", "b", "c", "data=riddles"], "two runs or models at a time, and a, b, c are 3; compare them in"),
         (["eval", "a", "data=riddles", "b"], "'b' comes after the override 'data=riddles'; put runs and models before"),
+        (["compare", "a", "data=riddles"], "rlcore compare needs two runs or models, and a was given"),
+        (["compare", "a", "b", "--training"], "a holds no run (config.yaml); rlcore compare --training needs the"),
+        (["compare", "a", "b", "--training", "data=riddles"], "reads what two runs have written; leave out overrides"),
+        (["train", "--from", "no/run", "run.dir=b"], "no/run holds no run (config.yaml); give RUN, RUN@STEP or"),
         (
             ["eval", "no/such/folder"],
             "'no/such/folder' does not exist: it must be a folder with config.yaml (a run) or",
@@ -164,7 +168,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rlcore ", "train eval config plugins new-plugin serve export samples plan"),
+        ("rlcore ", "train eval compare config plugins new-plugin serve export samples plan"),
         ("rlcore pl", "plugins plan"),
         ("rlcore plugins ", "test"),
         ("rlcore train algo=gr", "algo=grpo"),

@@ -94,6 +94,21 @@ def test_a_resumed_mix_goes_on_to_the_row(mix: Any) -> None:
         changed.load_state_dict(first.state_dict())
 
 
+def test_a_mix_says_how_it_differs(mix: Any) -> None:
+    state = mix({"sums": 0.6, "chat": 0.4}, 3).state_dict()
+    assert mix({"sums": 0.6, "chat": 0.4}, 3).difference(state) is None
+    assert mix({"sums": 6, "chat": 4}, 3).difference(state) is None  # the same shares
+    assert (
+        mix({"sums": 0.5, "chat": 0.5}, 3).difference(state) == "the weights of data.mix differ from the checkpoint's"
+    )
+    other = mix({"sums": 0.6, "chat": 0.4}, 2).difference(state)
+    assert other == "data.batch_size = 2 differs from the checkpoint's 3"
+    assert mix({"sums": 1}, 3).difference(state) == "data.mix has sums, and the checkpoint's sums, chat"
+    of_one = mix({"sums": 1}, 3).sources["sums"]
+    assert "the training prompts differ" in str(of_one.difference(state))
+    assert mix({"sums": 1}, 3).difference(of_one.state_dict()) == "data.mix has sums, and the checkpoint's nothing"
+
+
 def test_columns_of_one_source_are_none_in_the_others(mix: Any) -> None:
     loader = mix({"sums": 1, "chat": 1}, 4)
     batch = loader.next_batch()
