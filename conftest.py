@@ -46,6 +46,7 @@ CALLED = pytest.StashKey[float]()
 WITHIN_PYTEST = re.compile(r'^  File "[^"\n]*/_pytest/(?:.|\n(?!\n))*\n?', re.MULTILINE)  # to the end of a thread
 STDERR = pytest.StashKey[int]()
 FOLDER = pytest.StashKey[Path]()
+CACHE = pytest.StashKey[str | None]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER_VARIABLE not in os.environ:  # xdist's processes, and sessions within tests, write to the first one's
         config.stash[FOLDER] = Path(tempfile.mkdtemp(prefix="rlcore-stacks-"))
         os.environ[FOLDER_VARIABLE] = str(config.stash[FOLDER])
+        config.stash[CACHE] = os.environ.get("RLCORE_CACHE")
         os.environ["RLCORE_CACHE"] = str(config.stash[FOLDER] / "cache")
     # By Ray's default its workers hardly run beside two busy tests.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name)
@@ -65,6 +67,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder."""
     if folder := config.stash.get(FOLDER, None):
         del os.environ[FOLDER_VARIABLE], os.environ["RLCORE_CACHE"]
+        if (before := config.stash[CACHE]) is not None:
+            os.environ["RLCORE_CACHE"] = before
         shutil.rmtree(folder, ignore_errors=True)
 
 

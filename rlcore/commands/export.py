@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--role", default="actor", help="role to export (default: actor)")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its model")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="precision of the model (default: as it is saved)")
-    parser.add_argument("--push", metavar="ORG/NAME", help="send it to the Hugging Face hub; with or without a folder")
+    parser.add_argument(
+        "--push", metavar="ORG/NAME", help="send it to the Hugging Face hub; without a folder by way of TMPDIR"
+    )
     parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
     options = parser.parse_args(argv)
     if options.folder is None and options.push is None:

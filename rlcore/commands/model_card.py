@@ -116,6 +116,8 @@ def _without_paths(value: Any) -> Any:
         return {name: _without_paths(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_without_paths(each) for each in value]
-    if isinstance(value, str) and "/" in value and not is_pinned(value):
+    if isinstance(value, str) and (
+        value.startswith(("/", "~", "./", "../")) or ("/" in value and Path(value).exists())
+    ):
         return Path(value).name
     return value

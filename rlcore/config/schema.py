@@ -378,6 +378,7 @@ class TrainerConfig:
         "a step warns from this mean difference of the two engines' log-probs on, in nats; 0: never, and the run does "
         "not end either where the difference jumps",
         min=0.0,
+        incidental=True,
         was="trainer.log_prob_gap",
     )
     trace: bool = option(

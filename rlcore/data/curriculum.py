@@ -7,6 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlcore.config.schema import MEASURED, CurriculumConfig
@@ -66,14 +67,14 @@ class Curriculum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the results as JSON values, and what the order depends on besides."""
-        state: dict[str, Any] = {"settings": self._settings()}
+        state: dict[str, Any] = {"settings": self._settings}
         if self._config.measures:
             state["results"] = [[row, *result] for row, result in self._results.items()]
         return state
 
     def difference(self, state: Mapping[str, Any]) -> str | None:
         """Return how the order differs from that of a `state_dict`; None where it is the same."""
-        if state["settings"] == self._settings():
+        if state["settings"] == self._settings:
             return None
         return (
             f"data.curriculum, or the column {self._config.by!r}, differs from the checkpoint's, so the prompts have "
@@ -84,6 +85,7 @@ class Curriculum:
         """Take the results of a `state_dict` without a `difference`."""
         self._results = {row: PromptResult(reward, is_equal) for row, reward, is_equal in state.get("results", [])}
 
+    @cached_property
     def _settings(self) -> list[Any]:
         values = array("d", self._difficulties or [])
         return [

@@ -76,8 +76,8 @@ class _Child:
                 f"a process that renders and tokenises prompts ended: {how_it_ended(self._process.wait())}. Start "
                 "again with more memory, or fewer rows (data.max_rows)"
             )
-        result = pickle.loads(answer[1])
-        if isinstance(result, Exception):
+        failed, result = pickle.loads(answer[1])
+        if failed:
             raise result
         return result
 
@@ -99,10 +99,12 @@ def main() -> None:
             function = given
             continue
         try:
-            result = function(given)
+            answer = False, function(given)
         except (ConfigError, DataError) as error:
-            result = error
-        answers.write(frame(pickle.dumps(result)))
+            answer = True, error
+        except Exception as error:  # it goes on in the parent, as text: not every error can be pickled
+            answer = True, WorkerError(f"rendering and tokenising prompts failed: {type(error).__name__}: {error}")
+        answers.write(frame(pickle.dumps(answer)))
         answers.flush()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import marshal
 import os
+import shutil
 import tempfile
 import time
 from array import array
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 PART = 4096
 """Rows that are rendered and tokenised at a time."""
 DIGEST_BYTES = 16
+ENDING = ".safetensors"
 KEPT_DAYS = 30
 """After how many days without a use an entry is removed."""
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
@@ -125,13 +128,14 @@ class PromptCache:
             with safe_open(path, "np") as file:
                 found = EncodedPrompts(**{name: file.get_tensor(name) for name in _names()})
                 checksum = (file.metadata() or {}).get(_CHECKSUM)
-            os.utime(path)
         except (OSError, SafetensorError) as error:
             log.warning("the encoded prompts in %s cannot be read and are made anew: %s", path, error)
             return None
         if checksum != _checksum(found):
             log.warning("the encoded prompts in %s are damaged and are made anew", path)
             return None
+        with contextlib.suppress(OSError):  # of somebody else, or on a disk that cannot be written
+            os.utime(path)
         return found
 
     def keep(self, key: str, prompts: EncodedPrompts) -> None:
@@ -144,9 +148,7 @@ class PromptCache:
                 whole = Path(aside) / "whole"
                 save_file({name: getattr(prompts, name) for name in _names()}, whole, {_CHECKSUM: _checksum(prompts)})
                 os.replace(whole, self._path(key))
-            for path in self.folder.glob("*.safetensors"):
-                if path.stat().st_mtime < time.time() - KEPT_DAYS * 86_400:
-                    path.unlink(missing_ok=True)
+            self._remove_old()
         except OSError as error:
             log.warning(
                 "the encoded prompts cannot be kept in %s (%s), so the next start encodes them again; free disk space, "
@@ -154,8 +156,18 @@ class PromptCache:
                 *(self.folder, error.strerror or error),
             )
 
+    def _remove_old(self) -> None:
+        """Remove entries that nobody used for a month, and what a process has left that was killed while it wrote."""
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process removes them too
+                days = (time.time() - path.stat().st_mtime) / 86_400
+                if path.is_dir() and days > 1:
+                    shutil.rmtree(path)
+                elif path.suffix == ENDING and days > KEPT_DAYS:
+                    path.unlink()
+
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.safetensors"
+        return self.folder / f"{key}{ENDING}"
 
 
 def cache_key(encoder: PromptEncoder, inputs: Iterable[Any], *settings: Any) -> str | None:

@@ -35,6 +35,8 @@ def load(config: DataConfig, split: str) -> list[Mapping[str, Any]]:
         return _read_checked(train_files, config)[0]
     written = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in train_files)
     chosen = _halves(written, config.prompt_key, config.answer_key, config.held_out_share)[split == "eval"]
+    if split == "eval":
+        _halves.cache_clear()  # the second of the two has been asked for
     if not chosen:
         raise DataError(
             f"{path} has no prompt that is not held out (data.held_out_share={config.held_out_share:g}): nothing is "

@@ -7,10 +7,12 @@ import hashlib
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
+from itertools import count as count_from
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -230,39 +232,50 @@ class PromptSplit:
     def _encode(self) -> EncodedPrompts:
         """Return all rows' prompts, from the cache if they were encoded before."""
         cache, count = PromptCache(), len(self.rows)
-        key = cache_key(self._encoder, map(self._inputs, self.rows), self._has_environment)
+        # The key of the prompt decides whether its last message is the answer.
+        settings = self._has_environment, self._config.prompt_key
+        key = cache_key(self._encoder, map(self._inputs, count_from(0), self.rows), *settings)
         if key is not None and (kept := cache.read(key)) is not None:
             return kept
-        parts = [(start, self.rows[start : start + PART]) for start in range(0, count, PART)]
-        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, count // ROWS_EACH)
-        if key is not None and processes > 1:
+        starts, processes = range(0, count, PART), min(MOST_PROCESSES, count // ROWS_EACH)
+        if key is not None and processes > 1 and (processes := min(processes, _cores())) > 1:
             log.info("%s: %d prompts are rendered and tokenised in %d processes", self.where, count, processes)
             encode = copy.copy(self)
-            encode.rows = []  # each part brings its own
+            encode.rows = []  # each part brings its own, without columns that are not rendered
+            read = (self._config.prompt_key.partition(".")[0], "tools", COLUMN)
+            sent = ({name: row[name] for name in read if name in row} for row in self.rows)
+            parts = [(start, list(islice(sent, PART))) for start in starts]
             encoded = EncodedPrompts.concat(map_in_processes(processes, encode._encode_part, parts))
         else:
-            encoded = EncodedPrompts.concat([self._encode_part(part) for part in parts])
+            rows = iter(self.rows)  # a slice of a datasets.Dataset is no list of rows
+            encoded = EncodedPrompts.concat([self._encode_part((start, list(islice(rows, PART)))) for start in starts])
         if key is not None:
             cache.keep(key, encoded)
         return encoded
 
-    def _inputs(self, row: Mapping[str, Any]) -> list[Any]:
-        """Return what is rendered of a row, before any check of it."""
-        return [value_at(row, self._config.prompt_key), row.get("tools"), row.get(COLUMN)]
+    def _inputs(self, number: int, row: Mapping[str, Any]) -> list[Any]:
+        """Return what is rendered of a row; DataError where there is no prompt."""
+        return [self._present(number, row), row.get("tools"), row.get(COLUMN)]
+
+    def _present(self, number: int, row: Mapping[str, Any]) -> Any:
+        """Return the value of a row's prompt; DataError where there is none."""
+        key = self._config.prompt_key
+        if (prompt := value_at(row, key)) is None:
+            raise DataError(
+                f"{self.where}, row {number + 1}: nothing in column {key!r}; its columns are "
+                f"{', '.join(row) or 'none'}. Set data.prompt_key to the right one.{nearest(row, key)}"
+            )
+        return prompt
 
     def _encode_part(self, part: tuple[int, Sequence[Mapping[str, Any]]]) -> EncodedPrompts:
         """Return the prompts of consecutive rows; part: the number of the first, and the rows."""
         start, rows = part
-        key, plain = self._config.prompt_key, self._encoder.plain
+        plain = self._encoder.plain
         marked, is_text = [], []
         for number, row in enumerate(rows, start):
+            self._present(number, row)
             try:
                 prompt = self._prompt(row)
-                if prompt is None:
-                    raise DataError(
-                        f"nothing in column {key!r}; its columns are {', '.join(row) or 'none'}. Set data.prompt_key "
-                        f"to the right one.{nearest(row, key)}"
-                    )
                 marked.append(self._render(prompt, row))
             except (ConfigError, DataError) as error:
                 raise DataError(f"{self.where}, row {number + 1}: {error}") from error
@@ -458,8 +471,16 @@ class PromptLoader:
         return self.held_out(self._config.eval_size)
 
     def learn(self, results: Mapping[str, PromptResult]) -> None:
-        """Take what a step's samples have shown, by the `uid` of their prompts."""
-        self._curriculum.learn({int(uid.rpartition(":")[2]): result for uid, result in results.items()})
+        """Take what a step's samples have shown, by the `uid` of their prompts; DataError for one of another form."""
+        if not self._config.curriculum.measures:
+            return
+        found = {uid: re.fullmatch(r"\d+:(\d+)", uid) for uid in results}
+        if other := [uid for uid, match in found.items() if match is None]:
+            raise DataError(
+                f"a sample that was scored has uid={other[0]!r}, which is no prompt of the run; data.curriculum "
+                "measures prompts by their uid, EPOCH:ROW, so the algorithm has to keep it"
+            )
+        self._curriculum.learn({int(match[1]): results[uid] for uid, match in found.items() if match is not None})
 
     @property
     def left_out_this_epoch(self) -> int:
@@ -546,6 +567,11 @@ def check_same(loader: PromptLoader | MixLoader, state: Mapping[str, Any]) -> No
             f"{difference}. Restore what has changed, or start a new run, from the model or from a checkpoint "
             "(rlcore train --from RUN)"
         )
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_rendered(config: DataConfig, columns: Sequence[str]) -> None:

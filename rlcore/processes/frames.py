@@ -21,12 +21,16 @@ def frame(body: bytes, number: int = 0) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """Return the number and the body of a stream's next frame; None at its end. For frames of a parent: no limit."""
+    """Return the number and the body of a stream's next frame; None at its end, also within one.
+
+    For frames of a parent, or of a process of its own: no limit.
+    """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     number, length = HEADER.unpack(header)
-    return number, stream.read(length)
+    body = stream.read(length)
+    return (number, body) if len(body) == length else None
 
 
 class FrameBuffer:

@@ -35,7 +35,7 @@ WRITING = ".writing"
 class RunFolder:
     """An open, locked run folder; `resume_from` is the checkpoint of `choose_checkpoint`.
 
-    saved: the config of the run that goes on; None for a new one. lines: how its length has changed, set by `go_on`.
+    saved: the config of the run that goes on; None for a new one. lines: how its length has changed, by `check_length`.
     """
 
     def __init__(self, path: Path, lock: IO[str], saved: Config | None = None) -> None:
@@ -58,22 +58,31 @@ class RunFolder:
             set_aside_after(whole)
             self.resume_from = whole
 
+    def check_length(self, config: Config) -> None:
+        """Raise ConfigError where no step is left after `resume_from`, and set `lines`."""
+        if self.saved is None:
+            return
+        before, after = self.saved.trainer, config.trainer
+        step = source_step(config) if self.resume_from is None else step_of(self.resume_from)
+        # An equal length is that of a run which was killed after its last checkpoint.
+        if after.total_steps < step or (after.total_steps == step and before.total_steps != step):
+            given, more = f"trainer.total_steps = {after.total_steps}", f"at least {step + 1}"
+            if after.epochs is not None:
+                given, more = f"trainer.epochs = {after.epochs}, which are {after.total_steps} steps", "more of them"
+            raise ConfigError(
+                f"run.dir={self.path} holds a run that has reached step {step}, and {given}; give {more}, or another "
+                "folder"
+            )
+        self.lines = length_lines(self.saved, config, step)
+
     def go_on(self, config: Config) -> None:
         """Let config.yaml hold the config with which a run goes on from `resume_from`, and remove its summary.
 
-        Later resumes keep it so, and an interrupted one does not look finished. Raises ConfigError for a
-        `trainer.total_steps` below the checkpoint's step, and when the disk refuses.
+        Later resumes keep it so, and an interrupted one does not look finished. Called once the state is restored: a
+        start that fails before leaves the folder as it was. Raises ConfigError when the disk refuses.
         """
         if self.saved is None:
             return
-        total = config.trainer.total_steps
-        step = source_step(config) if self.resume_from is None else step_of(self.resume_from)
-        if step > total:
-            raise ConfigError(
-                f"run.dir={self.path} holds a run that has reached step {step}, and trainer.total_steps = {total}; "
-                f"give at least {step}, or another folder"
-            )
-        self.lines = length_lines(self.saved, config, step)
         try:
             _write_whole(self.path / CONFIG, to_yaml(config))
             (self.path / SUMMARY).unlink(missing_ok=True)

@@ -71,7 +71,8 @@ class LogprobDiffWatch:
         return (
             f"step {step}: {found}. The weights had arrived, so {name} uses them wrongly, or training does: a "
             f"position, a norm, a layout. Step {step} has trained on these samples, and the last checkpoint is from "
-            "before it. Test both engines by `rlcore plugins test`; the same command then goes on from that checkpoint"
+            "before it. Test both engines by `rlcore plugins test`; the same command then goes on from that "
+            "checkpoint, with trainer.train_rollout_logprob_diff=0 also where the difference is this large"
         )
 
 

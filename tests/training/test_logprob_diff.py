@@ -124,6 +124,13 @@ def test_what_was_measured_at_the_start_is_known_after_a_resume(train_wrongly, t
         train_wrongly("rope", "trainer.total_steps=4")
 
 
+def test_the_end_can_be_turned_off_for_a_resume(train_wrongly, tmp_path):
+    with pytest.raises(WeightsError, match=r"with trainer\.train_rollout_logprob_diff=0 also where"):
+        train_wrongly("rope", "trainer.total_steps=3")
+    off = "trainer.train_rollout_logprob_diff=0"
+    assert train_wrongly("rope", "trainer.total_steps=3", off)["status"] == "finished"
+
+
 def test_rows_of_older_weights_are_not_compared(train_small, tmp_path, caplog):
     """Two optimizer steps a batch: the difference is measured in the first, before the weights change."""
     with caplog.at_level(logging.WARNING, "rlcore"):

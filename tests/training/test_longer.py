@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rlcore.errors import ConfigError
+from rlcore.errors import CheckpointError, ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import checkpoints
 
@@ -190,9 +190,31 @@ def test_an_unfinished_run_is_not_ended_before_its_checkpoint(wander, tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RuntimeError, match="stop here"):
         wander(folder, "trainer.total_steps=6", "trainer.checkpoint_every=2", at=3)
-    with pytest.raises(ConfigError, match=r"has reached step 2, and trainer\.total_steps = 1; give at least 2"):
-        wander(folder, "trainer.total_steps=1", "trainer.checkpoint_every=2")
+    for total in (1, 2):  # with 2 its last evaluation would be missing
+        with pytest.raises(ConfigError, match=rf"reached step 2, and trainer\.total_steps = {total}; give at least 3"):
+            wander(folder, f"trainer.total_steps={total}", "trainer.checkpoint_every=2")
     assert wander(folder, "trainer.total_steps=3", "trainer.checkpoint_every=2")["steps"] == 3
+
+
+def test_a_start_that_fails_leaves_a_finished_run_as_it_was(wander, tmp_path):
+    folder = tmp_path / "run"
+    wander(folder, "trainer.total_steps=1")
+    before = {name: (folder / name).read_bytes() for name in ("summary.json", "config.yaml")}
+    state = folder / "checkpoints" / "step_00000001" / "trainer.json"
+    manifest = state.with_name("manifest.json")
+    whole = state.read_text()
+    changed = whole.replace('"digest": "', '"digest": "x')
+    assert changed != whole
+    state.write_text(changed)
+    listed = json.loads(manifest.read_text())
+    listed["files"]["trainer.json"] = {
+        "bytes": len(changed),
+        "sha256": hashlib.sha256(changed.encode()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="the training prompts differ"):
+        wander(folder, "trainer.total_steps=2")
+    assert {name: (folder / name).read_bytes() for name in before} == before
 
 
 def test_a_run_that_reached_its_goal_goes_on_to_another(wander, metrics_of, tmp_path):

@@ -23,7 +23,7 @@ from rlcore.engine.weights.meter import Meter, ProcessGroups
 from rlcore.engine.weights.reshard import Reshard
 from rlcore.engine.weights.transfer import RemoteWeights
 from rlcore.engine.weights.trial import Change, Trial, compare_with_training, sample_probe, unchanged
-from rlcore.errors import DataError, WeightsError
+from rlcore.errors import ConfigError, DataError, WeightsError
 from rlcore.plugins import RolloutCapabilities
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,17 @@ class WeightRoute(ABC):
         raise WeightsError(message)
 
     def _try(self, trial: Trial) -> None:
-        """Try the engine with its first weights, which it then has. Raises WeightsError if it fails or raises."""
+        """Try the engine with its first weights, which it then has.
+
+        Raises WeightsError if it fails or raises; its ConfigError and DataError as they are.
+        """
         untested = self.rollout.untested
         assert untested is not None
         fault, cause = "it was interrupted", None
         try:
             fault = trial.run()
+        except (ConfigError, DataError):
+            raise  # of the weights or the settings, which another version would refuse too
         except Exception as error:
             fault, cause = f"{type(error).__name__}: {error}", error
         finally:

@@ -53,7 +53,7 @@ def _release(version: str) -> str:
 
 
 def choose_runner(*, on_cpu: bool) -> Runner:
-    """Return the model runner of an engine: vLLM's own choice, unless the second one cannot take rlcore's noise.
+    """Return the model runner of an engine: on a GPU the second one, if it can take rlcore's noise.
 
     On a CPU vLLM has the first only, as the second needs Triton. VLLM_USE_V2_MODEL_RUNNER=0 asks for the first.
     """
