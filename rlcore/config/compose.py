@@ -86,9 +86,8 @@ def compose(
             "model.path=RUN/checkpoints/NAME/actor/model"
         )
     config = _build(resolve_auto(composed_values, find_gpus), plugins)
-    if config.trainer.epochs is not None and any(
-        parse(each).key_or_group == "trainer.total_steps" for each in overrides
-    ):
+    given = [*(values or {}), *(parse(each).key_or_group for each in overrides)]
+    if config.trainer.epochs is not None and "trainer.total_steps" in given:
         raise ConfigError(
             f"trainer.total_steps = {config.trainer.total_steps} and trainer.epochs = {config.trainer.epochs} are both "
             "lengths of the run; leave out one of the two (trainer.epochs=null, where a saved config or an experiment "

@@ -273,6 +273,12 @@ def _kind(value: Any) -> str:
 # ---- answers ----
 
 
+def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text of an answer without special tokens; more tokens never change what is there."""
+    # Cleaning up takes spaces away once the next token is known.
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 class GrowingText:
     """The text of an answer while its tokens come: each part once, and nothing that later tokens may change.
 
@@ -299,7 +305,7 @@ class GrowingText:
         if len(self._tokens) == self._decoded:
             return ""
         self._decoded = len(self._tokens)
-        text = str(self._tokenizer.decode(list(self._tokens), skip_special_tokens=True))
+        text = answer_text(self._tokenizer, self._tokens)
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         text = text[: min((at for each in self._stop if (at := text.find(each)) >= 0), default=len(text))]
         text = text[: max(0, len(text) - self._held_back)]

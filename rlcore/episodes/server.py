@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from rlcore.episodes.call_queue import CallQueue, Watch
 from rlcore.episodes.openai_format import (
@@ -271,7 +272,7 @@ class Server:
             work = asyncio.create_task(self._reply(session, pending, reply, stream.watch))
             # Until something can be sent an error is a status.
             await _unless_disconnected(request, stream.begins(work))
-            return StreamingResponse(stream.events(reply, work), media_type="text/event-stream")
+            return _Streamed(stream.events(reply, work), work)
         return JSONResponse((await _unless_disconnected(request, self._reply(session, pending, reply))).body())
 
     async def _reply(self, session: Session, pending: Pending, reply: Reply, watch: Watch | None = None) -> Reply:
@@ -375,7 +376,7 @@ class _Stream:
             work.result()
 
     async def events(self, reply: Reply, work: asyncio.Task[Reply]) -> AsyncIterator[str]:
-        """Yield the events. A client that goes away ends the work."""
+        """Yield the events."""
         try:
             for chunk in reply.first_chunks():
                 yield _event(chunk)
@@ -394,8 +395,21 @@ class _Stream:
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _event(error.body)
+
+
+class _Streamed(StreamingResponse):
+    """A stream's response. A client that goes away ends the work, also before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], work: asyncio.Task[Reply]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See StreamingResponse."""
+        try:
+            await super().__call__(scope, receive, send)
         finally:
-            work.cancel()
+            self._work.cancel()
 
 
 def _event(body: Mapping[str, Any]) -> str:

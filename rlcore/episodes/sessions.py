@@ -15,7 +15,7 @@ from rlcore.data.chat import OfferedTools, PromptEncoder
 from rlcore.data.template_kwargs import check_template_kwargs
 from rlcore.engine.rollout import Finished, Request, Sampling
 from rlcore.episodes.conversation import Conversation, Message
-from rlcore.episodes.openai_format import Call, Choice, RequestError, read_message
+from rlcore.episodes.openai_format import Call, Choice, RequestError, answer_text, read_message
 from rlcore.episodes.rendering import TurnRenderer
 from rlcore.episodes.rows import EpisodeRow
 from rlcore.episodes.tool_calls import BadCall, ToolCall
@@ -365,7 +365,7 @@ class Session:
         errors = 0 if parsed is None else sum(isinstance(each, BadCall) for each in parsed.calls)
         order = pending.order + at
         tokenizer = self._renderers.tokenizer
-        text = str(tokenizer.decode(list(row.tokens), skip_special_tokens=True))
+        text = answer_text(tokenizer, row.tokens)
         shown: Message = {"role": "assistant", "content": _before_stop(text, row, pending.requests[at].sampling.stop)}
         if calls and call.messages is not None:  # a completion is the text as it is
             assert parsed is not None

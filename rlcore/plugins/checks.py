@@ -46,7 +46,11 @@ def _api_fault(module: ModuleType) -> str | None:
 
 def hooks_of(module: object) -> dict[str, Any]:
     """Return the functions of a module, or the methods of an object, that are marked as hooks or named like one."""
-    named = vars(module) if isinstance(module, ModuleType) else {name: getattr(module, name) for name in dir(module)}
+    if isinstance(module, ModuleType):
+        named = vars(module)
+    else:  # a property is no hook, and may raise
+        names = [name for name in dir(module) if not isinstance(inspect.getattr_static(module, name), property)]
+        named = {name: getattr(module, name) for name in names}
     return {
         name: value
         for name, value in named.items()

@@ -73,7 +73,7 @@ def faults(path: Path, *parts: str) -> list[str]:
     parts: see newest_whole.
     """
     try:
-        expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = _listed(path)
         known = {name: (entry["bytes"], entry["sha256"]) for name, entry in expected.items()}
     except FileNotFoundError:
         return [f"{MANIFEST} is missing (an older rlcore wrote none)" if path.is_dir() else "it has been deleted"]
@@ -82,6 +82,19 @@ def faults(path: Path, *parts: str) -> list[str]:
     names = [name for name in known if any(Path(name).is_relative_to(part) for part in parts or ("",))]
     with ThreadPoolExecutor(_READERS) as readers:
         return [text for text in readers.map(lambda name: _fault(path / name, name, *known[name]), names) if text]
+
+
+def written_files(path: Path) -> list[str]:
+    """Return the files of a checkpoint by its manifest, as paths in it; CheckpointError where it cannot be read."""
+    try:
+        return list(_listed(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _listed(path: Path) -> dict[str, Any]:
+    """Return the files that a checkpoint's manifest lists."""
+    return dict(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
 def _fault(file: Path, name: str, size: int, sha256: str) -> str | None:

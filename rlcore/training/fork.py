@@ -19,6 +19,7 @@ from rlcore.training.checkpoint import (
     names_checkpoint,
     path_of,
     step_of,
+    written_files,
 )
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class Source:
         except OSError as error:
             raise CheckpointError(f"{file}, the config of run.source, cannot be read: {error}") from error
         state = load(path)
+        self._roles = {Path(name).parts[0] for name in written_files(path)}
         try:
             self._loaders = state["loaders"]
             self.algorithm_state: dict[str, Any] = state["algorithm"]["state"]
@@ -164,6 +166,16 @@ class Source:
         return []
 
     def role(self, name: str) -> Path | None:
-        """Return the folder of a role's state; None for a role that the checkpoint lacks."""
+        """Return the folder of a role's state; None for a role that the checkpoint lacks.
+
+        Raises CheckpointError for one that it had, and that has been deleted meanwhile.
+        """
         folder = self.path / name
-        return folder if folder.is_dir() else None
+        if name not in self._roles:
+            return None
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}, from which role {name!r} starts, has been deleted meanwhile, as by a run that goes on; "
+                "keep more checkpoints there (trainer.keep_checkpoints), or copy the one to fork"
+            )
+        return folder

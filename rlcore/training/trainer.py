@@ -600,9 +600,7 @@ class Trainer:
             self._known = state["fingerprints"]
             self._sample_rows = state["sample_rows"]
         except KeyError as error:
-            raise CheckpointError(
-                f"{path / checkpoint.STATE} lacks {error}; another version of rlcore wrote it, so resume with that one"
-            ) from error
+            raise _of_another_version(path, error) from error
         for name, role in self.run_.roles.items():
             if role.role.trains or role.role.follows:
                 role.group.load_state(str((path / name).resolve()))
@@ -623,12 +621,15 @@ class Trainer:
         source = Source(Path(self.config.run.source), self.config, self.plugins)
         self.step = source.step
         self.folder.lines += source.lines
-        for name, loader in self.loaders.items():
-            self.folder.lines += source.place(name, loader)
-        if source.has_same_algorithm:
-            self.algorithm.load_state_dict(self.algorithm.fork_state(source.algorithm_state))
-        if source.has_same_seed:
-            set_random_state(source.random_state)
+        try:
+            for name, loader in self.loaders.items():
+                self.folder.lines += source.place(name, loader)
+            if source.has_same_algorithm:
+                self.algorithm.load_state_dict(self.algorithm.fork_state(source.algorithm_state))
+            if source.has_same_seed:
+                set_random_state(source.random_state)
+        except KeyError as error:
+            raise _of_another_version(source.path, error) from error
         for name, role in self.run_.roles.items():
             if not (role.role.trains or role.role.follows):
                 continue
@@ -680,6 +681,13 @@ class Trainer:
                 plugin.name for plugin in self.plugins.list() if plugin.kind == OBJECT and plugin.gives
             ],
         }
+
+
+def _of_another_version(path: Path, error: KeyError) -> CheckpointError:
+    """Return the error for a checkpoint whose state lacks a key."""
+    return CheckpointError(
+        f"{path / checkpoint.STATE} lacks {error}; another version of rlcore wrote it, so go on with that one"
+    )
 
 
 @dataclass

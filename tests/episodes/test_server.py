@@ -144,8 +144,9 @@ def test_streams_of_several_choices_with_a_stop_string_are_the_whole_answers(ser
 
 def test_a_text_grows_by_what_later_tokens_cannot_change(serving):
     class Bytes:
-        def decode(self, ids, skip_special_tokens):
+        def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
             assert skip_special_tokens
+            assert not clean_up_tokenization_spaces
             return bytes(ids).decode(errors="replace")
 
     def parts(text, stop=()):

@@ -20,7 +20,9 @@ def texts(cell: Any) -> list[str]:
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter_client and its libraries
-def test_the_notebook_runs(tmp_path):
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
     notebook = nbformat.read(PAGE, as_version=4)
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=place).execute()

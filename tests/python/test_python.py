@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,9 +72,10 @@ def test_summary_is_the_file(in_python):
 
 
 def test_given_rows_are_in_the_run_folder(in_python):
-    (folder,) = (in_python.folder / "rows").iterdir()
+    (path,) = re.findall(r"^  path: (.*/rows/.*)$", (in_python.folder / "config.yaml").read_text(), re.MULTILINE)
+    folder = Path(path)
+    assert folder.parent == in_python.folder / "rows"
     assert [row["prompt"] for row in lines(folder / "test.jsonl")] == ["2+2=", "5+3=", "11+1="]
-    assert f"path: {folder}\n" in (in_python.folder / "config.yaml").read_text()
 
 
 def test_an_interrupted_run_is_returned_and_the_same_call_goes_on(case, in_python, tmp_path, capsys):

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.cli import main
-from rlcore.config import compose
-from rlcore.errors import ConfigError
+from rlcore.config import compose, from_yaml
+from rlcore.errors import CheckpointError, ConfigError
 from rlcore.plugins import PluginManager
 from rlcore.training.checkpoint import checkpoints
-from rlcore.training.fork import source_step, target_of, with_source
+from rlcore.training.fork import Source, source_step, target_of, with_source
 
 STEPS = ["trainer.total_steps=4", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=0", "rollout.response_len=3"]
 
@@ -271,6 +271,21 @@ def test_a_role_that_the_checkpoint_lacks_starts_from_its_model(source, fork, fo
     shutil.rmtree(saved / "actor")
     forked = fork(f"{lacking}@2", "trainer.total_steps=3")
     assert "actor: the checkpoint has no such role, so it starts from its model" in log_of(forked)
+
+
+def test_a_role_that_is_deleted_meanwhile_is_an_error(source, tmp_path):
+    """As by a source that still trains, and keeps few checkpoints."""
+    run = tmp_path / "run"
+    shutil.copytree(source, run)
+    plugins = PluginManager.load()
+    config = from_yaml((run / "config.yaml").read_text(), plugins)
+    checkpoint = run / "checkpoints" / "step_00000002"
+    opened = Source(checkpoint, config, plugins)
+    assert opened.role("actor") == checkpoint / "actor"
+    assert opened.role("critic") is None
+    shutil.rmtree(checkpoint)
+    with pytest.raises(CheckpointError, match="'actor' starts, has been deleted meanwhile"):
+        opened.role("actor")
 
 
 def test_what_cannot_be_forked(source, tmp_path, capsys):

@@ -348,7 +348,8 @@ class SlotRows:
 
     def so_far(self, ids: Collection[str]) -> dict[str, Sequence[int]]:
         """Return the tokens of the rows of these requests as of the last look, by request id."""
-        rows = [(row, request) for row, request in enumerate(self.requests) if request.id in ids]
+        drawn_rows = [(row, each) for row, each in enumerate(self.requests) if self._stored[row] or each.sampled]
+        rows = [(row, request) for row, request in drawn_rows if request.id in ids]
         if not rows or self._step is None:
             return {}
         drawn = self._step.slots.drawn

@@ -74,7 +74,7 @@ def so_far(suite: RolloutEngineSuite) -> str:
         for name, tokens in {**found, **ended}.items():
             if tokens[: len(known.get(name, []))] != known.get(name, []):
                 raise CheckFailed(f"row {name} had the tokens {known[name]} so far, and then {tokens}")
-        known |= found
+        known |= {**found, **ended}
     if not told:
         raise NotApplicable("the engine tells no tokens before a row ends, so streams have one part")
     if known[rows[0].id][:2] != [3, 4]:
