@@ -24,7 +24,7 @@ from rlcore.errors import ConfigError
 from rlcore.exits import exits_are_errors, work_begins
 from rlcore.model_folder import check_positions
 from rlcore.plugins import DatasetSpec, PluginManager, RewardSpec, hookimpl
-from rlcore.trackers.jsonl import METRICS, SAMPLES
+from rlcore.trackers.jsonl import METRICS, SAMPLES, read_lines
 from rlcore.training import trainer
 from rlcore.training.evaluate import all_metrics, evaluate_target, open_actor
 from rlcore.training.folder import CONFIG, SUMMARY, check_own, default_path, require_plugins
@@ -123,7 +123,7 @@ class RunResult:
         """The metrics: a row for each step, with the column `step`. NaN where a step has no such metric."""
         from pandas import DataFrame
 
-        rows = _read(self.folder / METRICS)
+        rows = read_lines(self.folder / METRICS)
         return DataFrame(
             [{name: float(value) if name != "step" else value for name, value in row.items()} for row in rows]
         )

@@ -172,12 +172,14 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "RLCORE_CACHE" in caplog.text
 
 
-def test_rows_may_be_a_dataset(split: Any) -> None:
-    """A slice of one is no list of rows."""
+def test_rows_may_be_a_dataset(split: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A slice of one is no list of rows. Each is encoded: neither reads the other's entry."""
     from datasets import Dataset
 
     rows = [{"prompt": f"{number}+1="} for number in range(5)]
-    assert content(split(Dataset.from_list(rows))) == content(split(rows))
+    found = content(split(Dataset.from_list(rows)))
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "other"))
+    assert found == content(split(rows))
 
 
 def test_what_a_killed_writer_has_left_goes(split: Any, folder: Path) -> None:
